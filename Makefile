@@ -1,0 +1,50 @@
+# Everything runs from .venv, which `make setup` creates; test-gpu alone uses the PYTHON given.
+# TORCH names the build of torch to install: one without CUDA is enough for all but test-gpu. On
+# a machine with a GPU: make setup TORCH='torch>=2.11,<2.14'
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint style bench test-gpu clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Create .venv with everything (does nothing when it is up to date)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else f"error: python {v} is too old, 3.11 or newer is needed: make setup PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,demo]'
+	@touch $@
+
+demo: $(STAMP)  ## Decode the same prompts without and with speculation
+	@$(BIN)/trtspec demo
+
+test: $(STAMP)  ## Run all tests that need no GPU
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(STAMP)  ## Format, and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## Tokens per second on this CPU, without and with speculation
+	$(BIN)/trtspec bench --device cpu
+
+test-gpu:  ## Run the GPU tests with PYTHON (no .venv)
+	$(PYTHON) -m pytest -m gpu
+
+clean:  ## Remove caches and build outputs (.venv stays)
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

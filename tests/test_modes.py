@@ -1,0 +1,154 @@
+"""The mode table, written out by hand from TensorRT-LLM's documented predicates."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtspec import (
+    AutoDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SaveHiddenStatesDecodingConfig,
+    UserProvidedDecodingConfig,
+)
+from trtspec import SpeculativeDecodingMode as Mode
+from trtspec.config import DecodingBaseConfig, KvCacheConfig, resolve_speculative_config
+from trtspec.errors import ConfigError
+from trtspec.workers import create_worker
+
+ONE_ENGINE = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL}
+DRAFT_MODEL = {Mode.EAGLE3, Mode.DRAFT_TARGET, Mode.MTP_EAGLE}
+DRAFTERS = {*DRAFT_MODEL, Mode.NGRAM, Mode.USER_PROVIDED, Mode.SAVE_HIDDEN_STATES}
+TABLE = {
+    "is_mtp_one_model": {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL},
+    "is_mtp_vanilla": {Mode.MTP},
+    "is_mtp_eagle": {Mode.MTP_EAGLE},
+    "is_mtp_eagle_one_model": {Mode.MTP_EAGLE_ONE_MODEL},
+    "is_eagle3": {Mode.EAGLE3},
+    "is_eagle3_one_model": {Mode.EAGLE3_ONE_MODEL},
+    "is_ngram": {Mode.NGRAM},
+    "is_draft_target": {Mode.DRAFT_TARGET},
+    "is_user_provided": {Mode.USER_PROVIDED},
+    "is_save_hidden_states": {Mode.SAVE_HIDDEN_STATES},
+    "is_none": {Mode.NONE},
+    "use_one_engine": ONE_ENGINE,
+    "without_logits": ONE_ENGINE,
+    "support_capturable_guided_decoder": ONE_ENGINE,
+    "needs_kv_cache_rewind": {*ONE_ENGINE, Mode.NGRAM},
+    "has_draft_model": DRAFT_MODEL,
+    # Ours does more than TensorRT-LLM's here: NGRAM drafts on the device, plain decoding overlaps.
+    "support_overlap_scheduler": {*ONE_ENGINE, *DRAFT_MODEL, Mode.NGRAM, Mode.NONE},
+    "needs_kv_cache_recompute": {Mode.EAGLE3, Mode.MTP_EAGLE},
+    "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL},
+    "has_spec_decoder": {*ONE_ENGINE, Mode.MTP_EAGLE, Mode.EAGLE3},
+    "has_spec_drafter": DRAFTERS,
+    "support_guided_decoder": {Mode.NONE, *DRAFTERS},
+}
+
+
+class WithKernel:
+    supports_multi_token_generation = True
+
+
+class WithoutKernel:
+    supports_multi_token_generation = False
+
+
+@pytest.mark.parametrize("predicate", TABLE)
+def test_predicates(predicate: str) -> None:
+    assert {mode for mode in Mode if getattr(mode, predicate)()} == TABLE[predicate]
+
+
+def test_members_and_names() -> None:
+    assert [mode.name for mode in Mode] == [
+        "MTP", "MTP_EAGLE", "MTP_EAGLE_ONE_MODEL", "EAGLE3", "EAGLE3_ONE_MODEL", "NGRAM",
+        "DRAFT_TARGET", "USER_PROVIDED", "SAVE_HIDDEN_STATES", "NONE", "AUTO",
+    ]  # fmt: skip
+    assert Mode.from_string(None) is Mode.NONE
+    for mode in Mode:
+        assert Mode.from_string(mode.name.lower()) is mode
+        assert Mode.from_string(mode.name.title()) is mode
+    with pytest.raises(ConfigError, match="MEDUSA.*Allowed: MTP, "):
+        Mode.from_string("MEDUSA")
+
+
+def test_extend_ctx_and_spec_dec_attention() -> None:
+    for mode in Mode:
+        assert not mode.extend_ctx(WithKernel)
+        assert mode.extend_ctx(WithoutKernel) == (mode not in ONE_ENGINE)
+        assert not mode.attention_need_spec_dec_mode(None, False, WithoutKernel, True)
+    class FirstDraft:
+        is_first_draft = True
+
+    class LaterDraft:
+        is_first_draft = False
+
+    for mode in set(Mode) - {Mode.NONE}:
+        assert mode.attention_need_spec_dec_mode(None, False, WithKernel, False)
+        one = mode in ONE_ENGINE
+        assert mode.attention_need_spec_dec_mode(FirstDraft(), True, WithKernel, True)
+        assert mode.attention_need_spec_dec_mode(FirstDraft(), True, WithKernel, False) == one
+        assert mode.attention_need_spec_dec_mode(LaterDraft(), True, WithKernel, True) == one
+
+
+def test_modes_of_configs() -> None:
+    assert EagleDecodingConfig(speculative_model="d").spec_dec_mode is Mode.EAGLE3_ONE_MODEL
+    assert EagleDecodingConfig(
+        speculative_model="d", eagle3_one_model=False
+    ).spec_dec_mode is Mode.EAGLE3  # fmt: skip
+    assert MTPDecodingConfig(use_mtp_vanilla=True).spec_dec_mode is Mode.MTP
+    assert MTPDecodingConfig(num_nextn_predict_layers=3).max_draft_len == 3
+    assert MTPDecodingConfig(mtp_eagle_one_model=False).spec_dec_mode is Mode.MTP_EAGLE
+    assert isinstance(resolve_speculative_config(AutoDecodingConfig()), NGramDecodingConfig)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EagleDecodingConfig(speculative_model="d"),
+        EagleDecodingConfig(speculative_model="d", eagle3_one_model=False),
+        MTPDecodingConfig(),
+        MTPDecodingConfig(use_mtp_vanilla=True),
+        MTPDecodingConfig(mtp_eagle_one_model=False),
+        SaveHiddenStatesDecodingConfig(output_directory="d"),
+    ],
+)
+def test_modes_without_a_worker_are_refused_by_name(config: DecodingBaseConfig) -> None:
+    with pytest.raises(NotImplementedError, match=rf"mode {config.spec_dec_mode.name} .*NGRAM"):
+        create_worker(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NGramDecodingConfig(max_draft_len=-1), r"max_draft_len=-1.*1 … 64"),
+        (lambda: NGramDecodingConfig(max_draft_len=0), "max_draft_len=0"),
+        (lambda: NGramDecodingConfig(max_draft_len=True), "max_draft_len=True"),
+        (lambda: NGramDecodingConfig(max_draft_len=2.0), "max_draft_len=2.0"),
+        (lambda: NGramDecodingConfig(max_matching_ngram_size=0), "max_matching_ngram_size=0"),
+        (
+            lambda: NGramDecodingConfig(max_matching_ngram_size=2, min_matching_ngram_size=3),
+            "above max_matching_ngram_size=2",
+        ),
+        (lambda: NGramDecodingConfig.from_dict({"max_draft": 3}), "no field max_draft.*Known"),
+        (lambda: UserProvidedDecodingConfig(drafter=object()), "has no method draft"),
+        (lambda: EagleDecodingConfig(), "speculative_model is required"),
+        (lambda: MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3), "differs from"),
+        (lambda: MTPDecodingConfig(relaxed_delta=1.5), "relaxed_delta=1.5"),
+        (lambda: KvCacheConfig(max_tokens=0), "max_tokens=0"),
+        (lambda: KvCacheConfig(free_gpu_memory_fraction=0.0), "free_gpu_memory_fraction=0.0"),
+        (lambda: resolve_speculative_config("ngram"), "not a decoding config.*NGramDecodingConfig"),
+    ],
+)
+def test_bad_configs_say_what_is_allowed(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_configs_are_frozen_and_refuse_unknown_arguments() -> None:
+    config = NGramDecodingConfig()
+    with pytest.raises(AttributeError):
+        config.max_draft_len = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="max_drafts"):
+        NGramDecodingConfig(max_drafts=3)  # type: ignore[call-arg]

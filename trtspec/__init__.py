@@ -1,0 +1,91 @@
+"""trtspec: one-model speculative decoding workers, and an executor to run them.
+
+Names are loaded when first used, so that `import trtspec.workers` brings no model code and the
+command line starts quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import (
+        AutoDecodingConfig,
+        DecodingBaseConfig,
+        Drafter,
+        DraftTargetDecodingConfig,
+        EagleDecodingConfig,
+        KvCacheConfig,
+        MTPDecodingConfig,
+        NGramDecodingConfig,
+        SaveHiddenStatesDecodingConfig,
+        UserProvidedDecodingConfig,
+    )
+    from .errors import TrtspecError
+    from .executor.py_executor import PyExecutor
+    from .llm import LLM
+    from .metadata.mode import SpeculativeDecodingMode
+    from .metadata.spec import SpecMetadata
+    from .outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
+    from .sampling.params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "config": (
+        "AutoDecodingConfig",
+        "DecodingBaseConfig",
+        "DraftTargetDecodingConfig",
+        "Drafter",
+        "EagleDecodingConfig",
+        "KvCacheConfig",
+        "MTPDecodingConfig",
+        "NGramDecodingConfig",
+        "SaveHiddenStatesDecodingConfig",
+        "UserProvidedDecodingConfig",
+    ),
+    "errors": ("TrtspecError",),
+    "executor.py_executor": ("PyExecutor",),
+    "llm": ("LLM",),
+    "metadata.mode": ("SpeculativeDecodingMode",),
+    "metadata.spec": ("SpecMetadata",),
+    "outputs": ("CompletionOutput", "EngineStats", "RequestOutput", "SpecStats"),
+    "sampling.params": ("SamplingParams",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "LLM",
+    "AutoDecodingConfig",
+    "CompletionOutput",
+    "DecodingBaseConfig",
+    "DraftTargetDecodingConfig",
+    "Drafter",
+    "EagleDecodingConfig",
+    "EngineStats",
+    "KvCacheConfig",
+    "MTPDecodingConfig",
+    "NGramDecodingConfig",
+    "PyExecutor",
+    "RequestOutput",
+    "SamplingParams",
+    "SaveHiddenStatesDecodingConfig",
+    "SpecMetadata",
+    "SpecStats",
+    "SpeculativeDecodingMode",
+    "TrtspecError",
+    "UserProvidedDecodingConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'trtspec' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,153 @@
+"""Paged attention in plain torch: the CPU path, and the oracle of every other backend.
+
+Pages are gathered into a padded [G, S] view and given to `scaled_dot_product_attention` with a
+mask built from the rows' positions, so post-acceptance lengths never need the host.
+
+On CPU in bf16, a row's result must not depend on how many rows are verified together, or greedy
+text with and without speculation would differ at near-ties. Each row is therefore its own batch
+entry (K and V are shared by stride 0, not copied): measured bit-identical for 1 to 9 rows, where
+folding the rows into one matrix differs in one element of a few thousand. In fp32 such ties do
+not matter and rows are folded (docs/decisions/003).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from .base import AttentionBackend
+
+
+class TorchAttention(AttentionBackend):
+    name: ClassVar[str] = "torch"
+    supports_multi_token_generation: ClassVar[bool] = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: AttentionMetadata,
+        *,
+        kv_group: int,
+        layer: int,
+        window: int | None,
+    ) -> Tensor:
+        group = meta.kv_groups[kv_group]
+        k_slots, v_slots = group.k_cache[layer].flatten(0, 1), group.v_cache[layer].flatten(0, 1)
+        slots = self._write_slots(meta, kv_group)
+        k_slots.index_copy_(0, slots, k)
+        v_slots.index_copy_(0, slots, v)
+
+        outs, start = [], 0
+        for i, rows in enumerate(meta.context_lens):
+            out = self._context(q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window)
+            outs.append(out)
+            start += rows
+        if meta.num_generations:
+            outs.append(self._generation(q[start:], k_slots, v_slots, meta, kv_group, window))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _context(
+        self,
+        q: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        meta: AttentionMetadata,
+        index: int,
+        kv_group: int,
+        window: int | None,
+    ) -> Tensor:
+        """One context's rows [n, Hq, D]; its KV length is its last row's position + 1."""
+        key = ("context", index, kv_group, window)
+        if key not in meta.derived:
+            start = sum(meta.context_lens[:index])
+            positions = meta.position_ids[start : start + q.shape[0]]
+            # Contexts' lengths are the host's own numbers; padding up to max_kv_len is masked.
+            indices = _gather_indices(meta, kv_group, slice(index, index + 1))[0]
+            meta.derived[key] = indices, _mask(positions, indices.shape[0], window, q.dtype)
+        indices, mask = meta.derived[key]
+        keys = k_slots.index_select(0, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
+        values = v_slots.index_select(0, indices).transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys, values, attn_mask=mask[None, None], enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    def _generation(
+        self,
+        q: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        meta: AttentionMetadata,
+        kv_group: int,
+        window: int | None,
+    ) -> Tensor:
+        """All generation rows [G*R, Hq, D]."""
+        num_seqs, rows = meta.num_generations, meta.rows_per_generation
+        q_heads, kv_heads, dim = q.shape[1], k_slots.shape[1], q.shape[2]
+        per_kv = q_heads // kv_heads
+        one_by_one = q.device.type == "cpu" and q.dtype != torch.float32
+        key = ("generation", kv_group, window)
+        if key not in meta.derived:
+            first = meta.num_contexts
+            indices = _gather_indices(meta, kv_group, slice(first, first + num_seqs))
+            positions = meta.position_ids[meta.num_context_tokens :]
+            mask = _mask(positions, indices.shape[1], window, q.dtype)  # [G*R, S]
+            mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
+            if one_by_one:
+                mask = mask.flatten(1, 2)[:, :, None].flatten(0, 1)  # [G*R, 1, 1, S]
+            else:
+                mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
+            meta.derived[key] = indices, mask
+        indices, mask = meta.derived[key]
+        length = indices.shape[1]
+        keys = k_slots.index_select(0, indices.flatten()).view(num_seqs, length, kv_heads, dim)
+        values = v_slots.index_select(0, indices.flatten()).view(num_seqs, length, kv_heads, dim)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [G, Hkv, S, D]
+        if one_by_one:
+            keys, values = (
+                x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1) if num_seqs == 1 or rows == 1
+                else x.repeat_interleave(rows, 0)
+                for x in (keys, values)
+            )
+            grouped = q.view(num_seqs * rows, kv_heads, per_kv, dim)
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+            return out.reshape(num_seqs * rows, q_heads, dim)
+        grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
+        return out.reshape(num_seqs * rows, q_heads, dim)
+
+    @staticmethod
+    def _write_slots(meta: AttentionMetadata, kv_group: int) -> Tensor:
+        key = ("write", kv_group)
+        if key not in meta.derived:
+            slots = meta.slot_mappings[kv_group]
+            scratch = SCRATCH_BLOCK * meta.kv_groups[kv_group].page_size
+            meta.derived[key] = torch.where(slots < 0, scratch, slots)
+        return meta.derived[key]
+
+
+def _gather_indices(meta: AttentionMetadata, kv_group: int, seqs: slice) -> Tensor:
+    """[n, S] int64 slots of positions 0 … S-1; S covers the host's upper bound of the lengths."""
+    page_size = meta.kv_groups[kv_group].page_size
+    pages = min(-(-meta.max_kv_len // page_size), meta.block_tables[kv_group].shape[1])
+    blocks = meta.block_tables[kv_group][seqs, :pages].to(torch.int64)
+    offsets = torch.arange(page_size, device=blocks.device)
+    return (blocks[:, :, None] * page_size + offsets).flatten(1)
+
+
+def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[n] positions -> additive mask [n, length]: key j is seen iff p - window < j <= p."""
+    keys = torch.arange(length, device=positions.device)
+    seen = keys <= positions[:, None]
+    if window is not None:
+        seen &= keys > positions[:, None] - window
+    return torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill_(
+        ~seen, float("-inf")
+    )

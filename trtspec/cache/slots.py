@@ -1,0 +1,59 @@
+"""Request state that lives on the device, by slot (DESIGN, decision D2).
+
+The host writes a slot once, when a request is admitted, and never reads it back: each step
+gathers its inputs from here and leaves the next step's inputs here. The last slot is scratch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..metadata.sampling import rows_to_tensor
+
+
+@dataclass
+class SlotState:
+    """S slots and one scratch slot; K draft tokens."""
+
+    next_tokens: Tensor  # [S+1, K+1] int32: last token, then drafts (-1 none); written by a step
+    past_lens: Tensor  # [S+1] int64: tokens with KV in the target; written by a step
+    temperatures: Tensor  # [S+1] float32; the rest is written at admission
+    top_ks: Tensor  # [S+1] int32
+    top_ps: Tensor  # [S+1] float32
+    seeds: Tensor  # [S+1] int64
+    worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
+
+    @staticmethod
+    def allocate(num_slots: int, max_draft_len: int, device: torch.device) -> SlotState:
+        rows = num_slots + 1
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return SlotState(
+            next_tokens=zeros(rows, max_draft_len + 1, dtype=torch.int32),
+            past_lens=zeros(rows, dtype=torch.int64),
+            temperatures=zeros(rows, dtype=torch.float32),
+            top_ks=zeros(rows, dtype=torch.int32),
+            top_ps=torch.ones(rows, dtype=torch.float32, device=device),
+            seeds=zeros(rows, dtype=torch.int64),
+        )
+
+    def admit(self, slot: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+        """Writes a new request's parameters; no draft yet. Raises nothing, reads nothing back."""
+        device = self.seeds.device
+        self.temperatures[slot : slot + 1] = rows_to_tensor([temperature], torch.float32, device)
+        self.top_ks[slot : slot + 1] = rows_to_tensor([top_k], torch.int32, device)
+        self.top_ps[slot : slot + 1] = rows_to_tensor([top_p], torch.float32, device)
+        self.seeds[slot : slot + 1] = rows_to_tensor([seed], torch.int64, device)
+        self.past_lens[slot : slot + 1].zero_()
+        self.next_tokens[slot].fill_(-1)
+
+    def set_drafts(self, slots: list[int], drafts: list[list[int]]) -> None:
+        """Overwrites the drafts of some slots from the host (mode USER_PROVIDED)."""
+        device = self.seeds.device
+        index = rows_to_tensor(slots, torch.int64, device)
+        self.next_tokens[index, 1:] = rows_to_tensor(drafts, torch.int32, device)

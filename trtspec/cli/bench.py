@@ -1,0 +1,246 @@
+"""`trtspec bench`: the same prompts without and with speculation, interleaved, medians.
+
+One engine of each kind is built; after one warm-up each, they take turns (A B A B …), so that a
+machine that slows down or speeds up does so for both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..prompts import PROMPT_SETS
+from .engine import describe, load_pair, make_sampling_params
+from .errors import EXIT_FAILED, show_error
+from .generate import write_json
+from .inputs import Prompt, check_raw, to_inputs
+from .options import EngineOptions, SamplingOptions
+from .render import finite, first_difference, forced_banner, make_console, position_bars
+from .status import Progress
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..outputs import EngineStats
+    from ..sampling.params import SamplingParams
+
+
+class BenchFailed(Exception):
+    """A request failed, so there is nothing to compare."""
+
+
+@dataclass
+class Side:
+    """The runs of one engine over one prompt set."""
+
+    runs: list[EngineStats] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)  # of the last run
+
+    @property
+    def tokens_per_second(self) -> float:
+        return median(run.tokens_per_second for run in self.runs)
+
+    @property
+    def acceptance_length(self) -> float:
+        return median(run.acceptance_length for run in self.runs)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        columns = zip(*(run.acceptance_per_position for run in self.runs), strict=True)
+        return [median(column) for column in columns]
+
+
+@dataclass
+class SetResult:
+    """One prompt set, decoded by both engines."""
+
+    name: str
+    num_prompts: int
+    plain: Side = field(default_factory=Side)
+    speculative: Side = field(default_factory=Side)
+
+    @property
+    def speedup(self) -> float:
+        plain = self.plain.tokens_per_second
+        return self.speculative.tokens_per_second / plain if plain else float("nan")
+
+    @property
+    def differences(self) -> list[int | None]:
+        """Per prompt: index of the first token that differs, None if all are equal."""
+        pairs = zip(self.plain.token_ids, self.speculative.token_ids, strict=True)
+        return [first_difference(left, right) for left, right in pairs]
+
+    @property
+    def is_identical(self) -> bool:
+        return all(index is None for index in self.differences)
+
+
+def run_bench(
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    prompts: Sequence[Prompt],
+    raw: bool,
+    repeat: int,
+    as_json: bool,
+) -> int:
+    """Returns the exit code: 0, or 1 when a request failed."""
+    if raw:
+        check_raw(prompts)
+    if sampling.temperature > 0 and sampling.seed is None:  # else the two could never agree
+        sampling = replace(sampling, seed=0)
+    params = make_sampling_params(sampling)
+    sets = {"given": list(prompts)} if prompts else _built_in_sets()
+    try:
+        with redirect_stdout(sys.stderr), Progress() as progress:
+            plain, speculative = load_pair(options, progress)
+            results = [
+                _measure_set(name, items, plain, speculative, params, raw, repeat, progress)
+                for name, items in sets.items()
+            ]
+    except BenchFailed as error:
+        show_error(str(error))
+        return EXIT_FAILED
+    if as_json:
+        write_json(_to_json(options, sampling, repeat, speculative, results))
+    else:
+        _print_report(make_console(), options, sampling, repeat, speculative, results)
+    return 0
+
+
+def _built_in_sets() -> dict[str, list[Prompt]]:
+    return {name: [Prompt(text) for text in texts] for name, texts in PROMPT_SETS.items()}
+
+
+def _measure_set(
+    name: str,
+    prompts: Sequence[Prompt],
+    plain: LLM,
+    speculative: LLM,
+    params: SamplingParams,
+    raw: bool,
+    repeat: int,
+    progress: Progress,
+) -> SetResult:
+    result = SetResult(name, len(prompts))
+    engines = [(plain, result.plain), (speculative, result.speculative)]
+    progress(f"warming up on {name!r}")
+    for llm, _ in engines:
+        _run_once(llm, to_inputs(llm, prompts[:1], raw), params, Side())
+    for turn in range(1, repeat + 1):
+        for llm, side in engines:
+            progress(f"decoding {name!r}, run {turn} of {repeat}, {llm.mode.name}")
+            _run_once(llm, to_inputs(llm, prompts, raw), params, side)
+    return result
+
+
+def _run_once(llm: LLM, inputs: Any, params: SamplingParams, side: Side) -> None:
+    llm.reset_stats()
+    outputs = llm.generate(inputs, params)
+    for number, output in enumerate(outputs, start=1):
+        if output.outputs[0].finish_reason == "error":
+            raise BenchFailed(f"prompt {number} failed with {llm.mode.name}: {output.error}")
+    side.runs.append(llm.stats())
+    side.token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _to_json(
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    repeat: int,
+    speculative: LLM,
+    results: Sequence[SetResult],
+) -> dict[str, Any]:
+    return {
+        "model": options.model,
+        **describe(speculative),
+        "max_batch_size": options.max_batch_size,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "repeat": repeat,
+        "forced_acceptance": results[0].speculative.runs[-1].forced_acceptance,
+        "sets": [_set_json(result) for result in results],
+    }
+
+
+def _set_json(result: SetResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "num_prompts": result.num_prompts,
+        "identical": result.is_identical,
+        "first_differences": result.differences,
+        "speedup": finite(result.speedup),
+        "plain": _side_json(result.plain),
+        "speculative": _side_json(result.speculative),
+    }
+
+
+def _side_json(side: Side) -> dict[str, Any]:
+    return {
+        "tokens_per_second": finite(side.tokens_per_second),
+        "tokens_per_second_runs": [finite(run.tokens_per_second) for run in side.runs],
+        "generated_tokens": side.runs[-1].generated_tokens,
+        "acceptance_length": finite(side.acceptance_length),
+        "acceptance_per_position": [finite(rate) for rate in side.acceptance_per_position],
+    }
+
+
+def _print_report(
+    console: Console,
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    repeat: int,
+    speculative: LLM,
+    results: Sequence[SetResult],
+) -> None:
+    about = describe(speculative)
+    mode = f"{about['mode']} K={about['max_draft_len']}"
+    seed = f", temperature {sampling.temperature:g}, seed {sampling.seed}"
+    console.print(
+        Text(
+            f"{options.model}, {about['dtype']} on {about['device']}, batch "
+            f"{options.max_batch_size}, {sampling.max_tokens} tokens"
+            f"{seed if sampling.temperature > 0 else ''}; median of {repeat} run(s); tok/s "
+            "of decoding, without the time that reading the prompts takes"
+        ),
+        soft_wrap=True,
+    )
+    table = Table()
+    table.add_column("prompts")
+    for heading in ("NONE tok/s", f"{mode} tok/s", "speedup", "AL"):
+        table.add_column(heading, justify="right")
+    table.add_column("tokens")
+    for result in results:
+        table.add_row(
+            f"{result.name} ({result.num_prompts})",
+            f"{result.plain.tokens_per_second:.1f}",
+            f"{result.speculative.tokens_per_second:.1f}",
+            f"{result.speedup:.2f}x",
+            f"{result.speculative.acceptance_length:.2f}",
+            identity_text(result.differences),
+        )
+    console.print(table)
+    for result in results:
+        console.print(Text(f"acceptance per position, {result.name}", style="bold"))
+        console.print(position_bars(result.speculative.acceptance_per_position, console))
+    banner = forced_banner(results[0].speculative.runs[-1].forced_acceptance)
+    if banner is not None:
+        console.print(banner, soft_wrap=True)
+
+
+def identity_text(differences: Sequence[int | None]) -> Text:
+    """`identical`, or how many of the answers are not, and from which token on."""
+    indices = [index for index in differences if index is not None]
+    if not indices:
+        return Text("identical", style="green")
+    return Text(
+        f"{len(indices)} of {len(differences)} differ, first at token {min(indices)}",
+        style="yellow",
+    )

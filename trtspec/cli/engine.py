@@ -1,0 +1,122 @@
+"""From options to an engine. torch and transformers are imported here, when they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RequestError
+from .errors import CliError
+from .options import EngineOptions, SamplingOptions
+from .status import Progress
+
+if TYPE_CHECKING:
+    from ..config import DecodingBaseConfig
+    from ..llm import LLM
+    from ..metadata.mode import SpeculativeDecodingMode
+    from ..sampling.params import SamplingParams
+
+
+def parse_mode(name: str) -> SpeculativeDecodingMode:
+    from ..metadata.mode import SpeculativeDecodingMode
+
+    return SpeculativeDecodingMode.from_string(name)
+
+
+def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:
+    """The decoding config that `--speculative` and its companions describe; None for none."""
+    from ..config import CONFIG_OF_MODE
+
+    mode = parse_mode(options.speculative)
+    takes_model = mode.has_draft_model() or mode.need_load_draft_weights()
+    if options.draft_model is not None and not takes_model:
+        raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.")
+    if mode.is_none():
+        if options.max_draft_len is not None:
+            raise CliError("--max-draft-len was given, but --speculative none drafts nothing.")
+        return None
+    if mode.is_user_provided():
+        raise CliError(
+            "USER_PROVIDED needs a Python object that drafts: use the Python API, "
+            "LLM(model, UserProvidedDecodingConfig(...))."
+        )
+    if not mode.is_implemented():
+        known = ", ".join(m.name.lower() for m in type(mode) if m.is_implemented())
+        raise NotImplementedError(f"{mode.name} has no worker in this release. Available: {known}.")
+    arguments: dict[str, Any] = {}
+    if options.max_draft_len is not None:
+        arguments["max_draft_len"] = options.max_draft_len
+    if takes_model:
+        if options.draft_model is None:
+            raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
+        arguments["speculative_model"] = resolve_model(options.draft_model, progress)
+    return CONFIG_OF_MODE[mode](**arguments)
+
+
+def resolve_model(model: str, progress: Progress) -> str | Path:
+    """A path as it is; a name of the zoo fetched and converted, on first use."""
+    if Path(model).exists():
+        return model
+    from ..models import zoo
+
+    return zoo.resolve_model(model, progress=progress)
+
+
+def load_llm(options: EngineOptions, progress: Progress) -> LLM:
+    """Build the engine that the options describe.
+
+    Raises:
+        CliError, ConfigError, CheckpointError, NotImplementedError, OSError: with the reason.
+    """
+    import trtspec
+
+    config = make_spec_config(options, progress)
+    model = resolve_model(options.model, progress)
+    how = "" if config is None else f" with {options.speculative.upper()}"
+    progress(f"loading {options.model}{how}")
+    return trtspec.LLM(
+        model,
+        speculative_config=config,
+        device=options.device,
+        dtype=options.dtype,
+        max_batch_size=options.max_batch_size,
+    )
+
+
+def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
+    """Two engines that differ in speculation only: without, with."""
+    if parse_mode(options.speculative).is_none():
+        raise CliError("--speculative none leaves nothing to compare: name a drafting mode.")
+    with_speculation = load_llm(options, progress)  # first: it is the one whose options can fail
+    plain = replace(options, speculative="none", max_draft_len=None, draft_model=None)
+    return load_llm(plain, progress), with_speculation
+
+
+def make_sampling_params(options: SamplingOptions) -> SamplingParams:
+    import trtspec
+
+    try:
+        return trtspec.SamplingParams(
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+        )
+    except RequestError as error:  # here it is the command line that is wrong, not a request
+        raise CliError(str(error)) from error
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """The engine's part of every JSON object."""
+    return {
+        "mode": llm.mode.name,
+        "max_draft_len": llm.max_draft_len,
+        "device": str(llm.device),
+        "dtype": dtype_name(llm),
+    }
+
+
+def dtype_name(llm: LLM) -> str:
+    return str(llm.dtype).removeprefix("torch.")

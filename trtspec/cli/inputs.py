@@ -1,0 +1,126 @@
+"""Prompts from the command line and from JSONL files, and how they become model input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import CliError
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+_LINE_FORMS = 'a string, {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the user gave it: text, or the messages of a chat."""
+
+    given: str | list[dict[str, str]]
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        if isinstance(self.given, str):
+            return [{"role": "user", "content": self.given}]
+        return self.given
+
+    @property
+    def title(self) -> str:
+        """The prompt on one line, for headings."""
+        text = self.given if isinstance(self.given, str) else self.given[-1]["content"]
+        line = " ".join(text.split())
+        return line if len(line) <= 70 else line[:69] + "…"
+
+
+def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Prompt]:
+    """The prompts of `--prompt` (repeatable) or `--prompt-file`; empty when neither is given."""
+    if texts and file is not None:
+        raise CliError("--prompt and --prompt-file were both given: use one of them.")
+    if file is not None:
+        return _read_file(file)
+    for text in texts or ():
+        if not text.strip():
+            raise CliError("--prompt is empty: give the text the model should answer.")
+    return [Prompt(text) for text in texts or ()]
+
+
+def _read_file(path: Path) -> list[Prompt]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CliError(f"--prompt-file {path} is not UTF-8 text ({error}).") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CliError(f"--prompt-file {path} cannot be read: {reason}.") from error
+    prompts = [
+        _parse_line(line, f"--prompt-file {path}, line {number}")
+        for number, line in enumerate(content.split("\n"), start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise CliError(f"--prompt-file {path} has no prompts: one JSON per line, {_LINE_FORMS}.")
+    return prompts
+
+
+def _parse_line(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CliError(f"{where}: not JSON ({error}). Allowed: {_LINE_FORMS}.") from error
+    if isinstance(value, dict) and set(value) == {"prompt"}:
+        value = value["prompt"]
+    elif isinstance(value, dict) and set(value) == {"messages"}:
+        return Prompt(_check_messages(value["messages"], where))
+    elif isinstance(value, dict):
+        keys = ", ".join(repr(key) for key in value) or "none"
+        raise CliError(f"{where}: an object with the keys {keys}. Allowed: {_LINE_FORMS}.")
+    if not isinstance(value, str):
+        raise CliError(f"{where}: got {type(value).__name__}. Allowed: {_LINE_FORMS}.")
+    if not value.strip():
+        raise CliError(f"{where}: the prompt is empty. Give the text the model should answer.")
+    return Prompt(value)
+
+
+def _check_messages(messages: Any, where: str) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise CliError(f"{where}: 'messages' must be a list of at least one message.")
+    for index, message in enumerate(messages):
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(text, str) for text in message.values())
+        ):
+            raise CliError(
+                f"{where}: message {index} must be an object with the texts 'role' and 'content' "
+                f"and nothing else, got {json.dumps(message)[:80]}."
+            )
+    return messages
+
+
+def check_raw(prompts: Sequence[Prompt]) -> None:
+    """`--raw` gives the text as it is; messages have no such form."""
+    for number, prompt in enumerate(prompts, start=1):
+        if not isinstance(prompt.given, str):
+            raise CliError(
+                f"--raw takes plain text, but prompt {number} is a list of messages: leave --raw "
+                'out, or write the prompt as {"prompt": "..."}.'
+            )
+
+
+def to_token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    """The prompt with the model's chat template applied."""
+    try:
+        return llm.apply_chat_template(prompt.messages)
+    except ValueError as error:
+        raise CliError(f"{error} (--raw gives the text to the model as it is.)") from error
+
+
+def to_inputs(llm: LLM, prompts: Sequence[Prompt], raw: bool) -> list[str] | list[list[int]]:
+    """What `llm.generate` takes: texts if `raw`, else token ids with the chat template."""
+    if raw:
+        return [prompt.given for prompt in prompts if isinstance(prompt.given, str)]
+    return [to_token_ids(llm, prompt) for prompt in prompts]

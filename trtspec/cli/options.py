@@ -1,0 +1,80 @@
+"""The options that the commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_MODEL = "smollm2-135m"
+
+ModelOption = Annotated[
+    str, typer.Option("--model", help="smollm2-135m (fetched on first use) or a model directory.")
+]
+SpeculativeOption = Annotated[
+    str,
+    typer.Option(
+        "--speculative",
+        help="none, ngram, draft_target, auto, or any name of SpeculativeDecodingMode.",
+    ),
+]
+DraftLenOption = Annotated[
+    int | None,
+    typer.Option("--max-draft-len", help="Draft tokens per step, K. Default: the mode's own."),
+]
+DraftModelOption = Annotated[
+    str | None,
+    typer.Option("--draft-model", help="Directory (or name) of the drafting model."),
+]
+PromptOption = Annotated[
+    list[str] | None, typer.Option("--prompt", help="Text to answer. May be given several times.")
+]
+PromptFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file",
+        help='One JSON per line: a string, {"prompt": "..."} or {"messages": [...]}.',
+    ),
+]
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="Give the text to the model as it is: no chat template.")
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most new tokens per prompt.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="1 is off.")]
+TopKOption = Annotated[int, typer.Option("--top-k", help="0 is off.")]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="The same seed gives the same tokens.")
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+BatchSizeOption = Annotated[
+    int, typer.Option("--max-batch-size", help="Most requests decoded together.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
+]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is made from."""
+
+    model: str
+    speculative: str
+    max_draft_len: int | None
+    draft_model: str | None
+    dtype: str
+    device: str
+    max_batch_size: int
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None

@@ -1,0 +1,338 @@
+"""Decoding and engine configuration: frozen, validated where it is made.
+
+Class and field names are those of TensorRT-LLM's LLM API. A field that means something only to
+an engine we do not have is refused or warned about, never dropped (DESIGN, decision D10).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from .errors import ConfigError
+from .metadata.mode import SpeculativeDecodingMode
+
+logger = logging.getLogger(__name__)
+
+MAX_DRAFT_LEN = 64
+"""A sanity bound: a chain this long has never paid."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Host code that proposes draft tokens for one request (mode USER_PROVIDED)."""
+
+    def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> Sequence[int]:
+        """Proposes what follows `token_ids` (prompt and output so far).
+
+        Returns:
+            0 … max_draft_len token ids; fewer than K means "no draft here" for the rest.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingBaseConfig:
+    """Base of the speculative decoding configs.
+
+    Args:
+        max_draft_len: K, draft tokens per generation request and step, >= 1.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_draft_len: int = 4
+
+    mode: ClassVar[SpeculativeDecodingMode]
+
+    def __post_init__(self) -> None:
+        require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
+
+    @property
+    def spec_dec_mode(self) -> SpeculativeDecodingMode:
+        return self.mode
+
+    @property
+    def max_total_draft_tokens(self) -> int:
+        """K for a chain; trees are not offered."""
+        return self.max_draft_len
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DecodingBaseConfig:
+        """Builds the config, naming unknown keys instead of dropping them."""
+        known = {f.name for f in fields(cls) if f.init}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"{cls.__name__} has no field {', '.join(unknown)}. Known: "
+                f"{', '.join(sorted(known))}."
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Prompt lookup: drafts copied from the request's own prompt and output.
+
+    Args:
+        max_matching_ngram_size: longest match looked for, tried first.
+        min_matching_ngram_size: shortest match that may draft; None is 2, or the maximum if that is 1.
+        is_use_oldest: among equally long matches take the oldest instead of the newest.
+        is_keep_all: TensorRT-LLM's pool keeps every pattern. Ours always can: it searches the
+            text itself. False has no effect and warns.
+        is_public_pool: TensorRT-LLM's pool may be shared by requests. Ours never is; True has no
+            effect and warns.
+    """
+
+    max_draft_len: int = 6
+    max_matching_ngram_size: int = 4
+    min_matching_ngram_size: int | None = None
+    is_use_oldest: bool = False
+    is_keep_all: bool = True
+    is_public_pool: bool = False
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.NGRAM
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int(self, "max_matching_ngram_size", 1, 64)
+        if self.min_matching_ngram_size is None:
+            object.__setattr__(self, "min_matching_ngram_size", min(2, self.max_matching_ngram_size))
+        require_int(self, "min_matching_ngram_size", 1, 64)
+        assert self.min_matching_ngram_size is not None
+        if self.min_matching_ngram_size > self.max_matching_ngram_size:
+            raise ConfigError(
+                f"NGramDecodingConfig.min_matching_ngram_size={self.min_matching_ngram_size} is "
+                f"above max_matching_ngram_size={self.max_matching_ngram_size}: lower it."
+            )
+        if self.is_public_pool:
+            logger.warning("NGramDecodingConfig.is_public_pool=True has no effect: lookup is per request.")
+        if not self.is_keep_all:
+            logger.warning("NGramDecodingConfig.is_keep_all=False has no effect: the text is searched.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """A second, smaller model with the same tokenizer drafts inside the target's step.
+
+    Args:
+        speculative_model: its HF directory, .gguf file or known name.
+    """
+
+    speculative_model: str | os.PathLike[str] | None = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_path(self, "speculative_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Drafts come from a `Drafter` on the host. Steps cannot overlap; the executor says so once."""
+
+    drafter: Any = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.USER_PROVIDED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(getattr(self.drafter, "draft", None)):
+            raise ConfigError(
+                f"UserProvidedDecodingConfig.drafter={self.drafter!r} has no method "
+                "draft(request_id, token_ids, max_draft_len) -> list of token ids."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDecodingConfig(DecodingBaseConfig):
+    """EAGLE-3 head. Its worker is not in this release: building it raises NotImplementedError."""
+
+    speculative_model: str | os.PathLike[str] | None = None
+    eagle3_one_model: bool = True
+    eagle3_layers_to_capture: Sequence[int] | None = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_path(self, "speculative_model")
+
+    @property
+    def spec_dec_mode(self) -> SpeculativeDecodingMode:
+        if self.eagle3_one_model:
+            return SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+        return SpeculativeDecodingMode.EAGLE3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPDecodingConfig(DecodingBaseConfig):
+    """Multi-token-prediction layers. Its workers are not in this release.
+
+    `max_draft_len` is `num_nextn_predict_layers` and need not be given.
+    """
+
+    max_draft_len: int = 0
+    num_nextn_predict_layers: int = 1
+    speculative_model: str | os.PathLike[str] | None = None
+    mtp_eagle_one_model: bool = True
+    use_mtp_vanilla: bool = False
+    use_relaxed_acceptance_for_thinking: bool = False
+    relaxed_topk: int = 1
+    relaxed_delta: float = 0.0
+    begin_thinking_phase_token: int = 128798
+    end_thinking_phase_token: int = 128799
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+
+    def __post_init__(self) -> None:
+        require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
+        if self.max_draft_len == 0:
+            object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
+        if self.max_draft_len != self.num_nextn_predict_layers:
+            raise ConfigError(
+                f"MTPDecodingConfig.max_draft_len={self.max_draft_len} differs from "
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: give only the latter."
+            )
+        require_int(self, "relaxed_topk", 1, 1024)
+        if not 0.0 <= self.relaxed_delta <= 1.0:
+            raise ConfigError(
+                f"MTPDecodingConfig.relaxed_delta={self.relaxed_delta!r} is a difference of "
+                "probabilities: it must be in 0 … 1."
+            )
+
+    @property
+    def spec_dec_mode(self) -> SpeculativeDecodingMode:
+        if self.use_mtp_vanilla:
+            return SpeculativeDecodingMode.MTP
+        if self.mtp_eagle_one_model:
+            return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+        return SpeculativeDecodingMode.MTP_EAGLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
+    """Writes hidden states while serving. Its worker is not in this release."""
+
+    output_directory: str | os.PathLike[str] | None = None
+    eagle3_layers_to_capture: Sequence[int] | None = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SAVE_HIDDEN_STATES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_path(self, "output_directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoDecodingConfig(DecodingBaseConfig):
+    """Lets trtspec choose. Today it chooses NGRAM, the one drafter every model has."""
+
+    max_draft_len: int = 6
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.AUTO
+
+
+CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
+    SpeculativeDecodingMode.NGRAM: NGramDecodingConfig,
+    SpeculativeDecodingMode.DRAFT_TARGET: DraftTargetDecodingConfig,
+    SpeculativeDecodingMode.USER_PROVIDED: UserProvidedDecodingConfig,
+    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: EagleDecodingConfig,
+    SpeculativeDecodingMode.EAGLE3: EagleDecodingConfig,
+    SpeculativeDecodingMode.MTP: MTPDecodingConfig,
+    SpeculativeDecodingMode.MTP_EAGLE: MTPDecodingConfig,
+    SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: MTPDecodingConfig,
+    SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesDecodingConfig,
+    SpeculativeDecodingMode.AUTO: AutoDecodingConfig,
+}
+
+
+def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBaseConfig | None:
+    """AUTO becomes the config it stands for; modes without a worker are refused by name.
+
+    Raises:
+        ConfigError: not a decoding config.
+        NotImplementedError: the mode's worker is not in this release.
+    """
+    if config is None:
+        return None
+    if not isinstance(config, DecodingBaseConfig):
+        raise ConfigError(
+            f"speculative_config={config!r} is not a decoding config. Use one of "
+            f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, or None."
+        )
+    if isinstance(config, AutoDecodingConfig):
+        return NGramDecodingConfig(max_draft_len=config.max_draft_len)
+    mode = config.spec_dec_mode
+    if not mode.is_implemented():
+        available = [m.name for m in SpeculativeDecodingMode if m.is_implemented()]
+        raise NotImplementedError(
+            f"Speculative decoding mode {mode.name} ({type(config).__name__}) has no worker in this "
+            f"release. Available: {', '.join(available)}."
+        )
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig:
+    """Size of the paged KV cache.
+
+    Args:
+        max_tokens: tokens the cache holds over all requests. None derives it: on CUDA from
+            `free_gpu_memory_fraction`, on CPU enough for max_batch_size sequences of full length,
+            within a quarter of the machine's free memory.
+        free_gpu_memory_fraction: share of the GPU memory free after loading weights.
+        tokens_per_block: page size.
+    """
+
+    max_tokens: int | None = None
+    free_gpu_memory_fraction: float = 0.9
+    tokens_per_block: int = 32
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            require_int(self, "max_tokens", 1, None)
+        require_int(self, "tokens_per_block", 1, 1024)
+        if not 0.0 < self.free_gpu_memory_fraction <= 1.0:
+            raise ConfigError(
+                f"KvCacheConfig.free_gpu_memory_fraction={self.free_gpu_memory_fraction!r}: "
+                "it must be in (0, 1]."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorConfig:
+    """What the executor schedules with; resolved once by the builder, never edited."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    enable_chunked_prefill: bool = False
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        require_int(self, "max_batch_size", 1, None)
+        require_int(self, "max_num_tokens", 1, None)
+        require_int(self, "max_seq_len", 2, None)
+
+
+def require_int(config: object, name: str, low: int, high: int | None) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (
+        high is not None and value > high
+    ):
+        allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
+        raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be {allowed}.")
+
+
+def require_path(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if value is None or not str(value).strip():
+        raise ConfigError(f"{type(config).__name__}.{name} is required: give a directory.")
+    if not isinstance(value, (str, Path, os.PathLike)):
+        raise ConfigError(f"{type(config).__name__}.{name}={value!r} is not a path.")

@@ -1,0 +1,30 @@
+"""The exceptions a user can meet.
+
+Each message says what was given, what is allowed and what to do. All of them derive from
+`TrtspecError`; where a builtin type says the same thing (a bad argument is a `ValueError`) the
+class derives from it too, so callers need not import this module to catch it.
+"""
+
+
+class TrtspecError(Exception):
+    """Base of every error trtspec raises on purpose."""
+
+
+class ConfigError(TrtspecError, ValueError):
+    """An argument or a combination of arguments that cannot work."""
+
+
+class CheckpointError(TrtspecError, ValueError):
+    """A model directory or weight file that is missing, damaged or does not fit its config."""
+
+
+class RequestError(TrtspecError, ValueError):
+    """A request that is refused before it reaches the device; other requests are unaffected."""
+
+
+class DrafterError(TrtspecError, RuntimeError):
+    """A user-provided drafter raised, or returned something that is not a list of draft tokens."""
+
+
+class KVCacheError(TrtspecError, RuntimeError):
+    """The block accounting was asked for something impossible (a bug in the caller)."""

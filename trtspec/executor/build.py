@@ -1,0 +1,232 @@
+"""From names and configs to a running executor: the one place that knows models and workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from ..attention.base import AttentionBackend
+from ..attention.torch_sdpa import TorchAttention
+from ..cache.manager import KVCacheManager, KVGroupSpec
+from ..config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    ExecutorConfig,
+    KvCacheConfig,
+    resolve_speculative_config,
+)
+from ..errors import ConfigError
+from ..metadata.attention import NUM_RESERVED_BLOCKS
+from ..metadata.mode import SpeculativeDecodingMode
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..models.tokenizer import load_tokenizer
+from ..models.weights import load_decoder
+from ..models.zoo import resolve_model
+from ..workers import create_worker
+from .py_executor import PyExecutor
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_SEQ_LEN = 8192
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """"auto" is CUDA where there is one. Raises ConfigError for a device that is not here."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda', but torch sees no CUDA device. Use device='cpu'.")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: DecoderConfig, device: torch.device) -> torch.dtype:
+    """"auto" is the checkpoint's dtype. Raises ConfigError for one that is not supported."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        name = config.dtype
+    allowed = [n for n in _DTYPES if device.type == "cuda" or n != "float16"]
+    if name not in allowed:
+        raise ConfigError(
+            f"dtype={name!r} on {device.type}: use one of {', '.join(['auto', *allowed])}."
+        )
+    return _DTYPES[name]
+
+
+def build_executor(
+    model: str | os.PathLike[str],
+    speculative_config: DecodingBaseConfig | None = None,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    max_batch_size: int = 16,
+    max_num_tokens: int | None = None,
+    max_seq_len: int | None = None,
+    kv_cache_config: KvCacheConfig | None = None,
+    enable_chunked_prefill: bool = False,
+    disable_overlap_scheduler: bool | None = None,
+) -> PyExecutor:
+    """Loads the models and sizes the cache. Arguments as in `LLM`.
+
+    Raises:
+        ConfigError, CheckpointError: before anything is served.
+        NotImplementedError: the speculative mode has no worker in this release.
+    """
+    from ..models.hf_config import load_config
+
+    speculative_config = resolve_speculative_config(speculative_config)
+    kv_cache_config = kv_cache_config or KvCacheConfig()
+    if not isinstance(kv_cache_config, KvCacheConfig):
+        raise ConfigError(f"kv_cache_config={kv_cache_config!r}: give a KvCacheConfig.")
+    where = resolve_device(device)
+    worker = create_worker(speculative_config)
+    target_dir = resolve_model(model)
+    config = load_config(target_dir)
+    torch_dtype = resolve_dtype(dtype, config, where)
+    backend = TorchAttention()
+    target = load_decoder(target_dir, torch_dtype, where, backend)
+    draft_model = None
+    if isinstance(speculative_config, DraftTargetDecodingConfig):
+        assert speculative_config.speculative_model is not None
+        draft_dir = resolve_model(speculative_config.speculative_model)
+        draft_model = _load_draft_model(draft_dir, target_dir, config, torch_dtype, where, backend)
+
+    decoders = [target] if draft_model is None else [target, draft_model]
+    seq_len = _sequence_length(max_seq_len, [decoder.config for decoder in decoders])
+    require_batch(max_batch_size)
+    rows = worker.max_draft_len + 1
+    specs = [
+        KVGroupSpec(d.config.num_layers, d.config.num_kv_heads, d.config.head_dim, torch_dtype)
+        for d in decoders
+    ]
+    num_blocks = _num_blocks(kv_cache_config, specs, max_batch_size * seq_len, where)
+    page_size = kv_cache_config.tokens_per_block
+    capacity = (num_blocks - NUM_RESERVED_BLOCKS) * page_size
+    if capacity < seq_len:
+        logger.warning(
+            "The KV cache holds %d tokens: max_seq_len is lowered from %d to that.",
+            capacity,
+            seq_len,
+        )
+        seq_len = capacity
+    if max_num_tokens is None:
+        max_num_tokens = max(seq_len, max_batch_size * rows)
+    if not isinstance(max_num_tokens, int) or max_num_tokens < max_batch_size * rows:
+        raise ConfigError(
+            f"max_num_tokens={max_num_tokens!r} is below max_batch_size * (K + 1) = "
+            f"{max_batch_size} * {rows}: a full batch could not take a step. Raise it, or lower "
+            "max_batch_size."
+        )
+    overlap = where.type == "cuda" if disable_overlap_scheduler is None else not disable_overlap_scheduler
+    executor_config = ExecutorConfig(
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=seq_len,
+        enable_chunked_prefill=enable_chunked_prefill,
+        overlap=overlap,
+    )
+    mode = (
+        SpeculativeDecodingMode.NONE
+        if speculative_config is None
+        else speculative_config.spec_dec_mode
+    )
+    kv_cache = KVCacheManager(specs, num_blocks, page_size, where)
+    executor = PyExecutor(target, worker, draft_model, kv_cache, executor_config, mode, where)
+    if worker.force_num_accepted_tokens > 0:
+        logger.warning(
+            "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "
+            "whatever the target says. The text is not the model's.",
+            worker.force_num_accepted_tokens,
+        )
+    return executor
+
+
+def require_batch(max_batch_size: int) -> None:
+    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < 1:
+        raise ConfigError(f"max_batch_size={max_batch_size!r}: it must be an int >= 1.")
+
+
+def _load_draft_model(
+    draft_dir: Path,
+    target_dir: Path,
+    target: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> Decoder:
+    """The draft model in KV group 1, once its vocabulary is known to be the target's."""
+    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=1)
+    if draft.config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"The draft model's vocabulary has {draft.config.vocab_size} entries, the target's "
+            f"{target.vocab_size}. DRAFT_TARGET needs the same tokenizer: choose another draft."
+        )
+    ours, theirs = load_tokenizer(target_dir), load_tokenizer(draft_dir)
+    if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
+        raise ConfigError(
+            f"The tokenizers of {draft_dir} and {target_dir} map text to different ids. "
+            "DRAFT_TARGET needs the same tokenizer: choose another draft."
+        )
+    return draft
+
+
+def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
+    """Prompt and output together. Never past what any of the models has positions for."""
+    limit = configs[0].max_position_embeddings
+    if asked is None:
+        length = min(limit, DEFAULT_MAX_SEQ_LEN)
+    elif isinstance(asked, bool) or not isinstance(asked, int) or not 2 <= asked <= limit:
+        raise ConfigError(
+            f"max_seq_len={asked!r}: it must be an int in 2 … {limit}, the model's "
+            "max_position_embeddings."
+        )
+    else:
+        length = asked
+    for config in configs[1:]:
+        if config.max_position_embeddings < length:
+            logger.warning(
+                "The draft model has %d positions: max_seq_len is lowered from %d to that.",
+                config.max_position_embeddings,
+                length,
+            )
+            length = config.max_position_embeddings
+    return length
+
+
+def _num_blocks(
+    config: KvCacheConfig, specs: list[KVGroupSpec], wanted_tokens: int, device: torch.device
+) -> int:
+    """Blocks per group, reserved ones included."""
+    if config.max_tokens is not None:
+        tokens = config.max_tokens
+    else:
+        per_token = sum(spec.bytes_per_token() for spec in specs)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
+        else:
+            free = _free_host_memory() / 4
+        tokens = min(wanted_tokens, int(free / per_token))
+    blocks = max(1, -(-tokens // config.tokens_per_block))
+    return blocks + NUM_RESERVED_BLOCKS
+
+
+def _free_host_memory() -> int:
+    """Bytes. Linux reports available pages; elsewhere half of the physical memory is assumed."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return page * os.sysconf("SC_AVPHYS_PAGES")
+    return page * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,39 @@
+"""Asking a user's `Drafter`, and not trusting the answer."""
+
+from __future__ import annotations
+
+from ..config import Drafter
+from ..errors import DrafterError
+from .request import Request
+
+
+def ask_drafter(
+    drafter: Drafter, request: Request, max_draft_len: int, vocab_size: int
+) -> list[int]:
+    """The drafter's proposal padded with -1 to K.
+
+    Raises:
+        DrafterError: it raised, or returned something other than at most K ids in the vocabulary.
+    """
+    name = type(drafter).__name__
+    try:
+        proposal = drafter.draft(request.request_id, request.token_ids, max_draft_len)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        raise DrafterError(f"{name}.draft raised {type(error).__name__}: {error}") from error
+    try:
+        tokens = [token.__index__() for token in proposal]
+    except (TypeError, AttributeError) as error:
+        raise DrafterError(
+            f"{name}.draft returned {proposal!r}: it must be a flat sequence of token ids."
+        ) from error
+    if len(tokens) > max_draft_len:
+        raise DrafterError(
+            f"{name}.draft returned {len(tokens)} tokens; max_draft_len is {max_draft_len}."
+        )
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise DrafterError(
+            f"{name}.draft returned token id {outside[0]}; ids must be in 0 … {vocab_size - 1}. "
+            "Return fewer tokens for 'no draft here'."
+        )
+    return tokens + [-1] * (max_draft_len - len(tokens))

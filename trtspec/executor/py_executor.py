@@ -1,0 +1,362 @@
+"""`PyExecutor`: schedule -> launch -> read, one step late where the mode allows it.
+
+    step():  batch   = scheduler.schedule()             host: upper bounds only
+             pending = forward_step(batch)              device: one function
+             read the *previous* step's tokens          host: stop rules, trims, frees
+
+Under overlap the host launches step n+1 before it reads step n; a request that turns out to have
+stopped in n has its n+1 discarded. Modes whose drafter runs on the host cannot overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.manager import KVCacheManager
+from ..cache.slots import SlotState
+from ..config import ExecutorConfig, UserProvidedDecodingConfig
+from ..errors import DrafterError, RequestError
+from ..metadata.mode import SpeculativeDecodingMode
+from ..metadata.sampling import NO_TOP_K, NO_TOP_P
+from ..models.decoder import Decoder
+from ..outputs import EngineStats, acceptance_stats
+from ..sampling.params import SamplingParams
+from ..workers.base import SpecWorkerBase
+from .drafting import ask_drafter
+from .forward_step import StepOutputs, forward_step
+from .inputs import assemble, build_inputs
+from .request import Request, RequestState, ScheduledBatch
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+StopCheck = Callable[[Request], bool]
+"""Asked after every appended token; True ends the request with finish_reason "stop"."""
+
+
+@dataclass
+class _Pending:
+    """A launched step whose results the host has not read."""
+
+    batch: ScheduledBatch
+    yields_token: list[bool]  # per request: False for a chunk inside the prompt
+    num_rows: int  # K'+1
+    new_tokens: Tensor
+    lens: Tensor
+    bad: Tensor
+    ready: torch.cuda.Event | None
+
+
+class PyExecutor:
+    """Continuous batching over one target, one worker and one paged cache.
+
+    Built by `build.build_executor`; usable without `LLM`:
+
+        request = executor.enqueue(token_ids, SamplingParams(max_tokens=16))
+        executor.run_until_done()
+        request.output_token_ids
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        worker: SpecWorkerBase,
+        draft_model: Decoder | None,
+        kv_cache: KVCacheManager,
+        config: ExecutorConfig,
+        mode: SpeculativeDecodingMode,
+        device: torch.device,
+    ):
+        self.target, self.worker, self.draft_model = target, worker, draft_model
+        self.kv_cache, self.config, self.mode, self.device = kv_cache, config, mode, device
+        self.overlap = config.overlap and mode.support_overlap_scheduler()
+        if config.overlap and not self.overlap:
+            logger.warning(
+                "Mode %s drafts on the host and needs the accepted tokens: steps do not overlap.",
+                mode.name,
+            )
+        self.max_draft_len = worker.max_draft_len
+        self.scheduler = Scheduler(
+            config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens
+        )
+        self.state = SlotState.allocate(config.max_batch_size, self.max_draft_len, device)
+        self.state.worker = worker.allocate_state(
+            config.max_batch_size, config.max_seq_len, device
+        )
+        self.stop_check: StopCheck | None = None
+        self._requests: dict[int, Request] = {}
+        self._ids = itertools.count()
+        self._pending: deque[_Pending] = deque()
+        self._finished: list[Request] = []
+        self.reset_stats()
+
+    # -- requests ------------------------------------------------------------------------------
+    def enqueue(
+        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> Request:
+        """Queues a request.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
+                requests already queued are unaffected.
+        """
+        params = sampling_params or SamplingParams()
+        prompt = self.check_prompt(prompt_token_ids)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        request = Request(
+            request_id=next(self._ids),
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            seed=seed,
+            max_total_tokens=min(len(prompt) + params.max_tokens, self.config.max_seq_len),
+        )
+        self._requests[request.request_id] = request
+        self.scheduler.waiting.append(request)
+        return request
+
+    def check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt as a list of ints. Raises RequestError as `enqueue` does."""
+        vocab = self.target.config.vocab_size
+        prompt = list(prompt_token_ids)
+        if not prompt:
+            raise RequestError("The prompt is empty: give at least one token.")
+        for position, token in enumerate(prompt):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise RequestError(f"Prompt token {position} is {token!r}, not an int.")
+            prompt[position] = token.__index__()
+            if not 0 <= prompt[position] < vocab:
+                raise RequestError(
+                    f"Prompt token {position} is {token}: ids must be in 0 … {vocab - 1}."
+                )
+        if len(prompt) >= self.config.max_seq_len:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; max_seq_len={self.config.max_seq_len} "
+                "leaves room for fewer, so that one can be generated. Shorten it, or raise "
+                "max_seq_len / KvCacheConfig.max_tokens."
+            )
+        if len(prompt) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens, a pass takes "
+                f"max_num_tokens={self.config.max_num_tokens}. Set enable_chunked_prefill=True or "
+                "raise max_num_tokens."
+            )
+        return prompt
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request with finish_reason "cancelled"; False if it is unknown or finished."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_finished:
+            return False
+        self._finish(request, "cancelled")
+        return True
+
+    def fail(self, request: Request, error: str) -> None:
+        """Ends one request with finish_reason "error"; the others go on."""
+        logger.error("Request %d failed: %s", request.request_id, error)
+        request.error = error
+        self._finish(request, "error")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self._pending)
+
+    def run_until_done(self) -> list[Request]:
+        """Steps until nothing is left; returns the requests that finished meanwhile."""
+        finished = []
+        while self.has_work:
+            finished += self.step()
+        return finished + self._take_finished()
+
+    # -- the loop ------------------------------------------------------------------------------
+    def step(self) -> list[Request]:
+        """Launches the next step and reads what is due. Returns the requests that finished."""
+        started = time.perf_counter()
+        batch = self._schedule()
+        if batch:
+            self._pending.append(self._launch(batch))
+        keep_in_flight = 1 if self.overlap and batch else 0
+        while len(self._pending) > keep_in_flight:
+            self._read(self._pending.popleft())
+        if not batch or batch.generations:
+            self._decode_seconds += time.perf_counter() - started
+        else:
+            self._prefill_seconds += time.perf_counter() - started
+        return self._take_finished()
+
+    def _schedule(self) -> ScheduledBatch:
+        while True:
+            batch, victims = self.scheduler.schedule()
+            if not victims:
+                return batch
+            if self._pending:  # read first: it may free blocks, and the victim's tokens count
+                while self._pending:
+                    self._read(self._pending.popleft())
+                continue
+            for victim in victims:
+                self._num_preemptions += 1
+                self.scheduler.preempt(victim)
+
+    def _launch(self, batch: ScheduledBatch) -> _Pending:
+        for chunk in batch.contexts:
+            if chunk.start == 0:
+                self._admit(chunk.request)
+        num_drafts = self._num_drafts_to_verify(batch)
+        inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
+        tensors = assemble(
+            inputs, self.state, self.kv_cache, self.mode, self.max_draft_len,
+            self.config.max_seq_len,
+        )  # fmt: skip
+        outputs = forward_step(self.target, self.worker, self.draft_model, tensors, self.state)
+        for chunk in batch.contexts:
+            request = chunk.request
+            request.num_computed = request.past_upper = chunk.end
+            if chunk.is_last:
+                request.state = RequestState.GENERATION
+        for request in batch.generations:
+            request.past_upper += num_drafts + 1
+        for request in batch.requests:
+            request.num_in_flight += 1
+        return self._copy_to_host(batch, outputs, num_drafts + 1)
+
+    def _admit(self, request: Request) -> None:
+        params = request.sampling_params
+        temperature, top_k, top_p = params.temperature, params.top_k, params.top_p
+        if params.is_greedy:
+            temperature, top_k, top_p = 0.0, NO_TOP_K, NO_TOP_P
+        self.state.admit(request.slot, temperature, top_k, top_p, request.seed)
+        self.worker.admit(self.state.worker, request.slot, request.token_ids)
+
+    def _num_drafts_to_verify(self, batch: ScheduledBatch) -> int:
+        """K' <= K. On CPU, where reading a tensor waits for nothing, rows that hold no draft in
+        any request are left out; on a GPU the shape stays K."""
+        k = self.max_draft_len
+        if k == 0 or not batch.generations:
+            return k
+        if self.device.type != "cpu" or self.worker.force_num_accepted_tokens > 0:
+            return k
+        slots = torch.tensor([request.slot for request in batch.generations])
+        return int((self.state.next_tokens[slots, 1:] >= 0).sum(1).max())
+
+    def _copy_to_host(self, batch: ScheduledBatch, outputs: StepOutputs, rows: int) -> _Pending:
+        tensors = (outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests)
+        ready = None
+        if self.device.type == "cuda":
+            tensors = tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[assignment]
+            ready = torch.cuda.Event()
+            ready.record()
+        yields = [chunk.is_last for chunk in batch.contexts] + [True] * len(batch.generations)
+        return _Pending(batch, yields, rows, *tensors, ready)
+
+    # -- reading -------------------------------------------------------------------------------
+    def _read(self, pending: _Pending) -> None:
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        tokens, lens = pending.new_tokens.tolist(), pending.lens.tolist()
+        bad, num_contexts = pending.bad.tolist(), len(pending.batch.contexts)
+        alive: list[Request] = []
+        for i, request in enumerate(pending.batch.requests):
+            request.num_in_flight -= 1
+            if request.is_finished:  # it stopped, or was cancelled, while this step ran
+                continue
+            if bad[i]:
+                self._scrub_and_fail(request)
+                continue
+            if not pending.yields_token[i]:
+                continue
+            if i >= num_contexts:
+                request.past_upper -= pending.num_rows - lens[i]
+                request.record_step(lens[i])
+                self._accepted_lens[lens[i] - 1] += 1
+            appended = self._append(request, tokens[i][: lens[i]])
+            self._generated_tokens += appended
+            self._decoded_tokens += appended if i >= num_contexts else 0
+            if not request.is_finished:
+                alive.append(request)
+                held = request.past_upper + self.worker.num_extra_kv_tokens
+                self.kv_cache.trim(request.request_id, held)
+        if self.mode.drafts_on_host() and alive:
+            self._draft_on_host(alive)
+
+    def _append(self, request: Request, tokens: list[int]) -> int:
+        """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would
+        have ended without speculation. Returns how many were added."""
+        params = request.sampling_params
+        end_ids = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            end_ids.update(self.target.config.eos_token_ids)
+        for count, token in enumerate(tokens, start=1):
+            request.output_token_ids.append(token)
+            if token in end_ids or (self.stop_check is not None and self.stop_check(request)):
+                self._finish(request, "stop")
+                return count
+            if request.num_tokens >= request.max_total_tokens:
+                self._finish(request, "length")
+                return count
+        return len(tokens)
+
+    def _draft_on_host(self, requests: list[Request]) -> None:
+        assert isinstance(self.worker.config, UserProvidedDecodingConfig)
+        slots: list[int] = []
+        drafts: list[list[int]] = []
+        for request in requests:
+            try:
+                proposal = ask_drafter(
+                    self.worker.config.drafter, request, self.max_draft_len,
+                    self.target.config.vocab_size,
+                )  # fmt: skip
+            except DrafterError as error:
+                self.fail(request, str(error))
+                continue
+            slots.append(request.slot)
+            drafts.append(proposal)
+        if slots:
+            self.state.set_drafts(slots, drafts)
+
+    def _scrub_and_fail(self, request: Request) -> None:
+        self.kv_cache.scrub(request.request_id)
+        self.fail(
+            request,
+            "the model's logits are NaN for this request. Its KV blocks were cleared; other "
+            "requests go on. Check the weights and dtype if it happens again.",
+        )
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+        self._finished.append(request)
+        del self._requests[request.request_id]
+
+    def _take_finished(self) -> list[Request]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- statistics ----------------------------------------------------------------------------
+    def reset_stats(self) -> None:
+        self._generated_tokens, self._decoded_tokens, self._num_preemptions = 0, 0, 0
+        self._decode_seconds, self._prefill_seconds = 0.0, 0.0
+        self._accepted_lens: Counter[int] = Counter()
+
+    def stats(self) -> EngineStats:
+        acceptance = acceptance_stats(self._accepted_lens, self.max_draft_len)
+        seconds = self._decode_seconds
+        forced = self.worker.force_num_accepted_tokens
+        return EngineStats(
+            generated_tokens=self._generated_tokens,
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=seconds,
+            tokens_per_second=self._decoded_tokens / seconds if seconds > 0 else 0.0,
+            acceptance_length=acceptance.acceptance_length,
+            acceptance_per_position=acceptance.acceptance_per_position,
+            num_steps=acceptance.num_steps,
+            num_preemptions=self._num_preemptions,
+            forced_acceptance=forced if forced > 0 and self.max_draft_len > 0 else None,
+        )

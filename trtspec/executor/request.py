@@ -1,0 +1,97 @@
+"""A request as the host sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..sampling.params import SamplingParams
+
+
+class RequestState(Enum):
+    WAITING = auto()  # no slot, no KV; also after preemption
+    CONTEXT = auto()  # has a slot, part of its prompt may be computed
+    GENERATION = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
+    output_token_ids: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    slot: int = -1
+    num_computed: int = 0  # context tokens launched so far
+    past_upper: int = 0  # upper bound of valid KV tokens; exact when nothing is in flight
+    num_in_flight: int = 0  # launched steps whose tokens the host has not read
+    finish_reason: str | None = None
+    error: str | None = None
+    num_steps: int = 0  # generation steps read
+    num_accepted_drafts: int = 0
+    accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_generation(self) -> bool:
+        return self.state is RequestState.GENERATION
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def ends_with_what_is_in_flight(self) -> bool:
+        """The steps in flight yield a token each at least, so another one would be wasted."""
+        return self.num_tokens + self.num_in_flight >= self.max_total_tokens
+
+    def record_step(self, num_accepted_tokens: int) -> None:
+        """Counts one generation step: accepted drafts plus the bonus."""
+        self.num_steps += 1
+        self.num_accepted_drafts += num_accepted_tokens - 1
+        self.accepted_lens[num_accepted_tokens - 1] += 1
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """Tokens [start, end) of a request's prompt (with its output, after a preemption)."""
+
+    request: Request
+    token_ids: Sequence[int]
+    start: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.request.num_tokens
+
+    @property
+    def next_prompt_token(self) -> int:
+        return -1 if self.is_last else self.request.token_ids[self.end]
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """One step's requests, contexts first."""
+
+    contexts: list[ContextChunk]
+    generations: list[Request]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [chunk.request for chunk in self.contexts] + self.generations
+
+    def __bool__(self) -> bool:
+        return bool(self.contexts or self.generations)

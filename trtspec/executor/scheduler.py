@@ -1,0 +1,150 @@
+"""Which requests run in the next step: continuous batching with chunked prefill and preemption.
+
+The scheduler only decides; the executor launches. Everything it uses is known to the host
+without reading the device: upper bounds of lengths, never an accepted count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..cache.manager import KVCacheManager
+from ..config import ExecutorConfig
+from .request import ContextChunk, Request, RequestState, ScheduledBatch
+
+
+class Scheduler:
+    """Holds the waiting queue and the running requests (oldest first)."""
+
+    def __init__(
+        self, config: ExecutorConfig, kv_cache: KVCacheManager, max_draft_len: int, extra_kv: int
+    ):
+        self.config, self.kv_cache = config, kv_cache
+        self.rows = max_draft_len + 1  # KV rows a verification pass writes
+        self.extra_kv = extra_kv  # KV rows drafting writes past those
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
+
+    def needed_tokens(self, request: Request) -> int:
+        """Tokens of KV to hold before another generation step of `request` is launched."""
+        worst = request.past_upper + self.rows + self.extra_kv
+        return min(worst, self.config.max_seq_len)
+
+    def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
+        """The next batch, and the requests to preempt first.
+
+        When there are requests to preempt the batch is empty: the executor must read what is in
+        flight, call `preempt` for each and schedule again.
+        """
+        generations, budget = self._schedule_generations()
+        short = [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
+        if short:
+            return ScheduledBatch([], []), self.running[-1:]
+        contexts = self._schedule_contexts(budget)
+        if not contexts and not generations:
+            stuck = self._stuck_contexts()
+            if stuck:
+                return ScheduledBatch([], []), stuck
+        return ScheduledBatch(contexts, generations), []
+
+    def _schedule_generations(self) -> tuple[list[Request], int]:
+        """Generation requests in the token budget, and what is left of it for contexts.
+
+        Without chunking, a prompt must fit whole, so a waiting one goes first: its tokens are set
+        aside and generations take the rest.
+        """
+        budget, aside = self.config.max_num_tokens, 0
+        if not self.config.enable_chunked_prefill:
+            aside = self._next_prompt_tokens()
+        chosen: list[Request] = []
+        for request in self.running:
+            ready = request.is_generation and not request.ends_with_what_is_in_flight
+            if ready and budget - self.rows >= aside:
+                chosen.append(request)
+                budget -= self.rows
+        return chosen, budget
+
+    def _next_prompt_tokens(self) -> int:
+        """Tokens of the prompt that would be prefilled next, 0 if none can start."""
+        if not self.waiting or not self._free_slots or self._may_chunk(self.waiting[0]):
+            return 0
+        request = self.waiting[0]
+        return request.num_tokens if self._can_admit(request, request.num_tokens) else 0
+
+    def _may_chunk(self, request: Request) -> bool:
+        """Chunking is a policy, never a need, but for a preempted request that outgrew a pass."""
+        return self.config.enable_chunked_prefill or bool(request.output_token_ids)
+
+    def _held_after(self, num_tokens: int) -> int:
+        """KV tokens to hold for a context that has computed `num_tokens`."""
+        return min(num_tokens + self.rows + self.extra_kv, self.config.max_seq_len)
+
+    def _can_admit(self, request: Request, num_tokens: int) -> bool:
+        """Blocks are there, and one is left for each running request, lest it be preempted."""
+        needed = self.kv_cache.blocks_for(self._held_after(num_tokens))
+        return needed + len(self.running) <= self.kv_cache.num_free_blocks
+
+    def _schedule_contexts(self, budget: int) -> list[ContextChunk]:
+        chunks: list[ContextChunk] = []
+        started = [
+            r for r in self.running
+            if r.state is RequestState.CONTEXT and r.num_computed < r.num_tokens
+        ]  # fmt: skip
+        for request in started:
+            chunk = self._chunk(request, budget)
+            if chunk is None:
+                return chunks
+            chunks.append(chunk)
+            budget -= chunk.end - chunk.start
+        while self.waiting and self._free_slots and budget > 0:
+            request = self.waiting[0]
+            if not self._can_admit(request, min(request.num_tokens, budget)):
+                break
+            chunk = self._chunk(request, budget)
+            if chunk is None:
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
+            chunks.append(chunk)
+            budget -= chunk.end - chunk.start
+        return chunks
+
+    def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
+        """The request's next tokens within budget and free blocks, or None."""
+        start, total = request.num_computed, request.num_tokens
+        end = min(total, start + budget)
+        if end <= start or (end < total and not self._may_chunk(request)):
+            return None
+        if not self._reserve(request, self._held_after(end)):
+            return None
+        return ContextChunk(request, request.token_ids[start:end], start, end)
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        return self.kv_cache.reserve(request.request_id, num_tokens)
+
+    def _stuck_contexts(self) -> list[Request]:
+        """Half-prefilled requests can hold the blocks each other needs; the youngest yields."""
+        all_idle = all(r.num_in_flight == 0 for r in self.running)
+        return self.running[-1:] if all_idle and len(self.running) > 1 else []
+
+    # -- leaving -------------------------------------------------------------------------------
+    def preempt(self, request: Request) -> None:
+        """Takes back slot and blocks; the request starts over with prompt and output so far."""
+        self._release(request)
+        request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
+        self.waiting.appendleft(request)
+
+    def finish(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._release(request)
+        request.state = RequestState.FINISHED
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv_cache.free(request.request_id)
+        self._free_slots.append(request.slot)
+        request.slot = -1

@@ -1,0 +1,107 @@
+"""What attention needs to know about one pass, and nothing else.
+
+A pass is a flat list of T token rows: each context's rows first, then `rows_per_generation` rows
+for every generation request. An `AttentionMetadata` describes one pass and is never edited: a
+draft step asks `for_rows` for a new one (DESIGN, decision D5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NULL_BLOCK = 0
+"""Block id that pads block tables. Always zeros: nothing writes it, masked reads may land in it."""
+SCRATCH_BLOCK = 1
+"""Block id that receives the rows whose slot is -1. Nothing reads it."""
+NUM_RESERVED_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """The KV storage of layers that share one block table.
+
+    `k_cache`, `v_cache`: [layers, blocks, page_size, kv_heads, head_dim], model dtype; written by
+    attention, zeroed by the executor when a request fails with NaN.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.k_cache.shape[2]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """One pass over T rows of B requests (C contexts, then G generations)."""
+
+    context_lens: tuple[int, ...]  # rows of each context in this pass
+    num_generations: int  # G
+    rows_per_generation: int  # K+1 when verifying, 1 in a draft step
+    position_ids: Tensor  # [T] int64; a row past the maximum length is at 0 with slot -1
+    kv_lens: Tensor  # [B] int32, KV length including this pass's rows
+    max_kv_len: int  # host-side upper bound of kv_lens (the device's truth may be lower)
+    kv_groups: tuple[KVGroup, ...]
+    block_tables: tuple[Tensor, ...]  # per KV group [B, max_blocks] int32, padded with NULL_BLOCK
+    slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64: where a row's KV goes, -1 nowhere
+    max_seq_len: int  # rows at or past this position write nowhere
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Scratch of the attention backend: masks and gather indices, built once per pass."""
+
+    @property
+    def num_contexts(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens) + self.num_generations
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_context_tokens + self.num_generations * self.rows_per_generation
+
+    def contexts_only(self) -> AttentionMetadata:
+        """The same pass without its generation requests."""
+        rows, seqs = self.num_context_tokens, self.num_contexts
+        return replace(
+            self,
+            num_generations=0,
+            position_ids=self.position_ids[:rows],
+            kv_lens=self.kv_lens[:seqs],
+            block_tables=tuple(table[:seqs] for table in self.block_tables),
+            slot_mappings=tuple(slots[:rows] for slots in self.slot_mappings),
+            derived={},
+        )
+
+    def for_rows(
+        self, positions: Tensor, slot_mappings: tuple[Tensor, ...], extra_kv: int
+    ) -> AttentionMetadata:
+        """Metadata of a pass with the same number of rows for every request (a draft step).
+
+        Args:
+            positions: [B, R] int64, consecutive per request and already guarded: a row past
+                `max_seq_len` is at 0 (so it attends to length 1) and has slot -1.
+            slot_mappings: per KV group, [B, R] int64.
+            extra_kv: how far `positions` may lie beyond this pass's `max_kv_len` at most.
+        """
+        num_seqs, rows = positions.shape
+        return replace(
+            self,
+            context_lens=(),
+            num_generations=num_seqs,
+            rows_per_generation=rows,
+            position_ids=positions.reshape(-1),
+            kv_lens=(positions[:, -1] + 1).to(torch.int32),
+            max_kv_len=min(self.max_kv_len + extra_kv, self.max_seq_len),
+            slot_mappings=tuple(slots.reshape(-1) for slots in slot_mappings),
+            derived={},
+        )

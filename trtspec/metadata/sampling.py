@@ -1,0 +1,64 @@
+"""Sampling parameters of one pass: one row per logits row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GREEDY_TEMPERATURE = 0.0
+"""A row at this temperature takes the argmax, exactly."""
+NO_TOP_K = 0
+NO_TOP_P = 1.0
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """Rows of C + G*(K+1) logits: 1 per context, K+1 per generation request.
+
+    The two flags are what the host knows of the whole batch; they only skip work that would
+    change nothing.
+    """
+
+    temperatures: Tensor  # [R] float32, 0 is greedy
+    top_ks: Tensor  # [R] int32, 0 is off
+    top_ps: Tensor  # [R] float32, 1 is off
+    seeds: Tensor  # [R] int64
+    positions: Tensor  # [R] int64, the position the sampled token will have
+    all_greedy: bool = False
+    has_filters: bool = True
+
+
+def request_sampling_params(request: Any) -> tuple[float, int, float]:
+    """(temperature, top_k, top_p) of a request, greedy rows neutralised.
+
+    Reads `request.sampling_params` (ours) or `request.sampling_config` (TensorRT-LLM's, whose
+    values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
+    """
+    params = getattr(request, "sampling_params", None)
+    if params is None:
+        params = request.sampling_config
+
+    def value(name: str) -> Any:
+        given = getattr(params, name, None)
+        if isinstance(given, (list, tuple)):
+            given = given[0] if given else None
+        return given
+
+    temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
+    filters = (top_k or 0) > 1 or (top_p is not None and 0.0 < top_p < 1.0)
+    if temperature is None:
+        temperature = 1.0 if filters else GREEDY_TEMPERATURE
+    if temperature <= 0 or top_k == 1 or top_p == 0:
+        return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P
+    return float(temperature), int(top_k or NO_TOP_K), float(NO_TOP_P if top_p is None else top_p)
+
+
+def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host values -> device tensor, through pinned memory on CUDA so that the copy is async."""
+    host = torch.tensor(values, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)

@@ -1,0 +1,118 @@
+"""One decoder for Llama, Mistral, Qwen2, Qwen3 and SmolLM2, over a paged KV cache.
+
+q, k, v are one matrix and gate, up another; the checkpoint's names are mapped in `weights.py`.
+The residual stream is kept in the model's dtype, as transformers does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionBackend
+from ..metadata.attention import AttentionMetadata
+from ..ops.activation import silu_and_mul
+from ..ops.linear import Linear
+from ..ops.norm import RMSNorm
+from ..ops.rope import apply_rope
+from .config import DecoderConfig
+from .rope import build_cos_sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__()
+        self.layer, self.kv_group, self.backend = layer, kv_group, backend
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.window = config.head_dim, config.window(layer)
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, qkv, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, hidden: Tensor, cos_sin: Tensor, meta: AttentionMetadata) -> Tensor:
+        """hidden [T, D] -> [T, D]; cos_sin [T, head_dim] float32 of this pass's positions."""
+        q_heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(qkv[:, :q_heads])
+            k = self.k_norm(qkv[:, q_heads : q_heads + kv_heads])
+            qk = torch.cat([q, k], dim=1)
+        else:
+            qk = qkv[:, : q_heads + kv_heads]
+        qk = apply_rope(qk, cos_sin)  # [T, Hq + Hkv, head_dim]
+        out = self.backend.forward(
+            qk[:, :q_heads],
+            qk[:, q_heads:],
+            qkv[:, q_heads + kv_heads :],
+            meta,
+            kv_group=self.kv_group,
+            layer=self.layer,
+            window=self.window,
+        )
+        return self.o_proj(out.reshape(-1, q_heads * self.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
+        self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, backend, kv_group)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, cos_sin: Tensor, meta: AttentionMetadata) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, meta)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and lm_head. Weights are empty until `weights.load` ran.
+
+    `kv_group` says which of the metadata's KV groups the layers live in: 0 for a target, another
+    one for a draft model that runs inside the same step.
+    """
+
+    def __init__(self, config: DecoderConfig, backend: AttentionBackend, kv_group: int = 0):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, backend, kv_group) for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        cos_sin = build_cos_sin(config)  # [max_position_embeddings, head_dim] float32
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
+        self.cos_sin: Tensor
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
+    ) -> Tensor:
+        """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
+
+        Token ids outside the vocabulary (-1, "no draft here") are read as 0; such rows are
+        never accepted, so what they compute does not matter.
+        """
+        ids = input_ids.clamp(0, self.config.vocab_size - 1)
+        hidden = self.embed_tokens(ids)
+        cos_sin = self.cos_sin[position_ids]
+        for layer in self.layers:
+            hidden = layer(hidden, cos_sin, meta)
+        return self.norm(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> logits [R, V], model dtype."""
+        return self.lm_head(hidden)

@@ -1,0 +1,81 @@
+"""Choosing a token from logits: filters, and greedy and sampled choice by one formula."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .noise import NoiseStream, gumbel_noise
+
+
+def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """NaN becomes -inf, so that argmax ignores it.
+
+    Returns:
+        (logits [R, V], bad [R] bool): rows that held a NaN, whose request must be flagged.
+    """
+    nan = torch.isnan(logits)
+    return logits.masked_fill(nan, float("-inf")), nan.any(-1)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """[R, V] -> [R] int32, the lowest index among equal maxima."""
+    return logits.argmax(-1).to(torch.int32)
+
+
+def filter_logits(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Sets the logits outside top-k and then top-p to -inf, row by row.
+
+    Args:
+        logits: [R, V] float32, already divided by the temperature.
+        top_ks: [R] int; 0 (or >= V) keeps all.
+        top_ps: [R] float in (0, 1]; the smallest set of tokens whose probability, renormalised
+            after top-k, reaches top_p is kept (Holtzman et al., 2020). 1 keeps all.
+
+    Tokens tied with the last kept one are kept only up to the count (by sort order, stable).
+    """
+    vocab = logits.shape[-1]
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=logits.device)
+    ks = torch.where((top_ks <= 0) | (top_ks > vocab), vocab, top_ks)
+    drop = rank >= ks[:, None]
+    probs = values.masked_fill(drop, float("-inf")).softmax(-1)
+    before = probs.cumsum(-1) - probs  # probability of everything ranked higher
+    drop |= (before >= top_ps[:, None]) & (top_ps[:, None] < 1.0)
+    drop[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    stream: NoiseStream = NoiseStream.TARGET,
+    has_filters: bool = True,
+) -> Tensor:
+    """One token per row: argmax(filtered logits / T + Gumbel noise), the argmax itself at T = 0.
+
+    Computed as argmax(logits + T * noise), so a greedy row is exact whatever shares the batch.
+
+    Args:
+        logits: [R, V], no NaN. temperatures [R] >= 0, top_ks, top_ps, seeds [R] int64.
+        positions: [R], the position in the sequence the sampled token will have.
+        has_filters: False skips the sort when the host knows that no row filters.
+
+    Returns:
+        [R] int32.
+    """
+    logits = logits.float()
+    temperature = temperatures[:, None]
+    filtered = logits
+    if has_filters:
+        scaled = logits / temperature.clamp_min(1e-6)
+        kept = filter_logits(scaled, top_ks, top_ps)
+        filtered = logits.masked_fill(torch.isneginf(kept), float("-inf"))
+    noise = gumbel_noise(seeds, positions, stream, logits.shape[-1])
+    noisy = filtered + temperature * noise
+    return torch.where(temperatures > 0, noisy.argmax(-1), logits.argmax(-1)).to(torch.int32)

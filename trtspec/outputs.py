@@ -1,0 +1,79 @@
+"""What a user gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SpecStats:
+    """Acceptance of one request.
+
+    acceptance_length: mean accepted tokens (bonus included) over generation steps; 1.0 when there
+        was none. acceptance_per_position: entry i is the share of generation steps in which
+        draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
+    num_steps: generation steps, prefill not counted.
+    """
+
+    acceptance_length: float
+    acceptance_per_position: list[float]
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion. The `_diff` fields hold what is new since the previous snapshot."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None  # "stop", "length", "cancelled", "error"; None while running
+    index: int = 0
+    token_ids_diff: list[int] = field(default_factory=list)
+    text_diff: str = ""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's result, or a snapshot of it while it runs."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    spec_stats: SpecStats
+    finished: bool
+    error: str | None = None  # why, when finish_reason is "error"
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine started or `reset_stats`.
+
+    prefill_seconds: wall time of steps that had contexts only.
+    decode_seconds: wall time of all other steps.
+    tokens_per_second: tokens from generation rows (all but each request's first) per
+        decode second.
+    forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None.
+    """
+
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    acceptance_length: float
+    acceptance_per_position: list[float]
+    num_steps: int
+    num_preemptions: int
+    forced_acceptance: float | None
+
+
+def acceptance_stats(accepted_lens: dict[int, int], max_draft_len: int) -> SpecStats:
+    """From a histogram {accepted drafts: generation steps}."""
+    steps = sum(accepted_lens.values())
+    if steps == 0:
+        return SpecStats(1.0, [0.0] * max_draft_len, 0)
+    per_position = [
+        sum(count for accepted, count in accepted_lens.items() if accepted > i) / steps
+        for i in range(max_draft_len)
+    ]
+    return SpecStats(1.0 + sum(per_position), per_position, steps)

@@ -1,0 +1,77 @@
+"""What a request asks of sampling and stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import RequestError
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request. The default is greedy.
+
+    Args:
+        max_tokens: most new tokens, >= 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 is off.
+        top_p: keep the smallest set with this probability; 1 is off.
+        seed: the same request and seed give the same tokens whatever shares the batch. None
+            draws a seed, so that unseeded requests differ.
+        stop: text that ends the output; it is not part of `text`.
+        stop_token_ids: ids that end the output, beside the model's own end tokens.
+        ignore_eos: do not stop at the model's end tokens.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    max_tokens: int = 32
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
+        _check(_is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+               "temperature", self, "a finite number >= 0 (0 is greedy)")
+        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
+        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self, "an int >= 0 (0 is off)")
+        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+               "seed", self, f"None or an int in 0 … {MAX_SEED}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        _check(all(isinstance(s, str) and s for s in stop), "stop", self, "non-empty text")
+        ids = tuple(self.stop_token_ids or ())
+        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", self, "token ids >= 0")
+        object.__setattr__(self, "stop_strings", stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def has_filters(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:
+    if not ok:
+        raise RequestError(
+            f"SamplingParams.{name}={getattr(params, name)!r} is not allowed: it must be {allowed}."
+        )

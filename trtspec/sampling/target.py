@@ -1,0 +1,31 @@
+"""Sampling the target's tokens for every row of a step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..metadata.sampling import SamplingMetadata
+from ..ops.sample import clean_logits, greedy_tokens, sample_tokens
+
+
+def sample_target_tokens(
+    logits: Tensor, sampling: SamplingMetadata | None
+) -> tuple[Tensor, Tensor]:
+    """logits [R, V] -> (tokens [R] int32, bad [R] bool).
+
+    Argmax where no sampling metadata is given or every request is greedy; otherwise by each
+    row's own parameters, with noise keyed by (seed, position). `bad` marks rows with NaN.
+    """
+    logits, bad = clean_logits(logits)
+    if sampling is None or sampling.all_greedy:
+        return greedy_tokens(logits), bad
+    tokens = sample_tokens(
+        logits,
+        sampling.temperatures,
+        sampling.top_ks,
+        sampling.top_ps,
+        sampling.seeds,
+        sampling.positions,
+        has_filters=sampling.has_filters,
+    )
+    return tokens, bad

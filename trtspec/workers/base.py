@@ -1,0 +1,333 @@
+"""`SpecWorkerBase`: the template of a speculative step's second half.
+
+    logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
+
+A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
+Nothing here reads a device value on the host, so the same code runs eagerly and captured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..acceptance.forced import force_accepted_lens, get_force_num_accepted_tokens
+from ..acceptance.strict import finish_rows, strict_acceptance
+from ..config import DecodingBaseConfig
+from ..errors import ConfigError
+from ..metadata.attention import AttentionMetadata
+from ..metadata.spec import SpecMetadata
+from ..ops.accept import last_accepted
+from ..ops.sample import greedy_tokens
+from ..sampling.target import sample_target_tokens
+
+
+class DraftModel(Protocol):
+    """What a worker sees of a drafting network (it never imports a model)."""
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class GuidedDecoder(Protocol):
+    """Masks the target's logits in place before a token is chosen."""
+
+    def execute(self, logits: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What `draft` sees: the pass just verified and what came of it."""
+
+    input_ids: Tensor  # [T] int, contexts' rows then K'+1 per generation
+    position_ids: Tensor  # [T] int64
+    hidden_states: Tensor | None  # [T, D] of the target
+    accepted_tokens: Tensor  # [B, K+1] int32, -1 past the length
+    num_accepted_tokens: Tensor  # [B] int32, 1 … K'+1
+    attn_metadata: AttentionMetadata | None
+    spec_metadata: SpecMetadata
+    draft_model: DraftModel | None
+
+
+class SpecWorkerBase(nn.Module, ABC):
+    """A drafter living inside the target's forward.
+
+    Args:
+        config: the decoding config; `None` for plain decoding.
+    """
+
+    def __init__(self, config: DecodingBaseConfig | None = None):
+        super().__init__()
+        self.config = config
+        self.guided_decoder: GuidedDecoder | None = None
+        self.force_num_accepted_tokens = get_force_num_accepted_tokens()
+
+    @property
+    def max_draft_len(self) -> int:
+        """K."""
+        return self.config.max_draft_len if self.config is not None else 0
+
+    @property
+    def num_extra_kv_tokens(self) -> int:
+        """KV rows per request that drafting writes beyond the verified ones."""
+        return 0
+
+    # -- per-slot state ------------------------------------------------------------------------
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Tensors with a leading slot dimension (the last slot is scratch). None by default."""
+        return {}
+
+    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+        """A request enters `slot` with these tokens (prompt, and output if it was preempted)."""
+
+    # -- the step ------------------------------------------------------------------------------
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor | None,
+        logits: Tensor,
+        attn_metadata: AttentionMetadata | None,
+        spec_metadata: SpecMetadata,
+        draft_model: DraftModel | None = None,
+    ) -> dict[str, Tensor]:
+        """Verifies, accepts and drafts.
+
+        Args:
+            input_ids, position_ids: [T], as the target read them.
+            hidden_states: [T, D] of the target, for drafters that use them.
+            logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass.
+            attn_metadata: of the target's pass; needed by drafters with a KV cache.
+            spec_metadata: `draft_tokens` [G, K'] and what the mode needs.
+            draft_model: the drafting network, if the mode has one.
+
+        Returns:
+            `logits` as given; `new_tokens` [B, K+1] int32, accepted drafts then bonus, -1 past the
+            length; `new_tokens_lens` [B] int32; `next_draft_tokens` [B, K] int32;
+            `next_new_tokens` [B, K+1] int32, the last accepted token and the next drafts.
+        """
+        num_contexts, batch_size = _batch_shape(attn_metadata, spec_metadata)
+        drafts = spec_metadata.draft_tokens
+        if drafts is None:
+            drafts = torch.empty(
+                (batch_size - num_contexts, 0), dtype=torch.int32, device=logits.device
+            )
+        accepted, lens = self.sample_and_accept_draft_tokens(
+            logits, drafts, num_contexts, batch_size, spec_metadata
+        )
+        next_drafts = self.draft(
+            DraftInputs(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden_states,
+                accepted_tokens=accepted,
+                num_accepted_tokens=lens,
+                attn_metadata=attn_metadata,
+                spec_metadata=spec_metadata,
+                draft_model=draft_model,
+            )
+        )
+        return {
+            "logits": logits,
+            "new_tokens": accepted,
+            "new_tokens_lens": lens,
+            "next_draft_tokens": next_drafts,
+            "next_new_tokens": self.build_next_new_tokens(accepted, lens, next_drafts),
+        }
+
+    @abstractmethod
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        """Proposals for the next step, [B, K] int32, -1 where there is none."""
+
+    def skip_forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor | None,
+        logits: Tensor | None,
+        attn_metadata: AttentionMetadata | None,
+        spec_metadata: SpecMetadata,
+        draft_model: DraftModel | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Placeholders of the right shapes for a rank that has no logits; lengths are 1."""
+        _, batch = _batch_shape(attn_metadata, spec_metadata)
+        device, k = input_ids.device, self.max_draft_len
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return {
+            "logits": logits,
+            "new_tokens": zeros(batch, k + 1),
+            "new_tokens_lens": torch.ones(batch, dtype=torch.int32, device=device),
+            "next_draft_tokens": zeros(batch, k),
+            "next_new_tokens": zeros(batch, k + 1),
+        }
+
+    # -- verification --------------------------------------------------------------------------
+    def set_guided_decoder(self, guided_decoder: GuidedDecoder) -> bool:
+        """Applies `guided_decoder` to the target's logits before sampling. Always possible."""
+        self.guided_decoder = guided_decoder
+        return True
+
+    def execute_guided_decoder(self, logits: Tensor) -> None:
+        if self.guided_decoder is not None:
+            self.guided_decoder.execute(logits)
+
+    def sample_and_accept_draft_tokens(
+        self,
+        logits: Tensor,
+        draft_tokens: Tensor,
+        num_contexts: int,
+        batch_size: int,
+        spec_metadata: SpecMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Chooses the target's token at every row and accepts the drafts that agree.
+
+        Args:
+            logits: [C + G*(K'+1), V]; 1-D logits are one row.
+            draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K.
+            num_contexts, batch_size: C and B; G = B - C.
+
+        Returns:
+            accepted_tokens [B, K+1] int32 (-1 past the length) and num_accepted_tokens [B] int32
+            in 1 … K'+1. Contexts take the sampled token only.
+
+        Raises:
+            ConfigError: the sizes do not fit each other.
+        """
+        logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
+        drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
+        self.execute_guided_decoder(logits)
+        tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
+        accepted, lens = strict_acceptance(tokens, drafts, num_contexts)
+        lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
+        accepted = finish_rows(accepted, lens)
+        spec_metadata.bad_requests = _per_request(bad_rows, num_contexts, drafts.shape[1])
+        spec_metadata.num_accepted_draft_tokens = lens - 1
+        unused = self.max_draft_len - drafts.shape[1]
+        return nn.functional.pad(accepted, (0, unused), value=-1), lens
+
+    def sample_target_tokens(
+        self, logits: Tensor, spec_metadata: SpecMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """logits [R, V] -> (tokens [R] int32, rows with NaN [R] bool), per-request parameters."""
+        return sample_target_tokens(logits, spec_metadata.sampling_rows())
+
+    def apply_forced_acceptance(
+        self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata
+    ) -> Tensor:
+        """lens [B], overridden for generations when forced acceptance is on."""
+        if self.force_num_accepted_tokens <= 0 or lens.shape[0] == num_contexts:
+            return lens
+        generations = lens[num_contexts:]
+        sampling = spec_metadata.sampling
+        if sampling is not None:  # one row per request is enough: its first
+            seeds = sampling.seeds[num_contexts :: num_drafts + 1]
+            positions = sampling.positions[num_contexts :: num_drafts + 1]
+        else:
+            seeds = torch.arange(generations.shape[0], device=lens.device)
+            positions = torch.randint(2**62, seeds.shape, device=lens.device)
+        forced = force_accepted_lens(
+            generations, self.force_num_accepted_tokens, num_drafts, seeds, positions
+        )
+        return torch.cat([lens[:num_contexts], forced])
+
+    def _check_shapes(
+        self, logits: Tensor, draft_tokens: Tensor, num_contexts: int, batch_size: int
+    ) -> Tensor:
+        generations = batch_size - num_contexts
+        if not 0 <= num_contexts <= batch_size:
+            raise ConfigError(f"num_contexts={num_contexts} is not in 0 … batch_size={batch_size}.")
+        if generations == 0:
+            drafts = draft_tokens.reshape(0, self.max_draft_len)
+        elif draft_tokens.numel() % generations:
+            raise ConfigError(
+                f"draft_tokens of shape {tuple(draft_tokens.shape)} does not divide over "
+                f"{generations} generation requests: give [G, K] or [G*K]."
+            )
+        else:
+            drafts = draft_tokens.reshape(generations, -1)
+        if drafts.shape[1] > self.max_draft_len:
+            raise ConfigError(
+                f"{drafts.shape[1]} draft tokens per request, max_draft_len={self.max_draft_len}."
+            )
+        expected = num_contexts + generations * (drafts.shape[1] + 1)
+        if logits.shape[0] != expected:
+            raise ConfigError(
+                f"logits have {logits.shape[0]} rows; {num_contexts} contexts and {generations} "
+                f"generations with {drafts.shape[1]} drafts need {expected}: one row per context, "
+                "K+1 per generation."
+            )
+        return drafts
+
+    # -- building blocks of drafters -----------------------------------------------------------
+    def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
+        """Draft logits [R, Vd] -> target token ids [R] int32.
+
+        Args:
+            d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
+        """
+        tokens = greedy_tokens(logits)
+        if d2t is not None:
+            tokens = tokens + d2t[tokens.to(torch.int64)]
+        return tokens.to(torch.int32)
+
+    def build_next_new_tokens(
+        self, accepted_tokens: Tensor, num_accepted_tokens: Tensor, next_draft_tokens: Tensor
+    ) -> Tensor:
+        """[last accepted, next drafts], [B, K+1] int32: the next step's input."""
+        last = last_accepted(accepted_tokens, num_accepted_tokens)
+        return torch.cat([last[:, None], next_draft_tokens], dim=1).to(torch.int32)
+
+    def prepare_context_input_ids(
+        self, input_ids: Tensor, accepted_tokens: Tensor, context_lens: Sequence[int],
+        next_prompt_tokens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Context ids shifted left by one, for drafters that read the *next* token's embedding.
+
+        Args:
+            input_ids: [T_ctx], the contexts' rows of this pass.
+            accepted_tokens: [C, ...] int32, column 0 is the sampled token.
+            context_lens: rows per context.
+            next_prompt_tokens: [C], the true next prompt token where a chunk ends inside the
+                prompt (-1 at its end); it goes before the sample.
+
+        Returns:
+            [T_ctx], e.g. `a1 a2 | b1` with next `a3 | b2` -> `a2 a3 | b2`.
+        """
+        following = accepted_tokens.reshape(accepted_tokens.shape[0], -1)[: len(context_lens), 0]
+        if next_prompt_tokens is not None:
+            following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
+        shifted = torch.roll(input_ids, -1)
+        ends = torch.tensor(context_lens).cumsum(0).to(input_ids.device) - 1
+        shifted[ends] = following.to(shifted.dtype)
+        return shifted
+
+
+def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:
+    if meta is not None:
+        return meta.num_contexts, meta.num_seqs
+    if spec.request_ids is None:
+        raise ConfigError(
+            "Without attn_metadata a worker needs spec_metadata.request_ids and num_generations."
+        )
+    return len(spec.request_ids) - spec.num_generations, len(spec.request_ids)
+
+
+def _per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
+    """[C + G*(K+1)] bool -> [B] bool: any row of the request."""
+    generations = rows[num_contexts:].view(-1, num_drafts + 1).any(-1)
+    return torch.cat([rows[:num_contexts], generations])
+
+

@@ -1,0 +1,72 @@
+"""Prompt lookup: drafts copied from the request's own text, as an op on per-slot history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import NGramDecodingConfig
+from ..metadata.sampling import rows_to_tensor
+from ..ops.ngram import propose_ngrams
+from .base import DraftInputs, SpecWorkerBase
+
+
+class NGramWorker(SpecWorkerBase):
+    """Mode NGRAM. State: every slot's tokens so far (prompt and output) and their number."""
+
+    config: NGramDecodingConfig
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        # Columns past max_seq_len take the overshoot of a last step and, at the very end, the
+        # writes of masked entries; neither is ever read as text.
+        columns = max_seq_len + self.max_draft_len + 2
+        return {
+            "history": torch.zeros((num_slots + 1, columns), dtype=torch.int32, device=device),
+            "history_lens": torch.zeros(num_slots + 1, dtype=torch.int64, device=device),
+        }
+
+    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+        device = state["history"].device
+        tokens = rows_to_tensor(list(token_ids), torch.int32, device)
+        state["history"][slot, : len(token_ids)] = tokens
+        state["history_lens"][slot : slot + 1] = rows_to_tensor(
+            [len(token_ids)], torch.int64, device
+        )
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        spec = inputs.spec_metadata
+        history, history_lens = spec.state["history"], spec.state["history_lens"]
+        assert spec.slot_ids is not None and inputs.attn_metadata is not None
+        slots = spec.slot_ids
+        lens = history_lens[slots]
+        added = inputs.num_accepted_tokens.to(torch.int64)
+        if spec.next_prompt_tokens is not None:  # a chunk inside the prompt adds nothing
+            inside = spec.next_prompt_tokens >= 0
+            added = torch.cat([torch.where(inside, 0, added[: len(inside)]), added[len(inside) :]])
+
+        tokens = inputs.accepted_tokens  # [B, K+1]
+        step = torch.arange(tokens.shape[1], device=tokens.device)
+        trash = history.shape[1] - 1
+        columns = torch.where(step < added[:, None], lens[:, None] + step, trash).clamp(max=trash)
+        history[slots[:, None], columns] = tokens
+        lens = (lens + added).clamp(max=trash)
+        history_lens[slots] = lens
+
+        # The host's bound of the lengths, so that a short text is not searched at full width.
+        width = min(inputs.attn_metadata.max_kv_len + self.max_draft_len + 2, trash)
+        if spec.next_prompt_tokens is not None:
+            width = trash  # a chunk's prompt is known beyond what its KV holds
+        config = self.config
+        assert config.min_matching_ngram_size is not None
+        return propose_ngrams(
+            history[slots, :width],
+            lens,
+            config.max_draft_len,
+            config.max_matching_ngram_size,
+            config.min_matching_ngram_size,
+            config.is_use_oldest,
+        )
