@@ -57,7 +57,10 @@ def test_ragged_pass(
         history.append((k, v))
         for position in range(past):
             block, offset = int(table[i, position // page_size]), position % page_size
-            group.k_cache[1, block, offset], group.v_cache[1, block, offset] = k[position], v[position]
+            group.k_cache[1, block, offset], group.v_cache[1, block, offset] = (
+                k[position],
+                v[position],
+            )
     positions, slots = [], []
     for i, (past, new) in enumerate(spans):
         guarded, inside = guard_positions(torch.arange(past, past + new)[None], 10_000)
@@ -86,9 +89,7 @@ def test_ragged_pass(
         for j in range(new):
             expected = _naive(q[row], k_all, v_all, past + j, window)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(
-                out[row].double(), expected, atol=tolerance, rtol=tolerance
-            )
+            torch.testing.assert_close(out[row].double(), expected, atol=tolerance, rtol=tolerance)
             row += 1
     assert not group.k_cache[0].any(), "another layer's cache was written"
     assert not group.k_cache[1, NULL_BLOCK].any(), "the null block was written"

@@ -134,8 +134,7 @@ class FakeLLM:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch, tmp_path):
     """The commands meet `FakeLLM`, and a directory `model` to load it from."""
-    monkeypatch.setattr(trtspec, "LLM", FakeLLM, raising=False)
-    monkeypatch.setattr(trtspec, "SamplingParams", SamplingParams, raising=False)
+    monkeypatch.setitem(vars(trtspec), "LLM", FakeLLM)  # setattr would load the real one
     monkeypatch.setattr(FakeLLM, "built", [])
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

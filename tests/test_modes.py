@@ -78,6 +78,7 @@ def test_extend_ctx_and_spec_dec_attention() -> None:
         assert not mode.extend_ctx(WithKernel)
         assert mode.extend_ctx(WithoutKernel) == (mode not in ONE_ENGINE)
         assert not mode.attention_need_spec_dec_mode(None, False, WithoutKernel, True)
+
     class FirstDraft:
         is_first_draft = True
 

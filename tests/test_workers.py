@@ -21,7 +21,10 @@ VOCAB = 50
 
 def _spec(k: int, **fields: object) -> SpecMetadata:
     return SpecMetadata(
-        max_num_requests=8, max_draft_len=k, max_total_draft_tokens=k, **fields  # type: ignore[arg-type]
+        max_num_requests=8,
+        max_draft_len=k,
+        max_total_draft_tokens=k,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -38,9 +41,7 @@ def _logits_for(tokens: list[int]) -> torch.Tensor:
 def test_mixed_batch_is_accepted_row_by_row() -> None:
     #           ctx  accepts 2 of 3       none             all            no drafts
     targets = [7, 11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34, 41, 42, 43, 44]
-    drafts = torch.tensor(
-        [[11, 12, 9], [9, 22, 23], [31, 32, 33], [-1, -1, -1]], dtype=torch.int32
-    )
+    drafts = torch.tensor([[11, 12, 9], [9, 22, 23], [31, 32, 33], [-1, -1, -1]], dtype=torch.int32)
     for given in (drafts, drafts.flatten()):
         tokens, lens = _worker(3).sample_and_accept_draft_tokens(
             _logits_for(targets), given, 1, 5, _spec(3)
@@ -208,7 +209,9 @@ def test_draft_sampler_maps_offsets() -> None:
 def test_sampling_rows_one_per_logits_row() -> None:
     spec = _spec(2, allow_advanced_sampling=True)
     requests = [
-        SimpleNamespace(sampling_params=SamplingParams(temperature=0.5, top_k=3), is_generation=False),
+        SimpleNamespace(
+            sampling_params=SamplingParams(temperature=0.5, top_k=3), is_generation=False
+        ),
         SimpleNamespace(
             sampling_config=SimpleNamespace(temperature=[0.8], top_k=[9], top_p=[0.4]),
             state=SimpleNamespace(name="GENERATION_IN_PROGRESS"),

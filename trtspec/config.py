@@ -80,7 +80,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
     Args:
         max_matching_ngram_size: longest match looked for, tried first.
-        min_matching_ngram_size: shortest match that may draft; None is 2, or the maximum if that is 1.
+        min_matching_ngram_size: shortest match that may draft; None is 2, or the maximum if
+            that is 1.
         is_use_oldest: among equally long matches take the oldest instead of the newest.
         is_keep_all: TensorRT-LLM's pool keeps every pattern. Ours always can: it searches the
             text itself. False has no effect and warns.
@@ -101,7 +102,9 @@ class NGramDecodingConfig(DecodingBaseConfig):
         super().__post_init__()
         require_int(self, "max_matching_ngram_size", 1, 64)
         if self.min_matching_ngram_size is None:
-            object.__setattr__(self, "min_matching_ngram_size", min(2, self.max_matching_ngram_size))
+            object.__setattr__(
+                self, "min_matching_ngram_size", min(2, self.max_matching_ngram_size)
+            )
         require_int(self, "min_matching_ngram_size", 1, 64)
         assert self.min_matching_ngram_size is not None
         if self.min_matching_ngram_size > self.max_matching_ngram_size:
@@ -110,9 +113,13 @@ class NGramDecodingConfig(DecodingBaseConfig):
                 f"above max_matching_ngram_size={self.max_matching_ngram_size}: lower it."
             )
         if self.is_public_pool:
-            logger.warning("NGramDecodingConfig.is_public_pool=True has no effect: lookup is per request.")
+            logger.warning(
+                "NGramDecodingConfig.is_public_pool=True has no effect: lookup is per request."
+            )
         if not self.is_keep_all:
-            logger.warning("NGramDecodingConfig.is_keep_all=False has no effect: the text is searched.")
+            logger.warning(
+                "NGramDecodingConfig.is_keep_all=False has no effect: the text is searched."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +279,8 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
     if not mode.is_implemented():
         available = [m.name for m in SpeculativeDecodingMode if m.is_implemented()]
         raise NotImplementedError(
-            f"Speculative decoding mode {mode.name} ({type(config).__name__}) has no worker in this "
-            f"release. Available: {', '.join(available)}."
+            f"Speculative decoding mode {mode.name} ({type(config).__name__}) has no worker in "
+            f"this release. Available: {', '.join(available)}."
         )
     return config
 
@@ -323,8 +330,11 @@ class ExecutorConfig:
 
 def require_int(config: object, name: str, low: int, high: int | None) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (
-        high is not None and value > high
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
     ):
         allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
         raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be {allowed}.")

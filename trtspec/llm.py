@@ -215,9 +215,9 @@ class LLM:
         return outputs
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str | Sequence):
+            raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence):
-                raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
             return None, list(prompt)
         if self.tokenizer is None:
             raise RequestError(
@@ -229,7 +229,9 @@ class LLM:
 
     def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:
         if params.stop_strings and self.tokenizer is None:
-            raise RequestError(f"stop={params.stop!r} needs a tokenizer; {self.model_dir} has none.")
+            raise RequestError(
+                f"stop={params.stop!r} needs a tokenizer; {self.model_dir} has none."
+            )
         request = self.executor.enqueue(ids, params)
         self._streams[request.request_id] = TextStream(self.tokenizer, params.stop_strings)
         return request

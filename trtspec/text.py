@@ -25,7 +25,7 @@ class TextStream:
     def extend(self, token_ids: Sequence[int]) -> bool:
         """Takes what is new in `token_ids` (all output ids so far). True once a stop string is
         in the text, which then ends before it."""
-        if self._stream is None:
+        if self._tokenizer is None:
             return False
         while len(self._ids) < len(token_ids) and not self._stopped:
             self._ids.append(token_ids[len(self._ids)])

@@ -38,14 +38,16 @@ class TorchAttention(AttentionBackend):
         window: int | None,
     ) -> Tensor:
         group = meta.kv_groups[kv_group]
-        k_slots, v_slots = group.k_cache[layer].flatten(0, 1), group.v_cache[layer].flatten(0, 1)
+        k_slots, v_slots = group.layer_slots[layer]
         slots = self._write_slots(meta, kv_group)
         k_slots.index_copy_(0, slots, k)
         v_slots.index_copy_(0, slots, v)
 
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
-            out = self._context(q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window)
+            out = self._context(
+                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window
+            )
             outs.append(out)
             start += rows
         if meta.num_generations:
@@ -68,11 +70,11 @@ class TorchAttention(AttentionBackend):
             start = sum(meta.context_lens[:index])
             positions = meta.position_ids[start : start + q.shape[0]]
             # Contexts' lengths are the host's own numbers; padding up to max_kv_len is masked.
-            indices = _gather_indices(meta, kv_group, slice(index, index + 1))[0]
-            meta.derived[key] = indices, _mask(positions, indices.shape[0], window, q.dtype)
+            indices, length = _gather_indices(meta, kv_group, slice(index, index + 1))
+            meta.derived[key] = indices, _mask(positions, length, window, q.dtype)
         indices, mask = meta.derived[key]
-        keys = k_slots.index_select(0, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
-        values = v_slots.index_select(0, indices).transpose(0, 1)[None]
+        keys = _gather(k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
+        values = _gather(v_slots, indices).transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None], keys, values, attn_mask=mask[None, None], enable_gqa=True
         )
@@ -95,9 +97,9 @@ class TorchAttention(AttentionBackend):
         key = ("generation", kv_group, window)
         if key not in meta.derived:
             first = meta.num_contexts
-            indices = _gather_indices(meta, kv_group, slice(first, first + num_seqs))
+            indices, length = _gather_indices(meta, kv_group, slice(first, first + num_seqs))
             positions = meta.position_ids[meta.num_context_tokens :]
-            mask = _mask(positions, indices.shape[1], window, q.dtype)  # [G*R, S]
+            mask = _mask(positions, length, window, q.dtype)  # [G*R, S]
             mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
             if one_by_one:
                 mask = mask.flatten(1, 2)[:, :, None].flatten(0, 1)  # [G*R, 1, 1, S]
@@ -105,13 +107,13 @@ class TorchAttention(AttentionBackend):
                 mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
             meta.derived[key] = indices, mask
         indices, mask = meta.derived[key]
-        length = indices.shape[1]
-        keys = k_slots.index_select(0, indices.flatten()).view(num_seqs, length, kv_heads, dim)
-        values = v_slots.index_select(0, indices.flatten()).view(num_seqs, length, kv_heads, dim)
+        keys = _gather(k_slots, indices).view(num_seqs, -1, kv_heads, dim)
+        values = _gather(v_slots, indices).view(num_seqs, -1, kv_heads, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [G, Hkv, S, D]
         if one_by_one:
             keys, values = (
-                x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1) if num_seqs == 1 or rows == 1
+                x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1)
+                if num_seqs == 1 or rows == 1
                 else x.repeat_interleave(rows, 0)
                 for x in (keys, values)
             )
@@ -133,13 +135,27 @@ class TorchAttention(AttentionBackend):
         return meta.derived[key]
 
 
-def _gather_indices(meta: AttentionMetadata, kv_group: int, seqs: slice) -> Tensor:
-    """[n, S] int64 slots of positions 0 … S-1; S covers the host's upper bound of the lengths."""
+def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:
+    """[n * S, Hkv, D]; a view where the request's blocks lie side by side."""
+    return slots[indices] if isinstance(indices, slice) else slots.index_select(0, indices)
+
+
+def _gather_indices(
+    meta: AttentionMetadata, kv_group: int, seqs: slice
+) -> tuple[Tensor | slice, int]:
+    """The slots of positions 0 … S-1 of some requests, [n * S] int64, and S, which covers the
+    host's upper bound of the lengths. On CPU, where looking costs nothing, a lone request whose
+    blocks lie side by side is a slice."""
     page_size = meta.kv_groups[kv_group].page_size
     pages = min(-(-meta.max_kv_len // page_size), meta.block_tables[kv_group].shape[1])
     blocks = meta.block_tables[kv_group][seqs, :pages].to(torch.int64)
+    length = pages * page_size
+    if blocks.device.type == "cpu" and blocks.shape[0] == 1:
+        first = int(blocks[0, 0])
+        if torch.equal(blocks[0], torch.arange(first, first + pages)):
+            return slice(first * page_size, first * page_size + length), length
     offsets = torch.arange(page_size, device=blocks.device)
-    return (blocks[:, :, None] * page_size + offsets).flatten(1)
+    return (blocks[:, :, None] * page_size + offsets).flatten(), length
 
 
 def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ _DTYPES = {
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """"auto" is CUDA where there is one. Raises ConfigError for a device that is not here."""
+    """ "auto" is CUDA where there is one. Raises ConfigError for a device that is not here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -54,8 +54,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: DecoderConfig, device: torch.device) -> torch.dtype:
-    """"auto" is the checkpoint's dtype. Raises ConfigError for one that is not supported."""
+def resolve_dtype(
+    dtype: str | torch.dtype, config: DecoderConfig, device: torch.device
+) -> torch.dtype:
+    """ "auto" is the checkpoint's dtype. Raises ConfigError for one that is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         name = config.dtype
@@ -131,7 +133,9 @@ def build_executor(
             f"{max_batch_size} * {rows}: a full batch could not take a step. Raise it, or lower "
             "max_batch_size."
         )
-    overlap = where.type == "cuda" if disable_overlap_scheduler is None else not disable_overlap_scheduler
+    overlap = (
+        where.type == "cuda" if disable_overlap_scheduler is None else not disable_overlap_scheduler
+    )
     executor_config = ExecutorConfig(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
@@ -156,7 +160,11 @@ def build_executor(
 
 
 def require_batch(max_batch_size: int) -> None:
-    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < 1:
+    if (
+        isinstance(max_batch_size, bool)
+        or not isinstance(max_batch_size, int)
+        or max_batch_size < 1
+    ):
         raise ConfigError(f"max_batch_size={max_batch_size!r}: it must be an int >= 1.")
 
 

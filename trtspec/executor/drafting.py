@@ -18,7 +18,7 @@ def ask_drafter(
     name = type(drafter).__name__
     try:
         proposal = drafter.draft(request.request_id, request.token_ids, max_draft_len)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise DrafterError(f"{name}.draft raised {type(error).__name__}: {error}") from error
     try:
         tokens = [token.__index__() for token in proposal]

@@ -36,9 +36,7 @@ def forward_step(
     hidden = target(tensors.input_ids, meta.position_ids, meta)
     assert spec.gather_ids is not None and spec.slot_ids is not None
     logits = target.compute_logits(hidden[spec.gather_ids])
-    outputs = worker(
-        tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model
-    )
+    outputs = worker(tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model)
     lens = outputs["new_tokens_lens"]
     # A context's KV now ends with this chunk; a generation's with its last accepted token but
     # the bonus, which is the next step's input. A chunk inside the prompt leaves a next token

@@ -115,7 +115,9 @@ def assemble(
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
         position_ids=position_ids,
-        kv_lens=torch.cat([inputs.context_ends, past + rows]).clamp(max=max_seq_len).to(torch.int32),
+        kv_lens=torch.cat([inputs.context_ends, past + rows])
+        .clamp(max=max_seq_len)
+        .to(torch.int32),
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,
         block_tables=inputs.block_tables,

@@ -85,13 +85,9 @@ class PyExecutor:
                 mode.name,
             )
         self.max_draft_len = worker.max_draft_len
-        self.scheduler = Scheduler(
-            config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens
-        )
+        self.scheduler = Scheduler(config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens)
         self.state = SlotState.allocate(config.max_batch_size, self.max_draft_len, device)
-        self.state.worker = worker.allocate_state(
-            config.max_batch_size, config.max_seq_len, device
-        )
+        self.state.worker = worker.allocate_state(config.max_batch_size, config.max_seq_len, device)
         self.stop_check: StopCheck | None = None
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()

@@ -30,6 +30,12 @@ class KVGroup:
 
     k_cache: Tensor
     v_cache: Tensor
+    layer_slots: tuple[tuple[Tensor, Tensor], ...] = field(init=False, repr=False)
+    """Per layer, K and V as [blocks * page_size, kv_heads, head_dim]: views, indexed by slot."""
+
+    def __post_init__(self) -> None:
+        views = zip(self.k_cache.flatten(1, 2), self.v_cache.flatten(1, 2), strict=True)
+        object.__setattr__(self, "layer_slots", tuple(views))
 
     @property
     def page_size(self) -> int:

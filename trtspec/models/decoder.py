@@ -14,9 +14,11 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.activation import silu_and_mul
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import apply_rope
+from ..ops.rope import apply_rope, rotation
 from .config import DecoderConfig
 from .rope import build_cos_sin
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, head_dim]
 
 
 class Attention(nn.Module):
@@ -31,8 +33,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden: Tensor, cos_sin: Tensor, meta: AttentionMetadata) -> Tensor:
-        """hidden [T, D] -> [T, D]; cos_sin [T, head_dim] float32 of this pass's positions."""
+    def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
+        """hidden [T, D] -> [T, D]; rope is the rotation of this pass's positions."""
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -41,7 +43,7 @@ class Attention(nn.Module):
             qk = torch.cat([q, k], dim=1)
         else:
             qk = qkv[:, : q_heads + kv_heads]
-        qk = apply_rope(qk, cos_sin)  # [T, Hq + Hkv, head_dim]
+        qk = apply_rope(qk, *rope)  # [T, Hq + Hkv, head_dim]
         out = self.backend.forward(
             qk[:, :q_heads],
             qk[:, q_heads:],
@@ -73,8 +75,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, cos_sin: Tensor, meta: AttentionMetadata) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, meta)
+    def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, meta)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -98,9 +100,7 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.cos_sin: Tensor
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
 
         Token ids outside the vocabulary (-1, "no draft here") are read as 0; such rows are
@@ -108,9 +108,9 @@ class Decoder(nn.Module):
         """
         ids = input_ids.clamp(0, self.config.vocab_size - 1)
         hidden = self.embed_tokens(ids)
-        cos_sin = self.cos_sin[position_ids]
+        rope = rotation(self.cos_sin[position_ids], hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, cos_sin, meta)
+            hidden = layer(hidden, rope, meta)
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for it
+# From this many inputs on oneDNN may split the sum of a *single* row over threads, which rounds
+# differently from two and more rows. A second row costs nothing, so one is added.
+_SPLITS_ONE_ROW = 1024
 
 
 class Linear(nn.Module):
@@ -25,6 +28,7 @@ class Linear(nn.Module):
         )
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self._packed: Tensor | None = None
+        self._pad_single_row = False
 
     def pack(self) -> None:
         """Replaces the weight by oneDNN's layout where the CPU can use it; else does nothing."""
@@ -32,13 +36,21 @@ class Linear(nn.Module):
         if weight is None or weight.device.type != "cpu" or not _can_pack(weight.dtype):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.data, _PACK_ROWS_HINT)
+        self._pad_single_row = (
+            weight.dtype == torch.bfloat16 and self.in_features >= _SPLITS_ONE_ROW
+        )
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            if self._pad_single_row and x.shape[0] == 1:
+                return self._packed_forward(torch.cat((x, x)))[:1]
+            return self._packed_forward(x)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
+
+    def _packed_forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

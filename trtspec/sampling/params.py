@@ -41,12 +41,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
-        _check(_is_number(self.temperature) and 0 <= self.temperature < float("inf"),
-               "temperature", self, "a finite number >= 0 (0 is greedy)")
+        _check(
+            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+            "temperature",
+            self,
+            "a finite number >= 0 (0 is greedy)",
+        )
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
         _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self, "an int >= 0 (0 is off)")
-        _check(self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
-               "seed", self, f"None or an int in 0 … {MAX_SEED}")
+        _check(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            "seed",
+            self,
+            f"None or an int in 0 … {MAX_SEED}",
+        )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         _check(all(isinstance(s, str) and s for s in stop), "stop", self, "non-empty text")
         ids = tuple(self.stop_token_ids or ())

@@ -329,5 +329,3 @@ def _per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
     """[C + G*(K+1)] bool -> [B] bool: any row of the request."""
     generations = rows[num_contexts:].view(-1, num_drafts + 1).any(-1)
     return torch.cat([rows[:num_contexts], generations])
-
-

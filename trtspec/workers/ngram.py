@@ -40,7 +40,7 @@ class NGramWorker(SpecWorkerBase):
     def draft(self, inputs: DraftInputs) -> Tensor:
         spec = inputs.spec_metadata
         history, history_lens = spec.state["history"], spec.state["history_lens"]
-        assert spec.slot_ids is not None and inputs.attn_metadata is not None
+        assert spec.slot_ids is not None
         slots = spec.slot_ids
         lens = history_lens[slots]
         added = inputs.num_accepted_tokens.to(torch.int64)
@@ -56,10 +56,11 @@ class NGramWorker(SpecWorkerBase):
         lens = (lens + added).clamp(max=trash)
         history_lens[slots] = lens
 
-        # The host's bound of the lengths, so that a short text is not searched at full width.
-        width = min(inputs.attn_metadata.max_kv_len + self.max_draft_len + 2, trash)
-        if spec.next_prompt_tokens is not None:
-            width = trash  # a chunk's prompt is known beyond what its KV holds
+        # The host's bound of the lengths, so that a short text is not searched at full width. A
+        # context's prompt is known beyond what its KV holds, so there the bound says nothing.
+        meta, width = inputs.attn_metadata, trash
+        if meta is not None and meta.num_contexts == 0:
+            width = min(meta.max_kv_len + self.max_draft_len + 2, trash)
         config = self.config
         assert config.min_matching_ngram_size is not None
         return propose_ngrams(

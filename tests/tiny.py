@@ -1,0 +1,92 @@
+"""Tiny random models of every family, and metadata of a prefill pass made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trtspec.metadata.attention import (
+    NULL_BLOCK,
+    NUM_RESERVED_BLOCKS,
+    AttentionMetadata,
+    KVGroup,
+)
+from trtspec.models.config import DecoderConfig
+
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+    """A new HF directory under `tmp_path` with a float32 model; `overrides` are config fields.
+
+    Every weight, bias and norm is random and large enough that leaving one out, or mixing two
+    up, shows in the logits (standard deviation of a few units).
+    """
+    config = AutoConfig.for_model(family, **{**DEFAULTS, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                noise = 1 + 0.2 * noise
+            elif parameter.ndim == 1:
+                noise *= 0.5
+            elif "embed_tokens" in name:
+                noise *= 0.5
+            else:
+                noise *= parameter.shape[1] ** -0.5 * (3 if "lm_head" in name else 1.5)
+            parameter.copy_(noise)
+    number = len(list(tmp_path.glob(f"{family}-*")))
+    path = tmp_path / f"{family}-{number}"
+    model.save_pretrained(path)
+    return path
+
+
+def prefill_metadata(
+    config: DecoderConfig,
+    lengths: list[int],
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[AttentionMetadata, Tensor]:
+    """One pass over whole prompts of `lengths` with an empty cache, and its positions [T]."""
+    pages = [-(-length // page_size) for length in lengths]
+    table = torch.full((len(lengths), max(pages)), NULL_BLOCK, dtype=torch.int32)
+    slots, following = [], NUM_RESERVED_BLOCKS
+    for row, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+        blocks = torch.arange(following, following + count).flip(0)  # not in cache order
+        table[row, :count] = blocks
+        positions = torch.arange(length)
+        slots.append(blocks[positions // page_size] * page_size + positions % page_size)
+        following += count
+    shape = (config.num_layers, following, page_size, config.num_kv_heads, config.head_dim)
+    group = KVGroup(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    metadata = AttentionMetadata(
+        context_lens=tuple(lengths),
+        num_generations=0,
+        rows_per_generation=1,
+        position_ids=position_ids,
+        kv_lens=torch.tensor(lengths, dtype=torch.int32),
+        max_kv_len=max(lengths),
+        kv_groups=(group,),
+        block_tables=(table,),
+        slot_mappings=(torch.cat(slots),),
+        max_seq_len=config.max_position_embeddings,
+    )
+    return metadata, position_ids

@@ -1,0 +1,202 @@
+"""From a Hugging Face `config.json` to a `DecoderConfig`.
+
+transformers' AutoConfig supplies each family's defaults and brings old RoPE fields into the
+current form. Whatever trtspec's decoder would compute differently is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .config import DecoderConfig
+from .rope import ROPE_TYPES
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def load_config(model_dir: Path) -> DecoderConfig:
+    """Reads `config.json`, and `generation_config.json` for its end tokens, offline.
+
+    A config without a dtype counts as float32.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or asks for something the decoder does
+            not compute: another architecture, RoPE type or activation, quantised weights.
+    """
+    model_dir = Path(model_dir)
+    raw = read_json_object(model_dir / "config.json", "Point to a Hugging Face model directory.")
+    where = model_dir / "config.json"
+    _refuse_unsupported(raw, where)
+    hf = _auto_config(model_dir)
+    merged = hf.to_dict()
+    rope = dict(hf.rope_parameters or {})
+    _check_rope(rope, where)
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    _check_heads(heads, kv_heads, head_dim, where)
+    family = hf.model_type
+    attention_bias = family in ("llama", "qwen3") and bool(hf.attention_bias)
+    return DecoderConfig(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        qkv_bias=family == "qwen2" or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=family == "llama" and bool(hf.mlp_bias),
+        qk_norm=family == "qwen3",
+        layer_windows=_layer_windows(hf, where),
+        eos_token_ids=_eos_token_ids(hf.eos_token_id, model_dir),
+        dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
+        raw=merged,
+    )
+
+
+def read_json_object(path: Path, cure: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises CheckpointError, which ends with `cure`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"There is no {path.name} in {path.parent}. {cure}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}). {cure}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object. {cure}")
+    return content
+
+
+def _auto_config(model_dir: Path) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as err:
+        raise CheckpointError(
+            f"transformers cannot read {model_dir / 'config.json'} ({err}). Copy it again from the "
+            "model's source."
+        ) from err
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
+    """Checks on the file as written, where transformers would fill in, warn or ignore."""
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{where}: model_type={model_type!r} is not supported; allowed are "
+            f"{', '.join(MODEL_TYPES)}. Use a model of one of these families."
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{where}: quantization_config ({method!r}) is set, but only float32, float16 and "
+            "bfloat16 weights are supported. Use the unquantised checkpoint."
+        )
+    act = raw.get("hidden_act", "silu")
+    if act != "silu":
+        raise CheckpointError(
+            f"{where}: hidden_act={act!r} is not supported; allowed is 'silu'. Use another model."
+        )
+    partial = raw.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        raise CheckpointError(_partial_rotary(partial, where))
+    for key in ("rope_parameters", "rope_scaling"):
+        if raw.get(key):
+            _check_rope(raw[key], where)
+
+
+def _check_rope(rope: Any, where: Path) -> None:
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(
+            f"{where}: RoPE parameters {rope!r}: one flat object for all layers is supported, "
+            f"with rope_type one of {', '.join(ROPE_TYPES)}. Use another model."
+        )
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{where}: rope_type={rope_type!r} is not supported; allowed are "
+            f"{', '.join(ROPE_TYPES)}. Remove the scaling to use the model within its original "
+            "context length, or use another model."
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise CheckpointError(_partial_rotary(rope["partial_rotary_factor"], where))
+
+
+def _partial_rotary(got: Any, where: Path) -> str:
+    return (
+        f"{where}: partial_rotary_factor={got!r} is not supported; allowed is 1 (RoPE on the whole "
+        "head). Use another model."
+    )
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads="
+            f"{kv_heads}: query heads share KV heads evenly. Correct the two fields."
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(
+            f"{where}: head_dim={head_dim} must be even and at least 2: RoPE rotates pairs. "
+            "Correct head_dim, or hidden_size and num_attention_heads."
+        )
+
+
+def _layer_windows(hf: Any, where: Path) -> tuple[int | None, ...]:
+    """Per layer its sliding window or None, as transformers' model of that family decides it.
+
+    Llama has none, Mistral has `sliding_window` in every layer, Qwen goes by `layer_types`
+    (which AutoConfig derives from `use_sliding_window` and `max_window_layers` if absent).
+    """
+    count = hf.num_hidden_layers
+    if hf.model_type == "llama":
+        return (None,) * count
+    window = hf.sliding_window
+    if window is not None and window < 1:
+        raise CheckpointError(f"{where}: sliding_window={window!r} must be null or at least 1.")
+    if hf.model_type == "mistral":
+        return (window,) * count
+    types = hf.layer_types
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != count:
+        raise CheckpointError(
+            f"{where}: layer_types has {len(types)} entries for {count} layers, unknown ones: "
+            f"{unknown}. Give 'full_attention' or 'sliding_attention' for every layer."
+        )
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            f"{where}: layer_types names 'sliding_attention', but no window is in force "
+            f"(use_sliding_window={hf.use_sliding_window!r}). Set use_sliding_window to true and "
+            "sliding_window to a number, or make those layers 'full_attention'."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _eos_token_ids(from_config: Any, model_dir: Path) -> tuple[int, ...]:
+    """The union of both files' end tokens, config.json's first."""
+    found = _token_ids(from_config, model_dir / "config.json")
+    path = model_dir / "generation_config.json"
+    if path.exists():
+        cure = "Copy it again from the model's source, or remove it."
+        found += _token_ids(read_json_object(path, cure).get("eos_token_id"), path)
+    return tuple(dict.fromkeys(found))
+
+
+def _token_ids(value: Any, path: Path) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id={value!r} must be a token id, a list of them or null. Correct it."
+        )
+    return list(ids)
