@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
+from ..metadata.sampling import rows_to_tensor
 from .blocks import BlockPool
 
 
@@ -105,7 +106,7 @@ class KVCacheManager:
         would poison whoever gets the blocks next.
         """
         for group, table in zip(self.groups, self._tables.get(request_id, []), strict=False):
-            blocks = torch.tensor(table, dtype=torch.int64, device=self.device)
+            blocks = rows_to_tensor(table, torch.int64, self.device)
             group.k_cache.index_fill_(1, blocks, 0)
             group.v_cache.index_fill_(1, blocks, 0)
 

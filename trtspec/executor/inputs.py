@@ -16,7 +16,7 @@ from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..metadata.attention import AttentionMetadata
 from ..metadata.mode import SpeculativeDecodingMode
-from ..metadata.sampling import SamplingMetadata, rows_to_tensor
+from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.slots import guard_positions, slot_mapping
 from .request import ScheduledBatch
@@ -57,7 +57,8 @@ def build_inputs(
     return StepInputs(
         slot_ids=ints([r.slot for r in requests]),
         block_tables=tuple(
-            table.to(device) for table in kv_cache.block_tables([r.request_id for r in requests])
+            to_device(table, device)
+            for table in kv_cache.block_tables([r.request_id for r in requests])
         ),
         context_ids=ints([token for c in chunks for token in c.token_ids]),
         context_positions=ints([p for c in chunks for p in range(c.start, c.end)]),

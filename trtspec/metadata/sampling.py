@@ -56,9 +56,13 @@ def request_sampling_params(request: Any) -> tuple[float, int, float]:
     return float(temperature), int(top_k or NO_TOP_K), float(NO_TOP_P if top_p is None else top_p)
 
 
-def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Host values -> device tensor, through pinned memory on CUDA so that the copy is async."""
-    host = torch.tensor(values, dtype=dtype)
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor; on CUDA through pinned memory, so that the host does not wait."""
     if torch.device(device).type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host values -> device tensor, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)

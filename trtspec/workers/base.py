@@ -21,6 +21,7 @@ from ..acceptance.strict import finish_rows, strict_acceptance
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
+from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.accept import last_accepted
 from ..ops.sample import greedy_tokens
@@ -310,7 +311,7 @@ class SpecWorkerBase(nn.Module, ABC):
         if next_prompt_tokens is not None:
             following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
         shifted = torch.roll(input_ids, -1)
-        ends = torch.tensor(context_lens).cumsum(0).to(input_ids.device) - 1
+        ends = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
         shifted[ends] = following.to(shifted.dtype)
         return shifted
 

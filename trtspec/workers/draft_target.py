@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
+from ..metadata.sampling import to_device
 from ..ops.accept import last_accepted
 from ..ops.slots import draft_step_metadata
 from .base import DraftInputs, DraftModel, SpecWorkerBase
@@ -65,7 +66,7 @@ def _certain_rows(meta: AttentionMetadata) -> Tensor:
     ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
     firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
     rows = torch.cat([ends, firsts + meta.num_context_tokens])
-    return rows.to(meta.position_ids.device)
+    return to_device(rows, meta.position_ids.device)
 
 
 def _last_two_tokens(inputs: DraftInputs, rows: Tensor) -> Tensor:

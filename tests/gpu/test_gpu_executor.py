@@ -1,0 +1,151 @@
+"""The same executor on CUDA: tokens, lengths and the absence of host synchronisation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+def _config(mode: str, draft_dir: Path) -> DecodingBaseConfig | None:
+    if mode == "ngram":
+        return NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)
+    if mode == "draft_target":
+        return DraftTargetDecodingConfig(max_draft_len=3, speculative_model=draft_dir)
+    return None
+
+
+def _prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+    prompts[0] = prompts[0][:3] * 8
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(target_dir: Path) -> list[list[int]]:
+    """transformers on the same device, token by token from scratch."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).cuda().eval()
+    outputs = []
+    with torch.inference_mode():
+        for prompt in _prompts(6):
+            tokens = list(prompt)
+            for _ in range(24):
+                logits = model(torch.tensor([tokens], device="cuda")).logits[0, -1]
+                tokens.append(int(logits.argmax()))
+            outputs.append(tokens[len(prompt) :])
+    return outputs
+
+
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", [None, 112])
+def test_greedy_equals_transformers_on_cuda(
+    target_dir: Path, draft_dir: Path, expected: list[list[int]],
+    mode: str, overlap: bool, pool: int | None,
+) -> None:  # fmt: skip
+    llm = LLM(
+        target_dir, _config(mode, draft_dir), device="cuda", dtype="float32",
+        max_batch_size=4, max_seq_len=96, max_num_tokens=32, enable_chunked_prefill=True,
+        kv_cache_config=KvCacheConfig(max_tokens=pool or 1024, tokens_per_block=8),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    llm.executor.kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_perfect_draft_model_is_always_accepted_on_cuda(target_dir: Path, k: int) -> None:
+    llm = LLM(
+        target_dir, DraftTargetDecodingConfig(max_draft_len=k, speculative_model=target_dir),
+        device="cuda", dtype="float32", max_batch_size=3, max_seq_len=128,
+        kv_cache_config=KvCacheConfig(max_tokens=1024),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True)
+    for output in llm.generate(_prompts(5), params):
+        assert output.spec_stats.acceptance_length == k + 1
+
+
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_launching_a_generation_step_waits_for_nothing(
+    target_dir: Path, draft_dir: Path, mode: str, temperature: float
+) -> None:
+    llm = LLM(
+        target_dir, _config(mode, draft_dir), device="cuda", dtype="bfloat16",
+        max_batch_size=2, max_seq_len=96, kv_cache_config=KvCacheConfig(max_tokens=512),
+    )  # fmt: skip
+    executor = llm.executor
+    params = SamplingParams(
+        max_tokens=30, temperature=temperature, top_k=9, seed=1, ignore_eos=True
+    )
+    for prompt in _prompts(2):
+        executor.enqueue(prompt, params)
+    for _ in range(3):
+        executor.step()
+    batch = executor._schedule()
+    assert len(batch.generations) == 2
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        executor._pending.append(executor._launch(batch))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for request in executor.run_until_done():
+        assert len(request.output_token_ids) == 30
+
+
+def test_sampled_tokens_on_cuda_equal_the_cpu(target_dir: Path) -> None:
+    """The noise is integer arithmetic, the logits fp32: the same seed says the same thing."""
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)
+    ]
+    texts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            target_dir, NGramDecodingConfig(max_draft_len=3), device=device, dtype="float32",
+            max_batch_size=4, max_seq_len=96, kv_cache_config=KvCacheConfig(max_tokens=1024),
+        )  # fmt: skip
+        outputs = llm.generate(_prompts(4), params)
+        texts.append([o.outputs[0].token_ids for o in outputs])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reduced_precision_runs_to_the_end(target_dir: Path, dtype: str) -> None:
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=3), device="cuda", dtype=dtype,
+        max_batch_size=4, max_seq_len=96, kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.1),
+    )  # fmt: skip
+    for output in llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True)):
+        assert len(output.outputs[0].token_ids) == 24 and output.error is None
