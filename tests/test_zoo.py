@@ -146,6 +146,8 @@ def test_conversion_keeps_every_weight(
     load_decoder(out, torch.bfloat16, torch.device("cpu"), TorchAttention())
     tokenizer = load_tokenizer(out)
     assert tokenizer.encode("ab!<|im_end|>") == [3, 4, 2]
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12")
+    assert [piece for piece, _ in pieces] == ["1", "2"]  # "smollm" splits digits
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
@@ -243,6 +245,16 @@ def test_gguf_is_converted_once(tiny_gguf: Path, cache: Path) -> None:
     zoo.resolve_model(tiny_gguf, stages.append)
     assert len(stages) == 3 and (found / "tokenizer.json").exists()
     assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == [found.name]
+
+
+def test_older_conversion_is_made_again(
+    tiny_gguf: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[str] = []
+    found = zoo.resolve_model(tiny_gguf, stages.append)
+    monkeypatch.setattr(zoo, "CONVERSION", zoo.CONVERSION + 1)
+    assert zoo.resolve_model(tiny_gguf, stages.append) == found and len(stages) == 2
+    assert zoo.resolve_model(tiny_gguf, stages.append) == found and len(stages) == 2
 
 
 def test_changed_gguf_is_another_model(tmp_path: Path, cache: Path) -> None:

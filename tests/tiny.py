@@ -45,9 +45,7 @@ def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overr
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 noise = 1 + 0.2 * noise
-            elif parameter.ndim == 1:
-                noise *= 0.5
-            elif "embed_tokens" in name:
+            elif parameter.ndim == 1 or "embed_tokens" in name:
                 noise *= 0.5
             else:
                 noise *= parameter.shape[1] ** -0.5 * (3 if "lm_head" in name else 1.5)

