@@ -47,7 +47,7 @@ def main(model_dir: str) -> None:
         )
         ids = torch.tensor([rows]).clamp_min(0)  # -1 is "no draft here": any id will do
         logits = target(ids, past_key_values=cache, use_cache=True).logits[0]
-        positions = torch.arange(len(rows)) + cache.get_seq_length() - len(rows)
+        positions = cache.get_seq_length() - len(rows) + torch.arange(len(rows))
         out = worker(
             input_ids=ids[0],
             position_ids=positions,
@@ -58,7 +58,9 @@ def main(model_dir: str) -> None:
         )
         accepted = out["new_tokens"][0, : int(out["new_tokens_lens"][0])].tolist()
         text += accepted
-        cache.crop(len(text) - 1)  # rejected rows go; the last token has no KV yet
+        rejected = cache.get_seq_length() - (len(text) - 1)  # the last token has no KV yet
+        if rejected:
+            cache.crop(-rejected)
         rows = out["next_new_tokens"][0].tolist()
         steps += 1
     print(tokenizer.decode(text))

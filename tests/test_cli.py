@@ -208,7 +208,7 @@ def test_json_is_the_only_thing_on_stdout(run):
     assert list(report) == [
         "model", "mode", "max_draft_len", "device", "dtype", "outputs", "stats"
     ]  # fmt: skip
-    assert report["mode"] == "NGRAM" and report["max_draft_len"] == 2
+    assert report["mode"] == "ngram" and report["max_draft_len"] == 2
     assert report["device"] == "cpu" and report["dtype"] == "bfloat16"
     (output,) = report["outputs"]
     assert list(output) == OUTPUT_KEYS
@@ -410,7 +410,7 @@ def test_bench_json(run):
     code, out, _ = run("bench", "--prompt", "a", "--repeat", "3", "--max-tokens", "4", "--json")
     assert code == 0
     report = json.loads(out)
-    assert report["mode"] == "NGRAM" and report["repeat"] == 3
+    assert report["mode"] == "ngram" and report["repeat"] == 3
     (result,) = report["sets"]
     assert result["name"] == "given" and result["speedup"] == 2.5
     assert result["identical"] is True and result["first_differences"] == [None]

@@ -52,7 +52,7 @@ def _interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _write_gguf(path: Path, model_dir: Path, **extra: Any) -> Path:
-    """The model as GGUF; `extra`: further uint32/string keys, or a numpy tensor."""
+    """The model as GGUF; `extra`: further keys, or a numpy tensor."""
     raw = {k: v.numpy() for k, v in load_file(model_dir / "model.safetensors").items()}
     config = load_config(model_dir)
     arch = config.raw["model_type"]
@@ -93,6 +93,10 @@ def _write_gguf(path: Path, model_dir: Path, **extra: Any) -> Path:
     for key, value in extra.items():
         if isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
+        elif key == "tokenizer.ggml.pre":
+            writer.kv_data[0][key].value = value
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
         else:
@@ -146,10 +150,29 @@ def test_conversion_keeps_every_weight(
     load_decoder(out, torch.bfloat16, torch.device("cpu"), TorchAttention())
     tokenizer = load_tokenizer(out)
     assert tokenizer.encode("ab!<|im_end|>") == [3, 4, 2]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12")
     assert [piece for piece, _ in pieces] == ["1", "2"]  # "smollm" splits digits
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("smollm", ["a", "Ġ", "2", "4", "ĊĠ", "5", "ĠIt", "'s"]),
+        ("gpt-2", ["a", "Ġ24", "Ċ", "Ġ5", "ĠIt", "'s"]),
+        ("qwen2", ["a", "Ġ", "2", "4", "Ċ", "Ġ", "5", "ĠIt", "'s"]),
+    ],
+)
+def test_splits_and_bos(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    extra = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": True}
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path), **extra)
+    convert_gguf(path, tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "out")
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 24\n 5 It's")
+    assert [piece for piece, _ in found] == pieces
+    assert tokenizer.encode("ab!") == [1, 3, 4]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 400, 5000, 0.9])
@@ -176,6 +199,8 @@ def test_not_gguf(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type=yarn"),
         ({"llama.expert_count": 8}, r"expert_count"),
         ({"llama.rope.dimension_count": 4}, r"dimensions differ"),
+        ({"tokenizer.ggml.pre": "dbrx"}, r"split 'dbrx' .*allowed is 'gpt2' with one of smollm"),
+        ({"tokenizer.ggml.add_eos_token": True}, r"add_eos_token: True"),
         ({"split.count": 2}, r"a file in parts"),
         ({"rope_freqs.weight": np.ones(4, np.float32)}, r"scaled RoPE"),
         ({"blk.0.odd.weight": np.ones(4, np.float32)}, r"tensor 'blk.0.odd.weight' is not known"),

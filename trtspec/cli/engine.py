@@ -111,7 +111,7 @@ def make_sampling_params(options: SamplingOptions) -> SamplingParams:
 def describe(llm: LLM) -> dict[str, Any]:
     """The engine's part of every JSON object."""
     return {
-        "mode": llm.mode.name,
+        "mode": llm.mode.name.lower(),
         "max_draft_len": llm.max_draft_len,
         "device": str(llm.device),
         "dtype": dtype_name(llm),

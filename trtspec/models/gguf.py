@@ -1,8 +1,7 @@
 """GGUF to a Hugging Face directory, once: bf16 safetensors, config, tokenizer, chat template.
 
 The `gguf` package reads and dequantises; names and hyperparameters are mapped here, so that one
-this mapping does not know is refused instead of dropped. The tokenizer comes from transformers,
-corrected where it leaves out how text is split.
+this mapping does not know is refused instead of dropped.
 
 Sources: the GGUF specification (ggml project) for keys and tensor names; for Llama files, llama.cpp
 stores the rows of q and k with RoPE's pairs side by side, undone in `_unpermute`.
@@ -10,7 +9,6 @@ stores the rows of q and k with RoPE's pairs side by side, undone in `_unpermute
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -22,8 +20,6 @@ import torch
 
 from ..errors import CheckpointError, ConfigError
 from .hf_config import load_config
-
-logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -60,6 +56,11 @@ _OPTIONAL = (
     "rope.dimension_count",
     "rope.scaling.type",
     "vocab_size",
+)
+_SPLITS = ("smollm", "gpt-2", "qwen2")  # known values of tokenizer.ggml.pre
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPECIAL = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
@@ -230,37 +231,64 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _save_tokenizer(fields: dict[str, Any], config: dict[str, Any], path: Path, work: Path) -> None:
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    """Byte-level BPE from the file's own tokens and merges (transformers' reader differs by
+    version: it has dropped the digit split, and taken <|im_start|> for the end token)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, ImportError) as error:
+    own = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
+    split = own.get("pre")
+    missing = [key for key in ("tokens", "merges", "token_type") if not own.get(key)]
+    if own.get("model") != "gpt2" or split not in _SPLITS or missing or own.get("add_eos_token"):
         raise CheckpointError(
-            f"The tokenizer in {path} cannot be converted ({error}). Use the model's Hugging Face "
-            "directory instead."
-        ) from error
-    split = fields.get("tokenizer.ggml.pre")
-    if split == "smollm":
-        # transformers reads this as GPT-2's split; the model was trained with every digit a piece
-        # of its own, which also changes how the spaces before a number are cut.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
+            f"{path}: tokenizer {own.get('model')!r} with split {split!r} cannot be converted "
+            f"(absent: {missing}, add_eos_token: {own.get('add_eos_token', False)}); allowed is "
+            f"'gpt2' with one of {', '.join(_SPLITS)}. Use the model's Hugging Face directory."
         )
-    elif fields.get("tokenizer.ggml.model") == "gpt2":
-        logger.warning(
-            "%s splits text as %r; that is left to transformers. Compare a few token ids with the "
-            "original tokenizer.",
-            path.name,
-            split,
-        )
-    for name in ("is_local", "local_files_only"):  # how it was loaded is no part of it
-        tokenizer.init_kwargs.pop(name, None)
-    tokenizer.model_max_length = config["max_position_embeddings"]
-    tokenizer.save_pretrained(work)
+    tokens = own["tokens"]
+    merges = [tuple(merge.split(" ")) for merge in own["merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = _pre_tokenizer(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    kinds = zip(tokens, own["token_type"], strict=True)  # 3: control, 4: user-defined
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False, special=kind == 3) for t, kind in kinds if kind in (3, 4)]
+    )
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    ids = {short: own.get(f"{name}_token_id") for short, name in names.items()}
+    bos = ids["bos"]
+    if own.get("add_bos_token") and bos is not None:
+        _prepend(tokenizer, tokens[bos], bos)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=fields.get("tokenizer.chat_template"),
+        model_max_length=config["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+        **{f"{short}_token": tokens[i] for short, i in ids.items() if i is not None},
+    ).save_pretrained(work)
+
+
+def _pre_tokenizer(split: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    if split == "smollm":  # every digit alone; this also changes how the spaces before it are cut
+        return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if split == "qwen2":
+        pattern = Split(Regex(_QWEN2), behavior="isolated")
+        return Sequence([pattern, ByteLevel(add_prefix_space=False, use_regex=False)])
+    return ByteLevel(add_prefix_space=False)
+
+
+def _prepend(tokenizer: Any, token: str, token_id: int) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, token_id)]
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 MANIFEST = "trtspec.json"
-CONVERSION = 1
+CONVERSION = 2
 """Raised when `convert_gguf` writes something else: older directories are then made again."""
 
 
