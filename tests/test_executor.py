@@ -456,7 +456,14 @@ def test_bad_prompts_start_nothing(
     [
         ({"max_seq_len": 10**6}, "max_position_embeddings"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
-        ({"max_batch_size": 8, "max_num_tokens": 8, "speculative_config": NGramDecodingConfig(max_draft_len=3)}, "K \\+ 1"),
+        (
+            {
+                "max_batch_size": 8,
+                "max_num_tokens": 8,
+                "speculative_config": NGramDecodingConfig(max_draft_len=3),
+            },
+            r"K \+ 1",
+        ),
         ({"device": "tpu"}, "device='tpu'"),
         ({"dtype": "int8"}, "dtype='int8'.*float32"),
         ({"kv_cache_config": {"max_tokens": 3}}, "KvCacheConfig"),

@@ -69,7 +69,7 @@ def test_members_and_names() -> None:
     for mode in Mode:
         assert Mode.from_string(mode.name.lower()) is mode
         assert Mode.from_string(mode.name.title()) is mode
-    with pytest.raises(ConfigError, match="MEDUSA.*Allowed: MTP, "):
+    with pytest.raises(ConfigError, match=r"MEDUSA.*Allowed: MTP, "):
         Mode.from_string("MEDUSA")
 
 

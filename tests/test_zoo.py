@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.quants import quantize
 from safetensors.torch import load_file
 from tiny import prefill_metadata, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models import zoo
-from trtspec.models.gguf import convert_gguf
+from trtspec.models.gguf import _dequantized, convert_gguf
 from trtspec.models.hf_config import load_config
 from trtspec.models.tokenizer import load_tokenizer
 from trtspec.models.weights import load_decoder
@@ -33,6 +37,8 @@ _PER_BLOCK = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -51,8 +57,11 @@ def _interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def _write_gguf(path: Path, model_dir: Path, **extra: Any) -> Path:
-    """The model as GGUF; `extra`: further keys, or a numpy tensor."""
+def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: Any) -> Path:
+    """The model as GGUF, matrices in Q4_1 if quantised.
+
+    `extra`: further keys or other values of them, a numpy tensor, None to leave a tensor out.
+    """
     raw = {k: v.numpy() for k, v in load_file(model_dir / "model.safetensors").items()}
     config = load_config(model_dir)
     arch = config.raw["model_type"]
@@ -89,11 +98,19 @@ def _write_gguf(path: Path, model_dir: Path, **extra: Any) -> Path:
                 value = _interleave(value, config.num_heads)
             elif arch == "llama" and short.endswith("attn_k"):
                 value = _interleave(value, config.num_kv_heads)
-            writer.add_tensor(f"{short}.{leaf}", np.ascontiguousarray(value))
+            if f"{short}.{leaf}" in extra:
+                continue
+            kind = None
+            if quantised and value.ndim == 2:
+                kind = gguf.GGMLQuantizationType.Q4_1
+                value = quantize(value, kind)
+            writer.add_tensor(f"{short}.{leaf}", np.ascontiguousarray(value), raw_dtype=kind)
     for key, value in extra.items():
         if isinstance(value, np.ndarray):
             writer.add_tensor(key, value)
-        elif key == "tokenizer.ggml.pre":
+        elif value is None:
+            continue
+        elif key in ("tokenizer.ggml.pre", "tokenizer.ggml.model"):
             writer.kv_data[0][key].value = value
         elif isinstance(value, bool):
             writer.add_bool(key, value)
@@ -120,25 +137,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # -- convert_gguf -------------------------------------------------------------------------------
+# 32 columns are one quantised block, so every matrix has a multiple of them
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+
 @pytest.mark.parametrize(
-    ("family", "overrides"),
+    ("family", "overrides", "quantised"),
     [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"attention_bias": True}),
-        ("qwen2", {}),
+        ("llama", {}, False),
+        ("llama", {"tie_word_embeddings": True}, False),
+        ("llama", WIDE, True),
+        ("qwen2", {}, False),
+        ("qwen3", {"head_dim": 128}, False),
     ],
 )
 def test_conversion_keeps_every_weight(
-    tmp_path: Path, family: str, overrides: dict[str, Any]
+    tmp_path: Path, family: str, overrides: dict[str, Any], quantised: bool
 ) -> None:
-    model_dir = tiny_model_dir(tmp_path, family, **overrides)
-    out = tmp_path / "out"
-    convert_gguf(_write_gguf(tmp_path / "tiny.gguf", model_dir), out)
+    model_dir, out = tiny_model_dir(tmp_path, family, **overrides), tmp_path / "out"
+    path = _write_gguf(tmp_path / "tiny.gguf", model_dir, quantised)
+    convert_gguf(path, out)
     expected = load_file(model_dir / "model.safetensors")
     converted = load_file(out / "model.safetensors")
     assert converted.keys() == expected.keys()
     for name, value in expected.items():
+        if quantised and value.ndim == 2:  # blocks lie within rows, so their order has no effect
+            kind = gguf.GGMLQuantizationType.Q4_1
+            value = torch.from_numpy(gguf.dequantize(quantize(value.numpy(), kind), kind))
         assert torch.equal(converted[name], value.to(torch.bfloat16)), name
     before, after = load_config(model_dir), load_config(out)
     for field in ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "tie_word_embeddings"):
@@ -147,32 +172,86 @@ def test_conversion_keeps_every_weight(
     assert after.layer_windows == before.layer_windows
     assert after.rope_parameters == {"rope_type": "default", "rope_theta": 20000.0}
     assert (after.rms_norm_eps, after.dtype, after.eos_token_ids) == (1e-5, "bfloat16", (2,))
-    load_decoder(out, torch.bfloat16, torch.device("cpu"), TorchAttention())
-    tokenizer = load_tokenizer(out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+    assert not (out / "model.gguf").is_symlink()
+
+
+def test_logits_are_those_of_transformers_own_load(tmp_path: Path) -> None:
+    """In particular the rows of q and k are where RoPE wants them."""
+    model_dir, out = tiny_model_dir(tmp_path, **WIDE), tmp_path / "out"
+    path = _write_gguf(tmp_path / "tiny.gguf", model_dir, quantised=True)
+    convert_gguf(path, out)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.bfloat16, **_dequantized()
+    )
+    ids = torch.arange(20)
+    model = load_decoder(out, torch.float32, torch.device("cpu"), TorchAttention())
+    meta, positions = prefill_metadata(model.config, [len(ids)])
+    with torch.no_grad():
+        logits = model.compute_logits(model(ids, positions, meta))
+        expected = reference.float().eval()(ids[None]).logits[0]
+    assert logits.std() > 1 and (logits - expected).abs().max() < 1e-3
+
+
+def test_transformers_with_and_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions have no GgufConfig, and unpack in any case."""
+    for module, expected in [
+        (SimpleNamespace(GgufConfig=dict), {"quantization_config": {"dequantize": True}}),
+        (SimpleNamespace(GgufConfig=lambda gguf_file=None: None), {}),
+        (SimpleNamespace(), {}),
+    ]:
+        monkeypatch.setitem(sys.modules, "transformers", module)
+        assert _dequantized() == expected
+
+
+def test_tokenizer(tmp_path: Path, tiny_gguf: Path) -> None:
+    # transformers would read this too, had it been given the file's own directory
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    convert_gguf(tiny_gguf, tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "out")
     assert tokenizer.encode("ab!<|im_end|>") == [3, 4, 2]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12")
-    assert [piece for piece, _ in pieces] == ["1", "2"]  # "smollm" splits digits
+    assert (tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", None)
+    assert tokenizer.model_max_length == 256 and not tokenizer.clean_up_tokenization_spaces
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
 @pytest.mark.parametrize(
-    ("pre", "pieces"),
+    ("family", "pre", "pieces"),
     [
-        ("smollm", ["a", "Ġ", "2", "4", "ĊĠ", "5", "ĠIt", "'s"]),
-        ("gpt-2", ["a", "Ġ24", "Ċ", "Ġ5", "ĠIt", "'s"]),
-        ("qwen2", ["a", "Ġ", "2", "4", "Ċ", "Ġ", "5", "ĠIt", "'s"]),
+        ("llama", "smollm", ["a", "Ġ", "2", "4", "ĊĠ", "5", "ĠIt", "'s"]),
+        ("llama", "gpt-2", ["a", "Ġ24", "Ċ", "Ġ5", "ĠIt", "'s"]),
+        ("llama", "odd", ["a", "Ġ24", "Ċ", "Ġ5", "ĠIt", "'s"]),
+        ("qwen2", "qwen2", ["a", "Ġ", "2", "4", "Ċ", "Ġ", "5", "ĠIt", "'s"]),
     ],
 )
-def test_splits_and_bos(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_splits_and_bos(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, pre: str, pieces: list[str]
+) -> None:
     extra = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": True}
-    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path), **extra)
-    convert_gguf(path, tmp_path / "out")
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path, family), **extra)
+    with caplog.at_level(logging.WARNING, "trtspec"):
+        convert_gguf(path, tmp_path / "out")
+    warned = [r.getMessage() for r in caplog.records if r.name.startswith("trtspec")]
+    assert len(warned) == (pre == "odd") and all("text split 'odd'" in text for text in warned)
     tokenizer = load_tokenizer(tmp_path / "out")
     found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 24\n 5 It's")
     assert [piece for piece, _ in found] == pieces
     assert tokenizer.encode("ab!") == [1, 3, 4]
+
+
+def test_conversion_is_quiet(
+    tmp_path: Path, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from tqdm.auto import tqdm
+
+    verbosity = hf_logging.get_verbosity()
+    convert_gguf(tiny_gguf, tmp_path / "out")
+    assert capfd.readouterr() == ("", "")
+    assert hf_logging.get_verbosity() == verbosity
+    list(tqdm([1]))
+    assert "1/1" in capfd.readouterr().err  # others' bars are as before
 
 
 @pytest.mark.parametrize("keep", [0, 4, 400, 5000, 0.9])
@@ -195,15 +274,13 @@ def test_not_gguf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"llama.attention.sliding_window": 512}, r"attention.sliding_window"),
-        ({"llama.rope.scaling.type": "yarn"}, r"rope.scaling.type=yarn"),
-        ({"llama.expert_count": 8}, r"expert_count"),
-        ({"llama.rope.dimension_count": 4}, r"dimensions differ"),
-        ({"tokenizer.ggml.pre": "dbrx"}, r"split 'dbrx' .*allowed is 'gpt2' with one of smollm"),
-        ({"tokenizer.ggml.add_eos_token": True}, r"add_eos_token: True"),
-        ({"split.count": 2}, r"a file in parts"),
-        ({"rope_freqs.weight": np.ones(4, np.float32)}, r"scaled RoPE"),
-        ({"blk.0.odd.weight": np.ones(4, np.float32)}, r"tensor 'blk.0.odd.weight' is not known"),
+        ({"llama.attention.sliding_window": 512}, r"llama.attention.sliding_window=512"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type='yarn'"),
+        ({"llama.rope.dimension_count": 4}, r"transformers cannot load .*another quantisation"),
+        ({"tokenizer.ggml.model": "rwkv"}, r"transformers cannot load .*rwkv"),
+        ({"rope_freqs.weight": np.ones(4, np.float32)}, r"31 tensors, .* takes 30 .*RoPE factors"),
+        ({"blk.0.attn_q.bias": np.ones(48, np.float32)}, r"31 tensors, .* takes 30 .*biases"),
+        ({"blk.0.attn_v.weight": None}, r"lacks \['model.layers.0.self_attn.v_proj.weight'\]"),
     ],
 )
 def test_what_the_conversion_cannot_keep(
@@ -224,10 +301,11 @@ def test_other_architecture(tmp_path: Path) -> None:
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out")
 
 
-def test_gguf_package_missing(
-    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_package_missing(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(f"transformers.utils.is_{package}_available", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'trtspec\[demo\]'"):
         convert_gguf(tiny_gguf, tmp_path / "out")
 
@@ -391,6 +469,9 @@ def test_smollm2_tokenizer(smollm2: Path) -> None:
     pieces = tokenizer.convert_ids_to_tokens(ids)
     assert pieces == ["a", "Ġ", "2", "0", "2", "4", "ĊĠĠĠĠ", "1"]
     assert tokenizer.encode("<|im_start|>x<|im_end|>")[0::2] == [1, 2]
+    assert tokenizer.encode("In 2024, 3.14") == [788, 216, 34, 32, 34, 36, 28, 216, 35, 30, 33, 36]
+    assert tokenizer.encode("naïve 日 ٢") == [3546, 46494, 17097, 241, 115, 216, 164, 112]
+    assert not tokenizer.add_bos_token
 
 
 @pytest.mark.model

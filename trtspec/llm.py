@@ -171,11 +171,13 @@ class LLM:
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError(f"{self.model_dir.name} has no chat template: use generate().")
+        from jinja2 import TemplateError
+
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(
                 f"The chat template cannot render {messages!r}: {error}. Give a list of "
                 "{'role': …, 'content': …}."

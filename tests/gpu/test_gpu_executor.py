@@ -145,7 +145,8 @@ def test_sampled_tokens_on_cuda_equal_the_cpu(target_dir: Path) -> None:
 def test_reduced_precision_runs_to_the_end(target_dir: Path, dtype: str) -> None:
     llm = LLM(
         target_dir, NGramDecodingConfig(max_draft_len=3), device="cuda", dtype=dtype,
-        max_batch_size=4, max_seq_len=96, kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.1),
+        max_batch_size=4, max_seq_len=96,
+        kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.1),
     )  # fmt: skip
     for output in llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True)):
         assert len(output.outputs[0].token_ids) == 24 and output.error is None

@@ -1,0 +1,15 @@
+"""What a pass and a step are told: modes, and metadata over tensors."""
+
+from .attention import AttentionMetadata, KVGroup
+from .mode import ModeTraits, SpeculativeDecodingMode
+from .sampling import SamplingMetadata
+from .spec import SpecMetadata
+
+__all__ = [
+    "AttentionMetadata",
+    "KVGroup",
+    "ModeTraits",
+    "SamplingMetadata",
+    "SpecMetadata",
+    "SpeculativeDecodingMode",
+]

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 MANIFEST = "trtspec.json"
-CONVERSION = 2
+CONVERSION = 3
 """Raised when `convert_gguf` writes something else: older directories are then made again."""
 
 

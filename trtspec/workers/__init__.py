@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ..acceptance.forced import (
+    FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR,
+    get_force_num_accepted_tokens,
+)
 from ..config import DecodingBaseConfig, resolve_speculative_config
 from ..metadata.mode import SpeculativeDecodingMode
 from .base import DraftInputs, DraftModel, GuidedDecoder, SpecWorkerBase
@@ -30,6 +34,7 @@ def create_worker(config: DecodingBaseConfig | None) -> SpecWorkerBase:
 
 
 __all__ = [
+    "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
     "WORKER_OF_MODE",
     "DraftInputs",
     "DraftModel",
@@ -40,4 +45,5 @@ __all__ = [
     "SpecWorkerBase",
     "UserProvidedWorker",
     "create_worker",
+    "get_force_num_accepted_tokens",
 ]
