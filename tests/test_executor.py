@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -386,11 +388,83 @@ def test_nan_fails_one_request_and_spares_the_rest(
     assert clean >= 2
 
 
+def test_nan_of_a_cancelled_request_poisons_nobody(target_dir: Path, oracle: Oracle) -> None:
+    """Under overlap its last step is still in flight when it goes; its blocks are cleared first."""
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=64,
+        kv_cache_config=KvCacheConfig(max_tokens=64, tokens_per_block=4),
+        disable_overlap_scheduler=False,
+    )  # fmt: skip
+    prompt = _prompts(2)[1]
+    expected = oracle.extend(prompt, 8)
+    poison = min(set(range(VOCAB)) - set(prompt + expected))
+    llm.executor.target.embed_tokens.weight.data[poison] = float("nan")
+    bad = llm.executor.enqueue([1, poison] * 15, SamplingParams(max_tokens=9))
+    llm.executor.step()
+    assert llm.executor.cancel(bad.request_id)
+    out = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert out.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_check_that_raises_fails_its_request_only(
+    target_dir: Path, oracle: Oracle, overlap: bool
+) -> None:
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_seq_len=64,
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor = llm.executor
+
+    def check(request: Any) -> bool:
+        if request.prompt_token_ids == [1, 2] and len(request.output_token_ids) == 3:
+            raise ZeroDivisionError("boom")
+        if request.prompt_token_ids == [5, 6]:
+            executor.cancel(request.request_id)
+        return False
+
+    executor.stop_check = check
+    requests = [
+        executor.enqueue(p, SamplingParams(max_tokens=6, ignore_eos=True))
+        for p in ([1, 2], [3, 4], [5, 6])
+    ]
+    finished = executor.run_until_done()
+    assert len(finished) == 3
+    assert requests[0].finish_reason == "error" and "boom" in (requests[0].error or "")
+    assert requests[1].output_token_ids == oracle.extend([3, 4], 6)
+    assert requests[2].finish_reason == "cancelled" and len(requests[2].output_token_ids) == 1
+    executor.kv_cache.check_integrity()
+    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
+
+
+def test_an_interrupt_while_reading_loses_nothing_silently(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    executor = llm.executor
+
+    def check(request: Any) -> bool:
+        if len(request.output_token_ids) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    executor.stop_check = check
+    requests = [executor.enqueue([i, 2], SamplingParams(max_tokens=6)) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        executor.run_until_done()
+    executor.stop_check = None
+    executor.run_until_done()
+    assert all(r.is_finished for r in requests)
+    assert all("interrupted" in (r.error or "") for r in requests[1:])
+    executor.kv_cache.check_integrity()
+
+
 class Raising:
     def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> Any:
         if token_ids[0] == 1:
             raise KeyError("boom")
-        answers: dict[int, Any] = {2: [[1, 2]], 3: 7, 4: [1] * 9, 5: [VOCAB], 6: ["a"], 7: [-1]}
+        answers: dict[int, Any] = {
+            2: [[1, 2]], 3: 7, 4: itertools.count(), 5: [VOCAB], 6: ["a"], 7: [-1],
+            8: (1 // 0 for _ in range(3)),
+        }  # fmt: skip
         return answers.get(token_ids[0], [])
 
 
@@ -399,10 +473,10 @@ def test_bad_drafters_fail_their_request_only(target_dir: Path, oracle: Oracle) 
         target_dir, UserProvidedDecodingConfig(max_draft_len=3, drafter=Raising()),
         device="cpu", dtype="float32", max_seq_len=64,
     )  # fmt: skip
-    prompts = [[i, 20, 21] for i in range(9)]
+    prompts = [[i, 20, 21] for i in range(10)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
     for i, output in enumerate(outputs):
-        if 1 <= i <= 7:
+        if 1 <= i <= 8:
             assert output.outputs[0].finish_reason == "error"
             assert "Raising.draft" in (output.error or "")
         else:
@@ -417,7 +491,7 @@ def test_host_drafting_says_once_that_it_cannot_overlap(
             target_dir, UserProvidedDecodingConfig(max_draft_len=2, drafter=Raising()),
             device="cpu", dtype="float32", disable_overlap_scheduler=False,
         )  # fmt: skip
-        llm.generate([[8, 9]], SamplingParams(max_tokens=4))
+        llm.generate([[9, 9]], SamplingParams(max_tokens=4))
     assert caplog.text.count("steps do not overlap") == 1
 
 
@@ -522,7 +596,6 @@ def test_streams_interleave_and_add_up(target_dir: Path, oracle: Oracle) -> None
                 assert snapshot.outputs[0].token_ids == tokens
     for tokens, prompt in zip(got, prompts, strict=True):
         assert tokens == oracle.extend(prompt, 24)
-    assert not llm._streams
 
 
 def test_closing_a_stream_and_abort_cancel(target_dir: Path) -> None:
@@ -534,5 +607,76 @@ def test_closing_a_stream_and_abort_cancel(target_dir: Path) -> None:
     assert last.finished and last.outputs[0].finish_reason == "cancelled"
     other = llm.generate_stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
     next(other)
-    other.close()  # type: ignore[attr-defined]
-    assert not llm.executor.has_work and not llm._streams
+    other.close()
+    assert not llm.executor.has_work
+
+
+def test_a_stream_nobody_started_can_be_closed_or_dropped(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=96)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    llm.generate_stream([1, 2], params).close()
+    assert not llm.executor.has_work
+    for _ in range(5):
+        llm.generate_stream([1, 2], params)
+    gc.collect()
+    llm.generate([3, 4], SamplingParams(max_tokens=1))
+    assert not llm.executor.has_work
+    assert llm.stats().generated_tokens == 1
+
+
+def test_abort_from_another_thread_does_not_wait_for_a_generation(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=250)
+    stream = llm.generate_stream([1, 2], SamplingParams(max_tokens=240, ignore_eos=True))
+    generated: list[Any] = []
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    thread = threading.Thread(target=lambda: generated.append(llm.generate([3, 4], params)))
+    thread.start()
+    assert llm.abort(stream.request_id)
+    thread.join()
+    last = list(stream)[-1]
+    assert last.outputs[0].finish_reason == "cancelled"
+    assert len(last.outputs[0].token_ids) < 200
+    assert len(generated[0].outputs[0].token_ids) == 200
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (None,), (5,), (b"ab",), ([1, 2], 5), ([1, 2], [SamplingParams()] * 2),
+        ([1, 2], {"max_tokens": 3}), ("text without a tokenizer",),
+        ([[5, 6], [7, 8]], [SamplingParams(), SamplingParams(stop="x")]),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_generate_start_nothing(
+    target_dir: Path, arguments: tuple[Any, ...]
+) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    with pytest.raises(RequestError):
+        llm.generate(*arguments)
+    assert not llm.executor.has_work
+
+
+def test_numpy_and_tensors_are_prompts(target_dir: Path, oracle: Oracle) -> None:
+    import numpy as np
+
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    params, expected = SamplingParams(max_tokens=4, ignore_eos=True), oracle.extend([5, 6], 4)
+    for prompt in (np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int64(6)], (5, 6)):
+        assert llm.generate(prompt, params).outputs[0].token_ids == expected
+    assert llm.generate([], params) == []
+    many = llm.generate([np.array([5, 6]), [5, 6]], params)
+    assert [o.outputs[0].token_ids for o in many] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0}, {"max_tokens": True}, {"temperature": -1}, {"temperature": 10**400},
+        {"temperature": float("nan")}, {"top_k": 2**31}, {"top_k": -1}, {"top_p": 0.0},
+        {"top_p": 1.1}, {"seed": -1}, {"seed": 2**63}, {"stop": 5}, {"stop": [""]},
+        {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
+    ],
+)  # fmt: skip
+def test_bad_sampling_params(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(fields))):
+        SamplingParams(**fields)

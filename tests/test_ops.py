@@ -14,7 +14,7 @@ from trtspec.metadata.attention import NULL_BLOCK
 from trtspec.ops.accept import count_accepted, last_accepted, mask_after
 from trtspec.ops.linear import Linear
 from trtspec.ops.ngram import propose_ngrams
-from trtspec.ops.noise import NoiseStream, gumbel_noise, uniform_noise
+from trtspec.ops.noise import NoiseStream, _to_open_interval, gumbel_noise, uniform_noise
 from trtspec.ops.norm import RMSNorm, rms_norm_reference
 from trtspec.ops.sample import clean_logits, filter_logits, sample_tokens
 from trtspec.ops.slots import guard_positions, slot_mapping
@@ -38,7 +38,7 @@ def _reference_noise(seed: int, position: int, stream: int, index: int) -> float
     x = ((x ^ (x >> 16)) * 0x7FEB352D & mask) ^ second
     x = (x ^ (x >> 15)) * 0x846CA68B & mask
     x ^= x >> 16
-    return ((x >> 8) + 0.5) * 2.0**-24
+    return ((x >> 9) + 0.5) * 2.0**-23
 
 
 def test_noise_equals_integer_arithmetic() -> None:
@@ -148,6 +148,8 @@ def test_nan_is_minus_infinity_and_flags_its_row() -> None:
     clean, bad = clean_logits(logits)
     assert bad.tolist() == [True, False, True]
     assert clean.argmax(-1).tolist() == [2, 1, 0]
+    _, bad = clean_logits(torch.tensor([[float("-inf")] * 2, [float("-inf"), 0.0]]))
+    assert bad.tolist() == [True, False]  # nothing is allowed: no token can be right
 
 
 # -- acceptance --------------------------------------------------------------------------------
@@ -261,6 +263,21 @@ def test_rms_norm_equals_float64() -> None:
     )
 
 
-def test_gumbel_is_finite() -> None:
-    noise = gumbel_noise(torch.tensor([3]), torch.tensor([4]), NoiseStream.TARGET, 1 << 18)
-    assert torch.isfinite(noise).all()
+def test_noise_never_reaches_the_ends() -> None:
+    """The largest hash once gave u = 1 and infinite noise: a token of probability zero won."""
+    ends = _to_open_interval(torch.tensor([0, 0xFFFFFFFF]))
+    assert ends[0] > 0 and ends[1] < 1
+    assert torch.isfinite(-torch.log(-torch.log(ends))).all()
+    noise = gumbel_noise(torch.arange(64), torch.arange(64), NoiseStream.TARGET, 1 << 18)
+    assert torch.isfinite(noise).all()  # 16.8 million draws: two per value
+
+
+def test_a_certain_token_is_always_sampled() -> None:
+    logits = torch.zeros(200, 49152)
+    logits[:, 7] = 100.0
+    for k, p in ((0, 1.0), (5, 1.0), (0, 0.5)):
+        tokens = sample_tokens(
+            logits, torch.ones(200), torch.full((200,), k), torch.full((200,), p),
+            torch.arange(200), torch.arange(200),
+        )  # fmt: skip
+        assert (tokens == 7).all()

@@ -141,7 +141,9 @@ def test_forced_value_that_is_no_number_warns_and_is_off(
     assert FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR in caplog.text
 
 
-@pytest.mark.parametrize(("forced", "length"), [("1", 2), ("2", 3), ("3", 4), ("9", 4)])
+@pytest.mark.parametrize(
+    ("forced", "length"), [("1", 2), ("2", 3), ("3", 4), ("9", 4), ("2147483647", 4), ("1e300", 4)]
+)
 def test_forced_counts_drafts_and_spares_contexts(
     monkeypatch: pytest.MonkeyPatch, forced: str, length: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from .config import DecodingBaseConfig, KvCacheConfig
-from .errors import ConfigError, RequestError
+from .errors import RequestError
 from .executor.build import build_executor
 from .executor.request import Request
 from .metadata.mode import SpeculativeDecodingMode
@@ -78,7 +79,6 @@ class LLM:
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
         self._lock = threading.RLock()
-        self._streams: dict[int, TextStream] = {}
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -107,8 +107,11 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is not allowed; then nothing was started.
         """
+        prompts = _plain(prompts)
         if isinstance(prompts, str) or _is_token_list(prompts):
             return self._run([prompts], sampling_params)[0]  # type: ignore[list-item]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise RequestError(f"prompts={prompts!r}: give text, token ids, or a list of prompts.")
         return self._run(list(prompts), sampling_params)  # type: ignore[arg-type]
 
     def chat(
@@ -121,46 +124,39 @@ class LLM:
             raise RequestError(
                 f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
             )
-        if isinstance(messages[0], dict):
-            return self._run([self.apply_chat_template(messages)], sampling_params)[0]  # type: ignore[arg-type]
-        return self._run([self.apply_chat_template(m) for m in messages], sampling_params)  # type: ignore[arg-type]
+        is_one = isinstance(messages[0], dict)
+        conversations = [messages] if is_one else list(messages)
+        outputs = self._run([self.apply_chat_template(m) for m in conversations], sampling_params)  # type: ignore[arg-type]
+        return outputs[0] if is_one else outputs
 
     def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Yields a snapshot after every step that brought tokens, the last one finished.
+    ) -> RequestStream:
+        """An iterator with a snapshot after every step that brought tokens, the last finished.
 
-        Several streams may be open; advancing one advances the others. Closing the iterator
-        early cancels its request. The request is checked and queued at once, not at `next()`.
+        Several streams may be open; advancing one advances the others. Closing or dropping the
+        iterator early cancels its request. The request is checked and queued at once, not at
+        the first `next()`.
         """
-        text, ids = self._tokenize(prompt)
+        (params,) = _params_per_prompt(sampling_params, 1)
+        text, ids = self._tokenize(_plain(prompt))
         with self._lock:
-            request = self._enqueue(ids, sampling_params or SamplingParams())
-        return self._stream(request, text)
-
-    def _stream(self, request: Request, text: str | None) -> Iterator[RequestOutput]:
-        seen_tokens, seen_text = 0, 0
-        try:
-            while True:
-                with self._lock:
-                    ready = request.is_finished or len(request.output_token_ids) > seen_tokens
-                    if not ready:
-                        self.executor.step()
-                        continue
-                    output = self._output(request, text, seen_tokens, seen_text)
-                seen_tokens = len(output.outputs[0].token_ids)
-                seen_text += len(output.outputs[0].text_diff)
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self.abort(request.request_id)
-            self._streams.pop(request.request_id, None)
+            return RequestStream(self, self._enqueue(ids, params), text)
 
     def abort(self, request_id: int) -> bool:
-        """Cancels a running request (finish_reason "cancelled"); False if there is none."""
-        with self._lock:
-            return self.executor.cancel(request_id)
+        """Cancels a running request (finish_reason "cancelled"); False if there is none.
+
+        From another thread it takes effect at the next step.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                return self.executor.cancel(request_id)
+            finally:
+                self._lock.release()
+        running = self.executor.is_running(request_id)
+        if running:
+            self.executor.cancel_at_next_step(request_id)
+        return running
 
     # -- tokens and text -----------------------------------------------------------------------
     def apply_chat_template(self, messages: Messages) -> list[int]:
@@ -171,6 +167,10 @@ class LLM:
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError(f"{self.model_dir.name} has no chat template: use generate().")
+        if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
+            raise RequestError(
+                f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
+            )
         from jinja2 import TemplateError
 
         try:
@@ -195,29 +195,32 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
-        tokenized = [self._tokenize(prompt) for prompt in prompts]
+        tokenized = [self._tokenize(_plain(prompt)) for prompt in prompts]
+        requests: list[Request] = []
         with self._lock:
-            for _, ids in tokenized:  # all or nothing: check before the first is queued
+            for (_, ids), p in zip(tokenized, params, strict=True):  # before any is queued
                 self.executor.check_prompt(ids)
-            requests = [
+                self._check_stop(p)
+            requests += [
                 self._enqueue(ids, p) for (_, ids), p in zip(tokenized, params, strict=True)
             ]
-            try:
-                while not all(request.is_finished for request in requests):
-                    self.executor.step()
-            finally:  # an interrupt must not leave half a batch running
+        try:
+            while not all(request.is_finished for request in requests):
+                self.advance()
+        finally:  # an interrupt must not leave half a batch running
+            with self._lock:
                 for request in requests:
                     self.executor.cancel(request.request_id)
-            outputs = [
-                self._output(request, text)
-                for request, (text, _) in zip(requests, tokenized, strict=True)
-            ]
-            for request in requests:
-                self._streams.pop(request.request_id, None)
-        return outputs
+        texts = [text for text, _ in tokenized]
+        return [self.snapshot(r, text) for r, text in zip(requests, texts, strict=True)]
+
+    def advance(self) -> None:
+        """One step of the executor. The lock is held for a step, not for a generation."""
+        with self._lock:
+            self.executor.step()
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str | Sequence):
+        if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
             raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
             return None, list(prompt)
@@ -229,25 +232,31 @@ class LLM:
             raise RequestError("The prompt is empty: give at least one token.")
         return prompt, self.tokenizer.encode(prompt)
 
-    def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:
+    def _check_stop(self, params: SamplingParams) -> None:
         if params.stop_strings and self.tokenizer is None:
             raise RequestError(
                 f"stop={params.stop!r} needs a tokenizer; {self.model_dir} has none."
             )
-        request = self.executor.enqueue(ids, params)
-        self._streams[request.request_id] = TextStream(self.tokenizer, params.stop_strings)
-        return request
+
+    def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:
+        self._check_stop(params)
+        return self.executor.enqueue(ids, params)
+
+    def _text_of(self, request: Request) -> TextStream:
+        if request.text is None:
+            request.text = TextStream(self.tokenizer, request.sampling_params.stop_strings)
+        return request.text
 
     def _hit_stop_string(self, request: Request) -> bool:
-        stream = self._streams.get(request.request_id)
-        if stream is None or not request.sampling_params.stop_strings:
+        if not request.sampling_params.stop_strings:
             return False
-        return stream.extend(request.output_token_ids)
+        return self._text_of(request).extend(request.output_token_ids)
 
-    def _output(
-        self, request: Request, text: str | None, seen_tokens: int = 0, seen_text: int = 0
+    def snapshot(
+        self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
     ) -> RequestOutput:
-        stream = self._streams[request.request_id]
+        """A request's output so far; the `_diff` fields start at what was seen."""
+        stream = self._text_of(request)
         stream.extend(request.output_token_ids)
         full = stream.final() if request.is_finished else stream.safe_text()
         completion = CompletionOutput(
@@ -259,7 +268,7 @@ class LLM:
         )
         return RequestOutput(
             request_id=request.request_id,
-            prompt=text,
+            prompt=prompt,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[completion],
             spec_stats=acceptance_stats(request.accepted_lens, self.max_draft_len),
@@ -268,8 +277,54 @@ class LLM:
         )
 
 
+class RequestStream(Iterator[RequestOutput]):
+    """Snapshots of one request while it runs. Made by `LLM.generate_stream`."""
+
+    def __init__(self, llm: LLM, request: Request, prompt: str | None):
+        self._llm, self._request, self._prompt = llm, request, prompt
+        self._seen_tokens, self._seen_text, self._is_done = 0, 0, False
+
+    @property
+    def request_id(self) -> int:
+        return self._request.request_id
+
+    def __next__(self) -> RequestOutput:
+        request = self._request
+        if self._is_done:
+            raise StopIteration
+        while not request.is_finished and len(request.output_token_ids) <= self._seen_tokens:
+            self._llm.advance()
+        output = self._llm.snapshot(request, self._prompt, self._seen_tokens, self._seen_text)
+        self._seen_tokens = len(output.outputs[0].token_ids)
+        self._seen_text += len(output.outputs[0].text_diff)
+        self._is_done = output.finished
+        return output
+
+    def close(self) -> None:
+        """Cancels the request if it still runs."""
+        self._is_done = True
+        self._llm.abort(self._request.request_id)
+
+    def __del__(self) -> None:
+        # The collector may run inside a step, so the request is only marked.
+        request = getattr(self, "_request", None)
+        if request is not None and not request.is_finished:
+            self._llm.executor.cancel_at_next_step(request.request_id)
+
+
+def _plain(prompt: Any) -> Any:
+    """numpy arrays and tensors as lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
 def _is_token_list(prompts: object) -> bool:
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    if not isinstance(prompts, Sequence) or not prompts:
+        return False
+    try:
+        operator.index(prompts[0])
+    except TypeError:
+        return False
+    return True
 
 
 def _params_per_prompt(
@@ -277,10 +332,10 @@ def _params_per_prompt(
 ) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
-    params = list(given)
+    params = list(given) if isinstance(given, list | tuple) else []
     if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
-        raise ConfigError(
-            f"sampling_params: {len(params)} given for {count} prompts; give one SamplingParams "
-            "for all, or a list with one for each."
+        raise RequestError(
+            f"sampling_params={given!r} for {count} prompt(s): give one SamplingParams for all, "
+            "or a list with one for each."
         )
     return params

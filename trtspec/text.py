@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_INCOMPLETE = "\ufffd"  # what bytes of an unfinished character decode to
+
 
 class TextStream:
-    """The text of one request so far.
+    """The text of one request so far; it only ever grows, except that a stop string cuts it.
 
-    Uses `tokenizers`' own DecodeStream, which holds back incomplete UTF-8. Special tokens are not
-    part of the text. Without a tokenizer the text stays empty.
+    The usual two-offset window: the tokens since `_prefix` are decoded with and without the new
+    ones, and the difference is new text unless it ends inside a character. (`tokenizers` has a
+    DecodeStream, which raises on some sequences of byte-fallback tokenizers.) Special tokens are
+    not part of the text. Without a tokenizer the text stays empty.
     """
 
     def __init__(self, tokenizer: Any | None, stop_strings: tuple[str, ...] = ()):
         self._tokenizer, self._stops = tokenizer, stop_strings
-        self._text, self._ids, self._stopped = "", [0][:0], False
-        self._stream: Any = None
-        if tokenizer is not None:
-            from tokenizers.decoders import DecodeStream
-
-            self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._text, self._stopped = "", False
+        self._prefix, self._read = 0, 0  # tokens before _read are in the text
 
     def extend(self, token_ids: Sequence[int]) -> bool:
         """Takes what is new in `token_ids` (all output ids so far). True once a stop string is
@@ -29,12 +30,21 @@ class TextStream:
             return False
         while len(self._ids) < len(token_ids) and not self._stopped:
             self._ids.append(token_ids[len(self._ids)])
-            piece = self._stream.step(self._tokenizer._tokenizer, self._ids[-1])
-            if piece:
-                self._append(piece)
+            piece = self._new_text()
+            if piece and not piece.endswith(_INCOMPLETE):
+                self._take(piece)
         return self._stopped
 
-    def _append(self, piece: str) -> None:
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._prefix : self._read])
+        return self._decode(self._ids[self._prefix :])[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _take(self, piece: str) -> None:
+        self._prefix, self._read = self._read, len(self._ids)
         start = max(0, len(self._text) - max((len(s) for s in self._stops), default=0))
         self._text += piece
         found = [i for i in (self._text.find(s, start) for s in self._stops) if i >= 0]
@@ -52,8 +62,9 @@ class TextStream:
         return text[: len(text) - held]
 
     def final(self) -> str:
-        """The whole text, at the end of the request."""
-        if self._stopped or self._tokenizer is None:
-            return self._text
-        # Bytes of a character that never completed come out as replacement characters.
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        """The whole text, at the end of the request; an unfinished character stays marked."""
+        if self._tokenizer is not None and not self._stopped:
+            piece = self._new_text()
+            if piece:
+                self._take(piece)
+        return self._text

@@ -52,6 +52,7 @@ def force_accepted_lens(
         forced: draft tokens to accept, > 0.
         seeds, positions: [G] int64, the key of the noise behind the fraction.
     """
+    forced = min(forced, num_draft_tokens)
     whole, fraction = int(forced), forced - int(forced)
     extra = uniform_noise(seeds, positions, NoiseStream.FORCED, 1)[:, 0] < fraction
     total = whole + 1 + extra.to(torch.int32)

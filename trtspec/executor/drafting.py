@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import islice
+from typing import Any
+
 from ..config import Drafter
 from ..errors import DrafterError
 from .request import Request
@@ -16,20 +20,19 @@ def ask_drafter(
         DrafterError: it raised, or returned something other than at most K ids in the vocabulary.
     """
     name = type(drafter).__name__
+    proposal: Any = None
     try:
         proposal = drafter.draft(request.request_id, request.token_ids, max_draft_len)
-    except Exception as error:  # the user's code may raise anything
-        raise DrafterError(f"{name}.draft raised {type(error).__name__}: {error}") from error
-    try:
-        tokens = [token.__index__() for token in proposal]
-    except (TypeError, AttributeError) as error:
+        tokens = [operator.index(token) for token in islice(proposal, max_draft_len + 1)]
+    except TypeError as error:
         raise DrafterError(
-            f"{name}.draft returned {proposal!r}: it must be a flat sequence of token ids."
+            f"{name}.draft returned {proposal!r} ({error}): it must return a flat sequence of "
+            "token ids."
         ) from error
+    except Exception as error:  # the user's code may raise anything, also while it is iterated
+        raise DrafterError(f"{name}.draft raised {type(error).__name__}: {error}") from error
     if len(tokens) > max_draft_len:
-        raise DrafterError(
-            f"{name}.draft returned {len(tokens)} tokens; max_draft_len is {max_draft_len}."
-        )
+        raise DrafterError(f"{name}.draft returned more than max_draft_len={max_draft_len} tokens.")
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
         raise DrafterError(

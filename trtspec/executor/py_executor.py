@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import secrets
 import time
 from collections import Counter, deque
@@ -93,6 +94,7 @@ class PyExecutor:
         self._ids = itertools.count()
         self._pending: deque[_Pending] = deque()
         self._finished: list[Request] = []
+        self._cancel_later: deque[int] = deque()
         self.reset_stats()
 
     # -- requests ------------------------------------------------------------------------------
@@ -107,6 +109,11 @@ class PyExecutor:
         """
         params = sampling_params or SamplingParams()
         prompt = self.check_prompt(prompt_token_ids)
+        if params.stop_strings and self.stop_check is None:
+            raise RequestError(
+                f"stop={params.stop!r} needs text: set executor.stop_check, use LLM, or give "
+                "stop_token_ids."
+            )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         request = Request(
             request_id=next(self._ids),
@@ -126,9 +133,10 @@ class PyExecutor:
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
         for position, token in enumerate(prompt):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise RequestError(f"Prompt token {position} is {token!r}, not an int.")
-            prompt[position] = token.__index__()
+            try:
+                prompt[position] = operator.index(token)
+            except TypeError:
+                raise RequestError(f"Prompt token {position} is {token!r}, not an int.") from None
             if not 0 <= prompt[position] < vocab:
                 raise RequestError(
                     f"Prompt token {position} is {token}: ids must be in 0 … {vocab - 1}."
@@ -155,8 +163,18 @@ class PyExecutor:
         self._finish(request, "cancelled")
         return True
 
+    def cancel_at_next_step(self, request_id: int) -> None:
+        """`cancel`, from another thread or from inside a step."""
+        self._cancel_later.append(request_id)
+
+    def is_running(self, request_id: int) -> bool:
+        """Queued or running, and not asked to be cancelled."""
+        return request_id in self._requests and request_id not in self._cancel_later
+
     def fail(self, request: Request, error: str) -> None:
         """Ends one request with finish_reason "error"; the others go on."""
+        if request.is_finished:
+            return
         logger.error("Request %d failed: %s", request.request_id, error)
         request.error = error
         self._finish(request, "error")
@@ -176,6 +194,8 @@ class PyExecutor:
     def step(self) -> list[Request]:
         """Launches the next step and reads what is due. Returns the requests that finished."""
         started = time.perf_counter()
+        while self._cancel_later:
+            self.cancel(self._cancel_later.popleft())
         batch = self._schedule()
         if batch:
             self._pending.append(self._launch(batch))
@@ -256,54 +276,81 @@ class PyExecutor:
     def _read(self, pending: _Pending) -> None:
         if pending.ready is not None:
             pending.ready.synchronize()
-        tokens, lens = pending.new_tokens.tolist(), pending.lens.tolist()
-        bad, num_contexts = pending.bad.tolist(), len(pending.batch.contexts)
-        alive: list[Request] = []
-        for i, request in enumerate(pending.batch.requests):
+        tokens, lens, bad = pending.new_tokens.tolist(), pending.lens.tolist(), pending.bad.tolist()
+        requests, num_contexts = pending.batch.requests, len(pending.batch.contexts)
+        for request, is_bad in zip(requests, bad, strict=True):
             request.num_in_flight -= 1
-            if request.is_finished:  # it stopped, or was cancelled, while this step ran
-                continue
-            if bad[i]:
-                self._scrub_and_fail(request)
-                continue
-            if not pending.yields_token[i]:
-                continue
-            if i >= num_contexts:
-                request.past_upper -= pending.num_rows - lens[i]
-                request.record_step(lens[i])
-                self._accepted_lens[lens[i] - 1] += 1
-            appended = self._append(request, tokens[i][: lens[i]])
-            self._generated_tokens += appended
-            self._decoded_tokens += appended if i >= num_contexts else 0
-            if not request.is_finished:
-                alive.append(request)
-                held = request.past_upper + self.worker.num_extra_kv_tokens
-                self.kv_cache.trim(request.request_id, held)
-        if self.mode.drafts_on_host() and alive:
-            self._draft_on_host(alive)
+            request.is_poisoned |= is_bad
+            if request.is_finished and request.num_in_flight == 0:
+                self.scheduler.release_blocks(request)
+        rows = deque(range(len(requests)))
+        try:
+            while rows:
+                i = rows.popleft()
+                if not requests[i].is_finished:  # else it stopped while this step ran
+                    self._read_request(pending, i, i >= num_contexts, tokens[i][: lens[i]])
+        except BaseException:  # an interrupt: this step's tokens are lost, which must be said
+            for i in rows:
+                self.fail(requests[i], "interrupted while its tokens were being read.")
+            raise
+        if self.mode.drafts_on_host():
+            ready = [r for r, y in zip(requests, pending.yields_token, strict=True) if y]
+            self._draft_on_host([r for r in ready if not r.is_finished])
 
-    def _append(self, request: Request, tokens: list[int]) -> int:
+    def _read_request(
+        self, pending: _Pending, row: int, is_generation: bool, tokens: list[int]
+    ) -> None:
+        """One request's share of a step. A stop check that raises fails its request alone."""
+        request = pending.batch.requests[row]
+        if request.is_poisoned:
+            self.fail(
+                request,
+                "the model's logits are NaN, or nothing is above -inf, for this request. Its KV "
+                "blocks are cleared; other requests go on. Check the weights and dtype.",
+            )
+            return
+        if not pending.yields_token[row]:
+            return
+        if is_generation:
+            request.past_upper -= pending.num_rows - len(tokens)
+            request.record_step(len(tokens))
+            self._accepted_lens[len(tokens) - 1] += 1
+        before = request.num_tokens
+        try:
+            self._append(request, tokens)
+        except Exception as error:  # the stop check is the caller's code
+            logger.exception("The stop check of request %d raised.", request.request_id)
+            self.fail(request, f"the stop check raised {type(error).__name__}: {error}")
+        appended = request.num_tokens - before
+        self._generated_tokens += appended
+        self._decoded_tokens += appended if is_generation else 0
+        if not request.is_finished:
+            held = request.past_upper + self.worker.num_extra_kv_tokens
+            self.kv_cache.trim(request.request_id, held)
+
+    def _append(self, request: Request, tokens: list[int]) -> None:
         """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would
-        have ended without speculation. Returns how many were added."""
+        have ended without speculation."""
         params = request.sampling_params
         end_ids = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             end_ids.update(self.target.config.eos_token_ids)
-        for count, token in enumerate(tokens, start=1):
+        for token in tokens:
             request.output_token_ids.append(token)
             if token in end_ids or (self.stop_check is not None and self.stop_check(request)):
                 self._finish(request, "stop")
-                return count
-            if request.num_tokens >= request.max_total_tokens:
+            elif request.num_tokens >= request.max_total_tokens:
                 self._finish(request, "length")
-                return count
-        return len(tokens)
+            if request.is_finished:
+                return
 
     def _draft_on_host(self, requests: list[Request]) -> None:
         assert isinstance(self.worker.config, UserProvidedDecodingConfig)
         slots: list[int] = []
         drafts: list[list[int]] = []
         for request in requests:
+            if request.is_finished:  # cancelled by a drafter
+                continue
             try:
                 proposal = ask_drafter(
                     self.worker.config.drafter, request, self.max_draft_len,
@@ -312,20 +359,15 @@ class PyExecutor:
             except DrafterError as error:
                 self.fail(request, str(error))
                 continue
-            slots.append(request.slot)
-            drafts.append(proposal)
+            if not request.is_finished:
+                slots.append(request.slot)
+                drafts.append(proposal)
         if slots:
             self.state.set_drafts(slots, drafts)
 
-    def _scrub_and_fail(self, request: Request) -> None:
-        self.kv_cache.scrub(request.request_id)
-        self.fail(
-            request,
-            "the model's logits are NaN for this request. Its KV blocks were cleared; other "
-            "requests go on. Check the weights and dtype if it happens again.",
-        )
-
     def _finish(self, request: Request, reason: str) -> None:
+        if request.is_finished:
+            return
         request.finish_reason = reason
         self.scheduler.finish(request)
         self._finished.append(request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..sampling.params import SamplingParams
+from ..text import TextStream
 
 
 class RequestState(Enum):
@@ -32,6 +33,8 @@ class Request:
     num_in_flight: int = 0  # launched steps whose tokens the host has not read
     finish_reason: str | None = None
     error: str | None = None
+    is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
+    text: TextStream | None = None  # kept by whoever checks stop strings
     num_steps: int = 0  # generation steps read
     num_accepted_drafts: int = 0
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps

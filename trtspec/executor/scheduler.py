@@ -132,19 +132,27 @@ class Scheduler:
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:
         """Takes back slot and blocks; the request starts over with prompt and output so far."""
-        self._release(request)
+        self._leave(request)
+        self.release_blocks(request)
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
         self.waiting.appendleft(request)
 
     def finish(self, request: Request) -> None:
+        """Takes back the slot, and the blocks unless a step in flight still writes to them."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
-            self._release(request)
+            self._leave(request)
         request.state = RequestState.FINISHED
+        if request.num_in_flight == 0:
+            self.release_blocks(request)
 
-    def _release(self, request: Request) -> None:
-        self.running.remove(request)
+    def release_blocks(self, request: Request) -> None:
+        if request.is_poisoned:
+            self.kv_cache.scrub(request.request_id)
         self.kv_cache.free(request.request_id)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1

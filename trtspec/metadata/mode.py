@@ -232,6 +232,6 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         overlap=True,  # TensorRT-LLM: False (it asks only when speculating).
         implemented=True,
     ),
-    # AUTO resolves to another mode before anything is built (config.resolve_auto).
+    # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).
     SpeculativeDecodingMode.AUTO: ModeTraits(implemented=True),
 }

@@ -31,8 +31,8 @@ class SamplingMetadata:
     has_filters: bool = True
 
 
-def request_sampling_params(request: Any) -> tuple[float, int, float]:
-    """(temperature, top_k, top_p) of a request, greedy rows neutralised.
+def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
+    """(temperature, top_k, top_p, seed) of a request, greedy rows neutralised.
 
     Reads `request.sampling_params` (ours) or `request.sampling_config` (TensorRT-LLM's, whose
     values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
@@ -48,12 +48,14 @@ def request_sampling_params(request: Any) -> tuple[float, int, float]:
         return given
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
+    seed = int(value("seed") or value("random_seed") or 0)
     filters = (top_k or 0) > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
     if temperature <= 0 or top_k == 1 or top_p == 0:
-        return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P
-    return float(temperature), int(top_k or NO_TOP_K), float(NO_TOP_P if top_p is None else top_p)
+        return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, seed
+    top_p = NO_TOP_P if top_p is None else float(top_p)
+    return float(temperature), int(top_k or NO_TOP_K), top_p, seed
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:

@@ -129,10 +129,8 @@ class SpecMetadata:
             return
         rows: list[tuple[float, int, float, int]] = []
         for request in requests:
-            temperature, top_k, top_p = request_sampling_params(request)
-            seed = getattr(getattr(request, "sampling_params", None), "seed", None)
             repeat = 1 + self.max_draft_len if _is_generation(request) else 1
-            rows += [(temperature, top_k, top_p, seed or 0)] * repeat
+            rows += [request_sampling_params(request)] * repeat
         if not rows:
             return
         temperatures, top_ks, top_ps, seeds = zip(*rows, strict=True)

@@ -47,7 +47,10 @@ def _row_keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> tuple[Te
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: int) -> Tensor:
-    """[R, size] float32 in the open interval (0, 1), multiples of 2^-24 shifted by 2^-25.
+    """[R, size] float32 in the open interval (0, 1): odd multiples of 2^-24, all exact in fp32.
+
+    (One bit more and the largest would round to 1, whose Gumbel noise is infinite: every few
+    hundred tokens, a token of probability zero.)
 
     Args:
         seeds: [R] int64, any value.
@@ -60,7 +63,12 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: i
     x = _multiply(x ^ (x >> 16), 0x7FEB352D) ^ second[:, None]
     x = _multiply(x ^ (x >> 15), 0x846CA68B)
     x = x ^ (x >> 16)
-    return ((x >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    return _to_open_interval(x)
+
+
+def _to_open_interval(x: Tensor) -> Tensor:
+    """32-bit integers held in int64 -> float32 in (0, 1)."""
+    return ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: int) -> Tensor:

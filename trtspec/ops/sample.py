@@ -12,10 +12,12 @@ def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
     """NaN becomes -inf, so that argmax ignores it.
 
     Returns:
-        (logits [R, V], bad [R] bool): rows that held a NaN, whose request must be flagged.
+        (logits [R, V], bad [R] bool): rows that held a NaN or nothing above -inf, whose request
+        must be flagged.
     """
-    nan = torch.isnan(logits)
-    return logits.masked_fill(nan, float("-inf")), nan.any(-1)
+    bad = ~(logits.amax(-1) > float("-inf"))  # amax is NaN where any entry is
+    inf = float("inf")
+    return torch.nan_to_num(logits, nan=-inf, posinf=inf, neginf=-inf), bad
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_TEMPERATURE = 1e4
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,39 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
         _check(
-            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+            _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             self,
-            "a finite number >= 0 (0 is greedy)",
+            f"in 0 … {MAX_TEMPERATURE:g} (0 is greedy)",
         )
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
-        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self, "an int >= 0 (0 is off)")
+        _check(
+            _is_int(self.top_k) and 0 <= self.top_k <= MAX_TOP_K,
+            "top_k",
+            self,
+            f"an int in 0 … {MAX_TOP_K} (0 is off)",
+        )
         _check(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
             "seed",
             self,
             f"None or an int in 0 … {MAX_SEED}",
         )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        _check(all(isinstance(s, str) and s for s in stop), "stop", self, "non-empty text")
-        ids = tuple(self.stop_token_ids or ())
-        _check(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", self, "token ids >= 0")
+        stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        _check(
+            stop is not None and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            self,
+            "non-empty text, or a list of such",
+        )
+        ids = _items(self.stop_token_ids)
+        _check(
+            ids is not None and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids",
+            self,
+            "a list of token ids >= 0",
+        )
+        object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "stop_strings", stop)
 
     @property
@@ -68,6 +87,15 @@ class SamplingParams:
     @property
     def has_filters(self) -> bool:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def _items(value: object) -> tuple[Any, ...] | None:
+    """A sequence as a tuple, None as an empty one; None for what is no sequence."""
+    if value is None:
+        return ()
+    if hasattr(value, "tolist"):  # numpy and torch
+        value = value.tolist()
+    return tuple(value) if isinstance(value, Sequence | set | frozenset) else None
 
 
 def _is_int(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..metadata.sampling import SamplingMetadata
 from ..ops.sample import clean_logits, greedy_tokens, sample_tokens
 
@@ -15,10 +16,18 @@ def sample_target_tokens(
 
     Argmax where no sampling metadata is given or every request is greedy; otherwise by each
     row's own parameters, with noise keyed by (seed, position). `bad` marks rows with NaN.
+
+    Raises:
+        ConfigError: the sampling parameters are not one row per logits row.
     """
     logits, bad = clean_logits(logits)
     if sampling is None or sampling.all_greedy:
         return greedy_tokens(logits), bad
+    if sampling.temperatures.shape[0] != logits.shape[0]:
+        raise ConfigError(
+            f"{sampling.temperatures.shape[0]} rows of sampling parameters for {logits.shape[0]} "
+            "rows of logits: populate them for this batch (1 per context, K+1 per generation)."
+        )
     tokens = sample_tokens(
         logits,
         sampling.temperatures,

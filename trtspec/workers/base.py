@@ -164,15 +164,14 @@ class SpecWorkerBase(nn.Module, ABC):
         _, batch = _batch_shape(attn_metadata, spec_metadata)
         device, k = input_ids.device, self.max_draft_len
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
+        drafts = torch.full((batch, k), -1, dtype=torch.int32, device=device)
+        tokens = nn.functional.pad(drafts, (1, 0), value=0)  # [B, K+1]: one token, no drafts
         return {
             "logits": logits,
-            "new_tokens": zeros(batch, k + 1),
+            "new_tokens": tokens,
             "new_tokens_lens": torch.ones(batch, dtype=torch.int32, device=device),
-            "next_draft_tokens": zeros(batch, k),
-            "next_new_tokens": zeros(batch, k + 1),
+            "next_draft_tokens": drafts,
+            "next_new_tokens": tokens.clone(),
         }
 
     # -- verification --------------------------------------------------------------------------
@@ -182,6 +181,7 @@ class SpecWorkerBase(nn.Module, ABC):
         return True
 
     def execute_guided_decoder(self, logits: Tensor) -> None:
+        """Masks logits [R, V] in place; nothing without a guided decoder."""
         if self.guided_decoder is not None:
             self.guided_decoder.execute(logits)
 
@@ -209,7 +209,9 @@ class SpecWorkerBase(nn.Module, ABC):
         """
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
         drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
-        self.execute_guided_decoder(logits)
+        if self.guided_decoder is not None:
+            logits = logits.clone()  # the caller's stay raw
+            self.execute_guided_decoder(logits)
         tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
         accepted, lens = strict_acceptance(tokens, drafts, num_contexts)
         lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
@@ -250,8 +252,8 @@ class SpecWorkerBase(nn.Module, ABC):
         generations = batch_size - num_contexts
         if not 0 <= num_contexts <= batch_size:
             raise ConfigError(f"num_contexts={num_contexts} is not in 0 … batch_size={batch_size}.")
-        if generations == 0:
-            drafts = draft_tokens.reshape(0, self.max_draft_len)
+        if generations == 0:  # whatever a preallocated buffer holds
+            drafts = torch.empty((0, self.max_draft_len), dtype=torch.int32, device=logits.device)
         elif draft_tokens.numel() % generations:
             raise ConfigError(
                 f"draft_tokens of shape {tuple(draft_tokens.shape)} does not divide over "
@@ -307,6 +309,8 @@ class SpecWorkerBase(nn.Module, ABC):
         Returns:
             [T_ctx], e.g. `a1 a2 | b1` with next `a3 | b2` -> `a2 a3 | b2`.
         """
+        if not context_lens:
+            return input_ids
         following = accepted_tokens.reshape(accepted_tokens.shape[0], -1)[: len(context_lens), 0]
         if next_prompt_tokens is not None:
             following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
@@ -327,6 +331,10 @@ def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[in
 
 
 def _per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
-    """[C + G*(K+1)] bool -> [B] bool: any row of the request."""
+    """[C + G*(K+1)] bool -> [B] bool: any row of the request.
+
+    Rows of rejected drafts count too: their NaN stands in the KV cache, where a masked read
+    multiplies it by zero, which is NaN again.
+    """
     generations = rows[num_contexts:].view(-1, num_drafts + 1).any(-1)
     return torch.cat([rows[:num_contexts], generations])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import NGramDecodingConfig
+from ..errors import ConfigError
 from ..metadata.sampling import rows_to_tensor
 from ..ops.ngram import propose_ngrams
 from .base import DraftInputs, SpecWorkerBase
@@ -39,8 +40,12 @@ class NGramWorker(SpecWorkerBase):
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         spec = inputs.spec_metadata
+        if spec.slot_ids is None or "history" not in spec.state:
+            raise ConfigError(
+                "NGramWorker drafts from per-slot history: set spec_metadata.state to what "
+                "allocate_state returned, call admit for each request, and set slot_ids [B]."
+            )
         history, history_lens = spec.state["history"], spec.state["history_lens"]
-        assert spec.slot_ids is not None
         slots = spec.slot_ids
         lens = history_lens[slots]
         added = inputs.num_accepted_tokens.to(torch.int64)
