@@ -44,13 +44,14 @@ def main() -> None:
     reference = AutoModelForCausalLM.from_pretrained(
         engines["plain"].model_dir, dtype=getattr(torch, args.dtype)
     ).eval()
+    reference.generation_config.eos_token_id = None  # all run to max_tokens
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
 
     def transformers_tokens(ids: list[int]) -> list[int]:
         with torch.inference_mode():
             out = reference.generate(
                 torch.tensor([ids]), max_new_tokens=args.max_tokens,
-                min_new_tokens=args.max_tokens, do_sample=False,
+                do_sample=False,
             )  # fmt: skip
         return out[0, len(ids) :].tolist()
 

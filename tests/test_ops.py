@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trtspec.metadata.attention import NULL_BLOCK
 from trtspec.ops.accept import count_accepted, last_accepted, mask_after
-from trtspec.ops.linear import Linear
+from trtspec.ops.linear import Linear, find_min_rows
 from trtspec.ops.ngram import propose_ngrams
 from trtspec.ops.noise import NoiseStream, _to_open_interval, gumbel_noise, uniform_noise
 from trtspec.ops.norm import RMSNorm, rms_norm_reference
@@ -252,6 +252,21 @@ def test_packed_bf16_rows_do_not_depend_on_their_number(shape: tuple[int, int]) 
         one_by_one = torch.cat([layer(row[None]) for row in x])
         for rows in range(2, 10):
             assert torch.equal(layer(x[:rows]), one_by_one[:rows])
+
+
+@pytest.mark.parametrize(("splits_below", "expected"), [(1, 1), (2, 2), (6, 9)])
+def test_rows_are_padded_where_a_kernel_depends_on_their_number(
+    splits_below: int, expected: int
+) -> None:
+    """A kernel that rounds differently below some number of rows, as oneDNN's does on some CPUs."""
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        if x.shape[0] < splits_below:
+            return x[:, ::2].sum(-1).bfloat16() + x[:, 1::2].sum(-1).bfloat16()
+        return x.sum(-1).bfloat16()
+
+    assert find_min_rows(multiply, 64) == expected
 
 
 def test_rms_norm_equals_float64() -> None:

@@ -55,8 +55,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
 
 
 def resolve_model(model: str, progress: Progress) -> str | Path:
-    """A path as it is; a name of the zoo fetched and converted, on first use."""
-    if Path(model).exists():
+    """A directory as it is; a .gguf file or a name of the zoo made ready on first use."""
+    if Path(model).is_dir():
         return model
     from ..models import zoo
 
