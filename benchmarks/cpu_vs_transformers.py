@@ -48,11 +48,14 @@ def main() -> None:
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
 
     def transformers_tokens(ids: list[int]) -> list[int]:
+        prompt = torch.tensor([ids])
         with torch.inference_mode():
             out = reference.generate(
-                torch.tensor([ids]), max_new_tokens=args.max_tokens,
+                prompt,
+                attention_mask=torch.ones_like(prompt),  # else it is guessed from the pad token
+                max_new_tokens=args.max_tokens,
                 do_sample=False,
-            )  # fmt: skip
+            )
         return out[0, len(ids) :].tolist()
 
     runners: dict[str, Callable[[list[int]], list[int]]] = {

@@ -263,8 +263,8 @@ def test_rows_are_padded_where_a_kernel_depends_on_their_number(
     def multiply(x: torch.Tensor) -> torch.Tensor:
         x = x.float()
         if x.shape[0] < splits_below:
-            return x[:, ::2].sum(-1).bfloat16() + x[:, 1::2].sum(-1).bfloat16()
-        return x.sum(-1).bfloat16()
+            return (x * 1.01).sum(-1, keepdim=True).bfloat16()
+        return x.sum(-1, keepdim=True).bfloat16()
 
     assert find_min_rows(multiply, 64) == expected
 

@@ -4,10 +4,10 @@
 the time of a step at 1-8 rows in bf16 and takes a third of it in fp32 (docs/performance.md).
 
 In bf16 a row's result must also not depend on how many rows share the call, or greedy text with and
-without speculation would differ at near-ties (docs/decisions/003). oneDNN mostly keeps that promise,
-but on some shapes, processors and thread counts it splits the sum of few rows differently. So each
-shape is tried once: calls with fewer rows than `_min_rows` are padded, where `_min_rows` is the
-smallest number from which on all calls up to 9 rows (K = 8) agree bit for bit.
+without speculation would differ at near-ties (docs/decisions/003). oneDNN mostly keeps that, but on
+some shapes, processors and thread counts it splits the sum of few rows differently. So each shape
+is tried once: calls with fewer rows than `_min_rows` are padded, where `_min_rows` is the smallest
+number from which on all calls up to 9 rows (K = 8) agree bit for bit.
 """
 
 from __future__ import annotations
