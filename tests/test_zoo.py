@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf.quants import quantize
 from safetensors.torch import load_file
 from tiny import prefill_metadata, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +25,8 @@ from trtspec.models.gguf import _dequantized, convert_gguf
 from trtspec.models.hf_config import load_config
 from trtspec.models.tokenizer import load_tokenizer
 from trtspec.models.weights import load_decoder
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are read with trtspec[demo]")
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab"]
 TOKENS += [chr(code) for code in range(33, 127) if chr(code) != "~"]
@@ -103,7 +103,7 @@ def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: A
             kind = None
             if quantised and value.ndim == 2:
                 kind = gguf.GGMLQuantizationType.Q4_1
-                value = quantize(value, kind)
+                value = gguf.quants.quantize(value, kind)
             writer.add_tensor(f"{short}.{leaf}", np.ascontiguousarray(value), raw_dtype=kind)
     for key, value in extra.items():
         if isinstance(value, np.ndarray):
@@ -163,7 +163,9 @@ def test_conversion_keeps_every_weight(
     for name, value in expected.items():
         if quantised and value.ndim == 2:  # blocks lie within rows, so their order has no effect
             kind = gguf.GGMLQuantizationType.Q4_1
-            value = torch.from_numpy(gguf.dequantize(quantize(value.numpy(), kind), kind))
+            value = torch.from_numpy(
+                gguf.dequantize(gguf.quants.quantize(value.numpy(), kind), kind)
+            )
         assert torch.equal(converted[name], value.to(torch.bfloat16)), name
     before, after = load_config(model_dir), load_config(out)
     for field in ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "tie_word_embeddings"):
