@@ -680,3 +680,55 @@ def test_numpy_and_tensors_are_prompts(target_dir: Path, oracle: Oracle) -> None
 def test_bad_sampling_params(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(fields))):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_block_is_given_back_while_it_is_needed(
+    target_dir: Path, draft_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
+    mode: str, overlap: bool,
+) -> None:  # fmt: skip
+    """Freed blocks are filled with junk at once, as another request might do."""
+    llm = LLM(
+        target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+        max_batch_size=3, max_seq_len=96, kv_cache_config=KvCacheConfig(tokens_per_block=2),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    cache = llm.executor.kv_cache
+    for group, pool in zip(cache.groups, cache._pools, strict=True):
+
+        def free(blocks: list[int], group: Any = group, original: Any = pool.free) -> None:
+            original(blocks)
+            group.k_cache[:, blocks] = 50.0
+            group.v_cache[:, blocks] = 50.0
+
+        monkeypatch.setattr(pool, "free", free)
+    prompts = _prompts(5, 20)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
+
+
+def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> None:
+    """After every step, chunked prompts and preemption included, the drafts in the slot are what
+    a search in the request's own tokens finds."""
+    from test_ops import _lookup
+
+    k = 3
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1),
+        device="cpu", dtype="float32", max_batch_size=3, max_seq_len=96, max_num_tokens=16,
+        enable_chunked_prefill=True, disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(max_tokens=112, tokens_per_block=8),
+    )  # fmt: skip
+    executor, compared = llm.executor, 0
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [executor.enqueue(p, params) for p in _prompts(4, 30)]
+    while executor.has_work:
+        executor.step()
+        for request in requests:
+            if request.is_generation:
+                drafts = executor.state.next_tokens[request.slot, 1:].tolist()
+                assert drafts == _lookup(request.token_ids, k, 4, 1, oldest=False)
+                compared += 1
+    assert compared > 50 and executor.stats().num_preemptions > 0
