@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from torch import Tensor
 
+from trtspec import LLM
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.errors import CheckpointError
 from trtspec.models.decoder import Decoder
@@ -256,3 +257,33 @@ def test_broken_index(tmp_path: Path, text: str, message: str) -> None:
     (path / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         _load(path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"num_attention_heads": 0}, {"vocab_size": -5}, {"max_position_embeddings": 10**11},
+        {"num_hidden_layers": -1}, {"rms_norm_eps": None}, {"eos_token_id": "x"},
+        {"dtype": "foo"}, {"model_type": ["llama"]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}},
+    ],
+)  # fmt: skip
+def test_nonsense_in_config_json_is_a_checkpoint_error(
+    tmp_path: Path, edit: dict[str, object]
+) -> None:
+    """Whatever a broken config.json makes transformers raise, the user hears which file it is."""
+    path = tiny_model_dir(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | edit))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(path, device="cpu")
+
+
+def test_a_damaged_tokenizer_names_the_tokenizer(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path)
+    (path / "tokenizer.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="tokenizer in"):
+        LLM(path, device="cpu")

@@ -62,7 +62,6 @@ class LLM:
     ):
         self.model_dir = resolve_model(model)
         """HF-format directory in use; `AutoModelForCausalLM.from_pretrained` loads it."""
-        self.tokenizer = load_tokenizer(self.model_dir)
         self.executor = build_executor(
             self.model_dir,
             speculative_config,
@@ -75,6 +74,7 @@ class LLM:
             enable_chunked_prefill=enable_chunked_prefill,
             disable_overlap_scheduler=disable_overlap_scheduler,
         )
+        self.tokenizer = load_tokenizer(self.model_dir)
         self.executor.stop_check = self._hit_stop_string
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
@@ -198,9 +198,13 @@ class LLM:
         tokenized = [self._tokenize(_plain(prompt)) for prompt in prompts]
         requests: list[Request] = []
         with self._lock:
-            for (_, ids), p in zip(tokenized, params, strict=True):  # before any is queued
-                self.executor.check_prompt(ids)
-                self._check_stop(p)
+            for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
+                try:  # before any is queued
+                    self.executor.check_prompt(ids)
+                    self._check_stop(p)
+                except RequestError as error:
+                    which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+                    raise RequestError(f"{which}{error}") from None
             requests += [
                 self._enqueue(ids, p) for (_, ids), p in zip(tokenized, params, strict=True)
             ]
@@ -230,6 +234,10 @@ class LLM:
             )
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
         return prompt, self.tokenizer.encode(prompt)
 
     def _check_stop(self, params: SamplingParams) -> None:

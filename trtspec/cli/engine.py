@@ -42,7 +42,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
             "LLM(model, UserProvidedDecodingConfig(...))."
         )
     if not mode.is_implemented():
-        known = ", ".join(m.name.lower() for m in type(mode) if m.is_implemented())
+        usable = [m for m in type(mode) if m.is_implemented() and not m.is_user_provided()]
+        known = ", ".join(m.name.lower() for m in usable)
         raise NotImplementedError(f"{mode.name} has no worker in this release. Available: {known}.")
     arguments: dict[str, Any] = {}
     if options.max_draft_len is not None:
@@ -56,7 +57,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
 
 def resolve_model(model: str, progress: Progress) -> str | Path:
     """A directory as it is; a .gguf file or a name of the zoo made ready on first use."""
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return model
     from ..models import zoo
 

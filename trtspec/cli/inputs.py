@@ -50,7 +50,7 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Prompt]
 
 def _read_file(path: Path) -> list[Prompt]:
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CliError(f"--prompt-file {path} is not UTF-8 text ({error}).") from error
     except OSError as error:
@@ -69,7 +69,7 @@ def _read_file(path: Path) -> list[Prompt]:
 def _parse_line(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CliError(f"{where}: not JSON ({error}). Allowed: {_LINE_FORMS}.") from error
     if isinstance(value, dict) and set(value) == {"prompt"}:
         value = value["prompt"]

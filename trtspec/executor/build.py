@@ -233,8 +233,10 @@ def _num_blocks(
 
 
 def _free_host_memory() -> int:
-    """Bytes. Linux reports available pages; elsewhere half of the physical memory is assumed."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return page * os.sysconf("SC_AVPHYS_PAGES")
-    return page * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes. Linux says what is available; elsewhere half of the physical memory is assumed."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from .config import DecoderConfig
 from .rope import ROPE_TYPES
 
+MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -34,6 +35,7 @@ def load_config(model_dir: Path) -> DecoderConfig:
     merged = hf.to_dict()
     rope = dict(hf.rope_parameters or {})
     _check_rope(rope, where)
+    _check_numbers(hf, rope, where)
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     _check_heads(heads, kv_heads, head_dim, where)
@@ -76,12 +78,11 @@ def read_json_object(path: Path, cure: str) -> dict[str, Any]:
 
 
 def _auto_config(model_dir: Path) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as err:
+    except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
             f"transformers cannot read {model_dir / 'config.json'} ({err}). Copy it again from the "
             "model's source."
@@ -114,6 +115,27 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where)
+
+
+def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
+    """Sizes are ints >= 1; RoPE's numbers are positive and finite."""
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    ):  # fmt: skip
+        value = getattr(hf, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            raise CheckpointError(
+                f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_SIZE}. Copy the file "
+                "again from the model's source."
+            )
+    for name in ("rope_theta", "factor"):
+        value = rope.get(name, 1.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
+                "the file again from the model's source."
+            )
 
 
 def _check_rope(rope: Any, where: Path) -> None:

@@ -73,7 +73,7 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
     """
     tell = progress or (lambda text: None)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if str(model) and path.is_dir():
         return path
     if path.suffix.lower() == ".gguf":
         return _from_file(path, tell)
