@@ -15,7 +15,7 @@ from trtspec.ops.accept import count_accepted, last_accepted, mask_after
 from trtspec.ops.linear import Linear, find_min_rows
 from trtspec.ops.ngram import propose_ngrams
 from trtspec.ops.noise import NoiseStream, _to_open_interval, gumbel_noise, uniform_noise
-from trtspec.ops.norm import RMSNorm, rms_norm_reference
+from trtspec.ops.norm import RMSNorm
 from trtspec.ops.sample import clean_logits, filter_logits, sample_tokens
 from trtspec.ops.slots import guard_positions, slot_mapping
 
@@ -273,9 +273,17 @@ def test_rms_norm_equals_float64() -> None:
     norm = RMSNorm(48, 1e-5)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(7, 48)
-    torch.testing.assert_close(
-        norm(x), rms_norm_reference(x, norm.weight, 1e-5), atol=1e-5, rtol=1e-5
-    )
+    wide = x.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = (wide * scale * norm.weight.double()).float()
+    torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_norm_rows_do_not_depend_on_their_number() -> None:
+    norm = RMSNorm(576, 1e-5).to(torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(9, 576).bfloat16()
+    assert torch.equal(norm(x), torch.cat([norm(row[None]) for row in x]))
 
 
 def test_noise_never_reaches_the_ends() -> None:

@@ -16,6 +16,7 @@ from trtspec import (
     DraftTargetDecodingConfig,
     KvCacheConfig,
     NGramDecodingConfig,
+    RequestOutput,
     SamplingParams,
     UserProvidedDecodingConfig,
 )
@@ -118,10 +119,13 @@ MODES = ["none", "ngram", "draft_target", "user_provided"]
 
 def _run(
     model_dir: Path, config: DecodingBaseConfig | None, prompts: list[list[int]], **arguments: Any
-) -> LLM:
+) -> tuple[LLM, list[RequestOutput]]:
     llm = LLM(model_dir, config, device="cpu", **arguments)
-    llm.results = llm.generate(prompts, SamplingParams(max_tokens=TOKENS))  # type: ignore[attr-defined]
-    return llm
+    return llm, llm.generate(prompts, SamplingParams(max_tokens=TOKENS))
+
+
+def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +136,13 @@ def test_mixed_batches_in_a_tight_pool_equal_transformers(
     mode: str, chunked: bool, overlap: bool,
 ) -> None:  # fmt: skip
     config = _config(mode, short_model_dir, FromTheAnswer(prompts, expected))
-    llm = _run(
+    llm, outputs = _run(
         model_dir, config, prompts, dtype="float32", max_batch_size=4, max_seq_len=256,
         max_num_tokens=48 if chunked else 256, enable_chunked_prefill=chunked,
         disable_overlap_scheduler=not overlap,
         kv_cache_config=KvCacheConfig(max_tokens=256, tokens_per_block=16),
     )  # fmt: skip
-    assert [r.outputs[0].token_ids for r in llm.results] == expected  # type: ignore[attr-defined]
+    assert _tokens(outputs) == expected
     llm.executor.kv_cache.check_integrity()
     if mode == "user_provided":
         assert llm.stats().acceptance_length > 2
@@ -150,9 +154,11 @@ def test_batch_one_equals_transformers(
     mode: str,
 ) -> None:  # fmt: skip
     config = _config(mode, short_model_dir, FromTheAnswer(prompts, expected))
-    llm = _run(model_dir, config, prompts, dtype="float32", max_batch_size=1, max_seq_len=512)
-    assert [r.outputs[0].token_ids for r in llm.results] == expected  # type: ignore[attr-defined]
-    for result, ids in zip(llm.results, expected, strict=True):  # type: ignore[attr-defined]
+    llm, outputs = _run(
+        model_dir, config, prompts, dtype="float32", max_batch_size=1, max_seq_len=512
+    )
+    assert _tokens(outputs) == expected
+    for result, ids in zip(outputs, expected, strict=True):
         ended = ids[-1] in llm.executor.target.config.eos_token_ids
         assert result.outputs[0].finish_reason == ("stop" if ended else "length")
 
@@ -164,12 +170,14 @@ def test_bf16_text_is_the_same_with_and_without_speculation(
     """Batch 1, K up to 8: bit for bit, as rows do not depend on their number (decision 003)."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no bf16 instructions")
-    plain = _run(model_dir, None, prompts, dtype="bfloat16", max_batch_size=1, max_seq_len=512)
-    texts = [r.outputs[0].token_ids for r in plain.results]  # type: ignore[attr-defined]
+    _, outputs = _run(model_dir, None, prompts, dtype="bfloat16", max_batch_size=1, max_seq_len=512)
+    texts = _tokens(outputs)
     for k in (4, 8):
         config = _config(mode, short_model_dir, FromTheAnswer(prompts, texts), k)
-        llm = _run(model_dir, config, prompts, dtype="bfloat16", max_batch_size=1, max_seq_len=512)
-        assert [r.outputs[0].token_ids for r in llm.results] == texts  # type: ignore[attr-defined]
+        _, outputs = _run(
+            model_dir, config, prompts, dtype="bfloat16", max_batch_size=1, max_seq_len=512
+        )
+        assert _tokens(outputs) == texts
 
 
 # -- text --------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ class Request:
     is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
     text: TextStream | None = None  # kept by whoever checks stop strings
     num_steps: int = 0  # generation steps read
-    num_accepted_drafts: int = 0
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
 
     @property
@@ -63,7 +62,6 @@ class Request:
     def record_step(self, num_accepted_tokens: int) -> None:
         """Counts one generation step: accepted drafts plus the bonus."""
         self.num_steps += 1
-        self.num_accepted_drafts += num_accepted_tokens - 1
         self.accepted_lens[num_accepted_tokens - 1] += 1
 
 

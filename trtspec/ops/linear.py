@@ -1,7 +1,7 @@
 """Matrix products with weights, packed once for the CPU.
 
 `F.linear` on CPU hands oneDNN the weight in its plain layout at every call. Packing it once halves
-the time of a step at 1-8 rows in bf16 and takes a third of it in fp32 (docs/performance.md).
+the time of these products at 1-8 rows, in bf16 and in fp32 (docs/performance.md).
 
 In bf16 a row's result must also not depend on how many rows share the call, or greedy text with and
 without speculation would differ at near-ties (docs/decisions/003). oneDNN mostly keeps that, but on
