@@ -11,7 +11,7 @@ LAYERS = [
     ["metadata"],
     ["ops"],
     ["config"],
-    ["cache", "sampling", "acceptance", "outputs", "text"],
+    ["cache", "sampling", "acceptance", "outputs", "text", "hidden_states"],
     ["attention"],
     ["models", "workers"],
     ["executor"],

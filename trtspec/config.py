@@ -40,17 +40,21 @@ class DecodingBaseConfig:
 
     Args:
         max_draft_len: K, draft tokens per generation request and step, >= 1.
+        max_concurrency: with more requests than this in a step nothing is drafted; None is no
+            such limit. (Verifying K + 1 rows each stops paying in large batches.)
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     max_draft_len: int = 4
+    max_concurrency: int | None = None
 
     mode: ClassVar[SpeculativeDecodingMode]
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
+        require_max_concurrency(self)
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -158,8 +162,19 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDecodingConfig(DecodingBaseConfig):
-    """EAGLE-3 head. Its worker is not in this release: building it raises NotImplementedError."""
+    """An EAGLE-3 (or EAGLE-1) head drafts from the target's hidden states.
 
+    Args:
+        max_draft_len: K; 0 is what the head was trained for (the speculators format says so),
+            else 4.
+        speculative_model: the head's directory, raw or speculators format.
+        eagle3_one_model: True drafts inside the target's step (EAGLE3_ONE_MODEL), False in passes
+            of its own (EAGLE3), for comparison.
+        eagle3_layers_to_capture: target layers whose output the head reads, 0-based; None is what
+            the head's config says, else 1, L/2-1 and L-4.
+    """
+
+    max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
     eagle3_one_model: bool = True
     eagle3_layers_to_capture: Sequence[int] | None = None
@@ -167,8 +182,10 @@ class EagleDecodingConfig(DecodingBaseConfig):
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.EAGLE3_ONE_MODEL
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
+        require_max_concurrency(self)
         require_path(self, "speculative_model")
+        require_layers(self, "eagle3_layers_to_capture")
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -179,9 +196,21 @@ class EagleDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MTPDecodingConfig(DecodingBaseConfig):
-    """Multi-token-prediction layers. Its workers are not in this release.
+    """The target's multi-token-prediction layers draft.
 
-    `max_draft_len` is `num_nextn_predict_layers` and need not be given.
+    Args:
+        num_nextn_predict_layers: K, draft tokens per step; `max_draft_len` is the same and need
+            not be given.
+        speculative_model: directory with the MTP layers; None is the target's own checkpoint.
+        use_mtp_vanilla: K layers, one for each draft token. False uses the first layer K times.
+        mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
+            of its own (MTP_EAGLE), for comparison.
+        mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the layout's way.
+        use_relaxed_acceptance_for_thinking: between the thinking tokens a greedy request keeps
+            drafts that are close to the target's best. Lossy.
+        relaxed_topk: such a draft is among that many of the target's best tokens …
+        relaxed_delta: … and its probability at most that much below the best one's.
+        begin_thinking_phase_token, end_thinking_phase_token: token ids (DeepSeek-R1's by default).
     """
 
     max_draft_len: int = 0
@@ -189,6 +218,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
     speculative_model: str | os.PathLike[str] | None = None
     mtp_eagle_one_model: bool = True
     use_mtp_vanilla: bool = False
+    mtp_feeds_post_norm: bool | None = None
     use_relaxed_acceptance_for_thinking: bool = False
     relaxed_topk: int = 1
     relaxed_delta: float = 0.0
@@ -199,6 +229,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
+        require_max_concurrency(self)
         if self.max_draft_len == 0:
             object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
         if self.max_draft_len != self.num_nextn_predict_layers:
@@ -206,7 +237,16 @@ class MTPDecodingConfig(DecodingBaseConfig):
                 f"MTPDecodingConfig.max_draft_len={self.max_draft_len} differs from "
                 f"num_nextn_predict_layers={self.num_nextn_predict_layers}: give only the latter."
             )
+        if self.speculative_model is not None:
+            require_path(self, "speculative_model")
         require_int(self, "relaxed_topk", 1, 1024)
+        require_int(self, "begin_thinking_phase_token", 0, None)
+        require_int(self, "end_thinking_phase_token", 0, None)
+        if self.begin_thinking_phase_token == self.end_thinking_phase_token:
+            raise ConfigError(
+                f"MTPDecodingConfig.begin_thinking_phase_token={self.begin_thinking_phase_token} "
+                "is also end_thinking_phase_token: give two different tokens."
+            )
         if not 0.0 <= self.relaxed_delta <= 1.0:
             raise ConfigError(
                 f"MTPDecodingConfig.relaxed_delta={self.relaxed_delta!r} is a difference of "
@@ -224,16 +264,27 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
-    """Writes hidden states while serving. Its worker is not in this release."""
+    """Decodes plainly and writes the target's hidden states: what a head's trainer reads.
 
+    Args:
+        output_directory: where shards and their index go; an index that is there is continued.
+        eagle3_layers_to_capture: target layers, 0-based; None is 1, L/2-1 and L-4.
+        tokens_per_file: rows of a shard, and so a bound of the memory held.
+    """
+
+    max_draft_len: int = 0
     output_directory: str | os.PathLike[str] | None = None
     eagle3_layers_to_capture: Sequence[int] | None = None
+    tokens_per_file: int = 16384
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SAVE_HIDDEN_STATES
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        require_int(self, "max_draft_len", 0, 0)
+        require_max_concurrency(self)
         require_path(self, "output_directory")
+        require_layers(self, "eagle3_layers_to_capture")
+        require_int(self, "tokens_per_file", 1, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +311,10 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
 
 
 def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBaseConfig | None:
-    """AUTO becomes the config it stands for; modes without a worker are refused by name.
+    """AUTO becomes the config it stands for.
 
     Raises:
         ConfigError: not a decoding config.
-        NotImplementedError: the mode's worker is not in this release.
     """
     if config is None:
         return None
@@ -274,13 +324,8 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
             f"{', '.join(sorted({c.__name__ for c in CONFIG_OF_MODE.values()}))}, or None."
         )
     if isinstance(config, AutoDecodingConfig):
-        return NGramDecodingConfig(max_draft_len=config.max_draft_len)
-    mode = config.spec_dec_mode
-    if not mode.is_implemented():
-        available = [m.name for m in SpeculativeDecodingMode if m.is_implemented()]
-        raise NotImplementedError(
-            f"Speculative decoding mode {mode.name} ({type(config).__name__}) has no worker in "
-            f"this release. Available: {', '.join(available)}."
+        return NGramDecodingConfig(
+            max_draft_len=config.max_draft_len, max_concurrency=config.max_concurrency
         )
     return config
 
@@ -338,6 +383,23 @@ def require_int(config: object, name: str, low: int, high: int | None) -> None:
     ):
         allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
         raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be {allowed}.")
+
+
+def require_max_concurrency(config: DecodingBaseConfig) -> None:
+    if config.max_concurrency is not None:
+        require_int(config, "max_concurrency", 1, None)
+
+
+def require_layers(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if value is None:
+        return
+    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if not good or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
+        raise ConfigError(
+            f"{type(config).__name__}.{name}={value!r}: give a list of layer numbers from 0, or "
+            "None for the default."
+        )
 
 
 def require_path(config: object, name: str) -> None:

@@ -43,7 +43,6 @@ class LLM:
 
     Raises:
         ConfigError, CheckpointError: with what was given, what is allowed and what to do.
-        NotImplementedError: the mode has no worker in this release.
     """
 
     def __init__(

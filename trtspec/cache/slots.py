@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.sampling import rows_to_tensor
+from ..metadata.spec import CapturedHiddenStates
 
 
 @dataclass
@@ -25,6 +26,7 @@ class SlotState:
     top_ps: Tensor  # [S+1] float32
     seeds: Tensor  # [S+1] int64
     worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
+    captured: CapturedHiddenStates | None = None  # of the pass at hand, not by slot
 
     @staticmethod
     def allocate(num_slots: int, max_draft_len: int, device: torch.device) -> SlotState:

@@ -41,10 +41,6 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
             "USER_PROVIDED needs a Python object that drafts: use the Python API, "
             "LLM(model, UserProvidedDecodingConfig(...))."
         )
-    if not mode.is_implemented():
-        usable = [m for m in type(mode) if m.is_implemented() and not m.is_user_provided()]
-        known = ", ".join(m.name.lower() for m in usable)
-        raise NotImplementedError(f"{mode.name} has no worker in this release. Available: {known}.")
     arguments: dict[str, Any] = {}
     if options.max_draft_len is not None:
         arguments["max_draft_len"] = options.max_draft_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,24 +15,33 @@ from ..cache.manager import KVCacheManager, KVGroupSpec
 from ..config import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     ExecutorConfig,
     KvCacheConfig,
+    MTPDecodingConfig,
+    SaveHiddenStatesDecodingConfig,
     resolve_speculative_config,
 )
 from ..errors import ConfigError
+from ..hidden_states import HiddenStatesWriter
 from ..metadata.attention import NUM_RESERVED_BLOCKS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
+from ..models.draft_head import DraftHead
+from ..models.head_config import default_layers_to_capture
+from ..models.head_weights import load_head
 from ..models.tokenizer import load_tokenizer
 from ..models.weights import load_decoder
 from ..models.zoo import resolve_model
 from ..workers import create_worker
 from .py_executor import PyExecutor
+from .saving import HiddenStatesSaver
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
+DEFAULT_DRAFT_LEN = 4
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -86,7 +96,6 @@ def build_executor(
 
     Raises:
         ConfigError, CheckpointError: before anything is served.
-        NotImplementedError: the speculative mode has no worker in this release.
     """
     from ..models.hf_config import load_config
 
@@ -95,26 +104,37 @@ def build_executor(
     if not isinstance(kv_cache_config, KvCacheConfig):
         raise ConfigError(f"kv_cache_config={kv_cache_config!r}: give a KvCacheConfig.")
     where = resolve_device(device)
-    worker = create_worker(speculative_config)
     target_dir = resolve_model(model)
     config = load_config(target_dir)
     torch_dtype = resolve_dtype(dtype, config, where)
     backend = TorchAttention()
     target = load_decoder(target_dir, torch_dtype, where, backend)
-    draft_model = None
+    draft_model: Decoder | DraftHead | None = None
+    drafter_config: DecoderConfig | None = None
+    capture: tuple[int, ...] = ()
     if isinstance(speculative_config, DraftTargetDecodingConfig):
         assert speculative_config.speculative_model is not None
         draft_dir = resolve_model(speculative_config.speculative_model)
         draft_model = _load_draft_model(draft_dir, target_dir, config, torch_dtype, where, backend)
+        drafter_config = draft_model.config
+    elif isinstance(speculative_config, EagleDecodingConfig | MTPDecodingConfig):
+        head = _load_head(speculative_config, target, target_dir, torch_dtype, where, backend)
+        if speculative_config.max_draft_len == 0:
+            draft_len = head.config.suggested_draft_len or DEFAULT_DRAFT_LEN
+            speculative_config = replace(speculative_config, max_draft_len=draft_len)
+        draft_model, drafter_config = head, head.config.decoder
+        capture = head.layers_to_capture
+    elif isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
+        capture = _layers_to_save(speculative_config, config)
+    worker = create_worker(speculative_config)
 
-    decoders = [target] if draft_model is None else [target, draft_model]
-    seq_len = _sequence_length(max_seq_len, [decoder.config for decoder in decoders])
+    configs = [config] if drafter_config is None else [config, drafter_config]
+    # A head's RoPE table covers the target's positions, whatever its own config says.
+    limits = [config] if isinstance(draft_model, DraftHead) else configs
+    seq_len = _sequence_length(max_seq_len, limits)
     require_batch(max_batch_size)
     rows = worker.max_draft_len + 1
-    specs = [
-        KVGroupSpec(d.config.num_layers, d.config.num_kv_heads, d.config.head_dim, torch_dtype)
-        for d in decoders
-    ]
+    specs = [KVGroupSpec(c.num_layers, c.num_kv_heads, c.head_dim, torch_dtype) for c in configs]
     num_blocks = _num_blocks(kv_cache_config, specs, max_batch_size * seq_len, where)
     page_size = kv_cache_config.tokens_per_block
     capacity = (num_blocks - NUM_RESERVED_BLOCKS) * page_size
@@ -149,7 +169,18 @@ def build_executor(
         else speculative_config.spec_dec_mode
     )
     kv_cache = KVCacheManager(specs, num_blocks, page_size, where)
-    executor = PyExecutor(target, worker, draft_model, kv_cache, executor_config, mode, where)
+    saver = None
+    if isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
+        assert speculative_config.output_directory is not None
+        writer = HiddenStatesWriter(
+            speculative_config.output_directory, capture, config.hidden_size, torch_dtype,
+            speculative_config.tokens_per_file,
+        )  # fmt: skip
+        saver = HiddenStatesSaver(writer, config.hidden_size)
+    executor = PyExecutor(
+        target, worker, draft_model, kv_cache, executor_config, mode, where,
+        layers_to_capture=capture, saver=saver,
+    )  # fmt: skip
     if worker.force_num_accepted_tokens > 0:
         logger.warning(
             "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "
@@ -190,6 +221,39 @@ def _load_draft_model(
             "DRAFT_TARGET needs the same tokenizer: choose another draft."
         )
     return draft
+
+
+def _load_head(
+    spec: EagleDecodingConfig | MTPDecodingConfig,
+    target: Decoder,
+    target_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+) -> DraftHead:
+    """The EAGLE head or MTP layers in KV group 1; MTP layers may be in the target's checkpoint."""
+    head_dir = Path(target_dir if spec.speculative_model is None else spec.speculative_model)
+    if isinstance(spec, EagleDecodingConfig):
+        return load_head(
+            head_dir, target, dtype, device, backend, kv_group=1, kind="eagle",
+            layers_to_capture=spec.eagle3_layers_to_capture,
+        )  # fmt: skip
+    return load_head(
+        head_dir, target, dtype, device, backend, kv_group=1, kind="mtp",
+        num_mtp_layers=spec.max_draft_len if spec.use_mtp_vanilla else 1,
+        norm_output=spec.mtp_feeds_post_norm,
+    )  # fmt: skip
+
+
+def _layers_to_save(spec: SaveHiddenStatesDecodingConfig, config: DecoderConfig) -> tuple[int, ...]:
+    asked = spec.eagle3_layers_to_capture
+    layers = default_layers_to_capture(config.num_layers) if asked is None else tuple(asked)
+    if not all(0 <= layer < config.num_layers for layer in layers):
+        raise ConfigError(
+            f"Layers {list(layers)} cannot be captured of a model of {config.num_layers}: give "
+            f"eagle3_layers_to_capture in 0 … {config.num_layers - 1}."
+        )
+    return layers
 
 
 def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:

@@ -1,4 +1,4 @@
-"""Asking a user's `Drafter`, and not trusting the answer."""
+"""Drafters outside the step: a model's passes one by one, and a user's `Drafter` on the host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,31 @@ import operator
 from itertools import islice
 from typing import Any
 
+import torch
+
+from ..cache.slots import SlotState
 from ..config import Drafter
 from ..errors import DrafterError
+from ..workers.base import SpecWorkerBase
+from ..workers.eagle3 import Eagle3OneModelWorker
+from ..workers.protocols import DraftInputs
 from .request import Request
+
+
+@torch.inference_mode()
+def draft_in_passes(worker: SpecWorkerBase, inputs: DraftInputs, state: SlotState) -> None:
+    """Modes EAGLE3 and MTP_EAGLE: the same passes as the one-model worker's, each launched from
+    here after the step, and their proposals left in the slots."""
+    assert isinstance(worker, Eagle3OneModelWorker)
+    spec = inputs.spec_metadata
+    assert spec.slot_ids is not None
+    chain = worker.first_pass(inputs)
+    for _ in range(1, worker.num_passes(inputs)):
+        chain = worker.next_pass(chain)
+    drafts = chain.draft_tokens(worker.max_draft_len)
+    if spec.runtime_draft_len is not None:
+        drafts[:, spec.runtime_draft_len :] = -1
+    state.next_tokens[spec.slot_ids, 1:] = drafts
 
 
 def ask_drafter(

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..cache.slots import SlotState
+from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
 from ..workers.base import SpecWorkerBase
+from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import StepTensors
 
 
@@ -20,23 +22,34 @@ class StepOutputs:
     new_tokens: Tensor  # [B, K+1] int32, -1 past the length
     new_tokens_lens: Tensor  # [B] int32
     bad_requests: Tensor  # [B] bool, the request's logits held NaN
+    hidden_states: Tensor | None = None  # [T, (n+1) * D] captured layers and final, to be saved
+    draft_inputs: DraftInputs | None = None  # for a drafter outside the step
 
 
 @torch.inference_mode()
 def forward_step(
     target: Decoder,
     worker: SpecWorkerBase,
-    draft_model: Decoder | None,
+    draft_model: DraftModel | LanguageModel | None,
     tensors: StepTensors,
     state: SlotState,
+    mode: SpeculativeDecodingMode,
 ) -> StepOutputs:
     """Runs one pass and leaves the next step's inputs in the slots. No host synchronisation."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
-    hidden = target(tensors.input_ids, meta.position_ids, meta)
+    hidden = target(tensors.input_ids, meta.position_ids, meta, capture=spec)
     assert spec.gather_ids is not None and spec.slot_ids is not None
     logits = target.compute_logits(hidden[spec.gather_ids])
-    outputs = worker(tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model)
+    arguments = (
+        tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
+    )  # fmt: skip
+    to_draft = None
+    if mode.drafts_in_passes():  # the executor launches the drafter after this
+        to_draft = worker.verify(*arguments)
+        outputs = worker.outputs(logits, to_draft, worker.no_drafts(to_draft))
+    else:
+        outputs = worker(*arguments)
     lens = outputs["new_tokens_lens"]
     # A context's KV now ends with this chunk; a generation's with its last accepted token but
     # the bonus, which is the next step's input. A chunk inside the prompt leaves a next token
@@ -48,4 +61,9 @@ def forward_step(
     state.past_lens[spec.slot_ids] = past
     state.next_tokens[spec.slot_ids] = outputs["next_new_tokens"]
     assert spec.bad_requests is not None
-    return StepOutputs(outputs["new_tokens"], lens, spec.bad_requests)
+    saved = None
+    if mode.is_save_hidden_states():
+        captured = spec.draft_hidden_states(None, meta.num_tokens)
+        assert captured is not None
+        saved = torch.cat([captured, hidden], dim=-1)
+    return StepOutputs(outputs["new_tokens"], lens, spec.bad_requests, saved, to_draft)

@@ -34,6 +34,7 @@ class StepInputs:
     context_ends: Tensor  # [C] int64, KV length after this pass
     next_prompt_tokens: Tensor | None  # [C] int32, None without contexts
     context_lens: tuple[int, ...]
+    context_starts: tuple[int, ...]
     num_generations: int
     num_drafts: int  # K'
     max_kv_len: int
@@ -68,6 +69,7 @@ def build_inputs(
         if chunks
         else None,
         context_lens=lens,
+        context_starts=tuple(chunk.start for chunk in chunks),
         num_generations=len(batch.generations),
         num_drafts=num_drafts,
         max_kv_len=max(bounds),
@@ -93,8 +95,13 @@ def assemble(
     mode: SpeculativeDecodingMode,
     max_draft_len: int,
     max_seq_len: int,
+    runtime_draft_len: int | None = None,
 ) -> StepTensors:
-    """Device half: gathers the generations' tokens and positions from their slots."""
+    """Device half: gathers the generations' tokens and positions from their slots.
+
+    Args:
+        runtime_draft_len: drafts to propose for the next step, None is K.
+    """
     contexts, rows = len(inputs.context_lens), inputs.num_drafts + 1
     slots = inputs.slot_ids[contexts:]
     device = slots.device
@@ -113,6 +120,7 @@ def assemble(
     )  # fmt: skip
     attn_metadata = AttentionMetadata(
         context_lens=inputs.context_lens,
+        context_starts=inputs.context_starts,
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
         position_ids=position_ids,
@@ -140,6 +148,8 @@ def assemble(
         slot_ids=inputs.slot_ids,
         next_prompt_tokens=inputs.next_prompt_tokens,
         sampling=_sampling_rows(inputs, state, position_ids[gather_ids] + 1, rows),
+        captured=state.captured,
+        runtime_draft_len=runtime_draft_len,
         state=state.worker,
         device=device,
     )

@@ -25,17 +25,20 @@ from torch import Tensor
 from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
-from ..errors import DrafterError, RequestError
+from ..errors import ConfigError, DrafterError, RequestError
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
+from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
 from ..outputs import EngineStats, acceptance_stats
 from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
-from .drafting import ask_drafter
+from ..workers.protocols import DraftModel, LanguageModel
+from .drafting import ask_drafter, draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .inputs import assemble, build_inputs
 from .request import Request, RequestState, ScheduledBatch
+from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class _Pending:
     new_tokens: Tensor
     lens: Tensor
     bad: Tensor
+    hidden_states: Tensor | None  # [T, (n+1) * D], to be saved
     ready: torch.cuda.Event | None
 
 
@@ -71,11 +75,13 @@ class PyExecutor:
         self,
         target: Decoder,
         worker: SpecWorkerBase,
-        draft_model: Decoder | None,
+        draft_model: DraftModel | LanguageModel | None,
         kv_cache: KVCacheManager,
         config: ExecutorConfig,
         mode: SpeculativeDecodingMode,
         device: torch.device,
+        layers_to_capture: tuple[int, ...] = (),
+        saver: HiddenStatesSaver | None = None,
     ):
         self.target, self.worker, self.draft_model = target, worker, draft_model
         self.kv_cache, self.config, self.mode, self.device = kv_cache, config, mode, device
@@ -88,7 +94,16 @@ class PyExecutor:
         self.max_draft_len = worker.max_draft_len
         self.scheduler = Scheduler(config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens)
         self.state = SlotState.allocate(config.max_batch_size, self.max_draft_len, device)
-        self.state.worker = worker.allocate_state(config.max_batch_size, config.max_seq_len, device)
+        size, dtype = target.config.hidden_size, target.norm.weight.dtype
+        self.state.worker = worker.allocate_state(
+            config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
+        )
+        if layers_to_capture:
+            shape = config.max_num_tokens, len(layers_to_capture) * size
+            buffer = torch.zeros(shape, dtype=dtype, device=device)
+            self.state.captured = CapturedHiddenStates(layers_to_capture, buffer)
+        self.saver = saver
+        self._runtime_draft_len = self.max_draft_len
         self.stop_check: StopCheck | None = None
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()
@@ -202,6 +217,8 @@ class PyExecutor:
         keep_in_flight = 1 if self.overlap and batch else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
+        if self.saver is not None and not self.has_work:
+            self.saver.flush()
         if not batch or batch.generations:
             self._decode_seconds += time.perf_counter() - started
         else:
@@ -226,12 +243,19 @@ class PyExecutor:
             if chunk.start == 0:
                 self._admit(chunk.request)
         num_drafts = self._num_drafts_to_verify(batch)
+        draft_len = self._draft_len_of(batch)
         inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
         tensors = assemble(
             inputs, self.state, self.kv_cache, self.mode, self.max_draft_len,
-            self.config.max_seq_len,
+            self.config.max_seq_len, draft_len,
         )  # fmt: skip
-        outputs = forward_step(self.target, self.worker, self.draft_model, tensors, self.state)
+        outputs = forward_step(
+            self.target, self.worker, self.draft_model, tensors, self.state, self.mode
+        )
+        if outputs.draft_inputs is not None:
+            draft_in_passes(self.worker, outputs.draft_inputs, self.state)
+        for request in batch.requests:
+            request.num_drafts = draft_len
         for chunk in batch.contexts:
             request = chunk.request
             request.num_computed = request.past_upper = chunk.end
@@ -251,26 +275,50 @@ class PyExecutor:
         self.state.admit(request.slot, temperature, top_k, top_p, request.seed)
         self.worker.admit(self.state.worker, request.slot, request.token_ids)
 
+    @property
+    def runtime_draft_len(self) -> int:
+        """Drafts to propose per step from now on, 0 … K; K at first. 0 decodes plainly, with the
+        drafter's KV kept whole, so that drafting can resume at any step."""
+        return self._runtime_draft_len
+
+    @runtime_draft_len.setter
+    def runtime_draft_len(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"runtime_draft_len={value!r}: it must be an int.")
+        if not 0 <= value <= self.max_draft_len:
+            raise ConfigError(
+                f"runtime_draft_len={value}: it must be in 0 … max_draft_len={self.max_draft_len}."
+            )
+        self._runtime_draft_len = value
+
+    def _draft_len_of(self, batch: ScheduledBatch) -> int:
+        """Drafts this step proposes for the next one."""
+        config = self.worker.config
+        limit = config.max_concurrency if config is not None else None
+        crowded = limit is not None and len(batch.requests) > limit
+        return 0 if crowded else self._runtime_draft_len
+
     def _num_drafts_to_verify(self, batch: ScheduledBatch) -> int:
-        """K' <= K. On CPU, where reading a tensor waits for nothing, rows that hold no draft in
-        any request are left out; on a GPU the shape stays K."""
-        k = self.max_draft_len
-        if k == 0 or not batch.generations:
-            return k
+        """K' <= K, the drafts that the requests' last steps were asked for. On CPU, where reading
+        a tensor waits for nothing, rows that hold no draft in any request are left out too."""
+        if self.max_draft_len == 0 or not batch.generations:
+            return self.max_draft_len
+        asked = max(request.num_drafts for request in batch.generations)
         if self.device.type != "cpu" or self.worker.force_num_accepted_tokens > 0:
-            return k
+            return asked
         slots = torch.tensor([request.slot for request in batch.generations])
-        return int((self.state.next_tokens[slots, 1:] >= 0).sum(1).max())
+        return min(asked, int((self.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
 
     def _copy_to_host(self, batch: ScheduledBatch, outputs: StepOutputs, rows: int) -> _Pending:
         tensors = (outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests)
-        ready = None
+        ready, saved = None, outputs.hidden_states
         if self.device.type == "cuda":
+            saved = None if saved is None else saved.to("cpu", non_blocking=True)
             tensors = tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[assignment]
             ready = torch.cuda.Event()
             ready.record()
         yields = [chunk.is_last for chunk in batch.contexts] + [True] * len(batch.generations)
-        return _Pending(batch, yields, rows, *tensors, ready)
+        return _Pending(batch, yields, rows, *tensors, saved, ready)
 
     # -- reading -------------------------------------------------------------------------------
     def _read(self, pending: _Pending) -> None:
@@ -309,19 +357,21 @@ class PyExecutor:
                 "blocks are cleared; other requests go on. Check the weights and dtype.",
             )
             return
+        before = request.num_tokens
         if not pending.yields_token[row]:
+            self._save_rows(pending, row, before)
             return
         if is_generation:
             request.past_upper -= pending.num_rows - len(tokens)
             request.record_step(len(tokens))
             self._accepted_lens[len(tokens) - 1] += 1
-        before = request.num_tokens
         try:
             self._append(request, tokens)
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {type(error).__name__}: {error}")
         appended = request.num_tokens - before
+        self._save_rows(pending, row, before)
         self._generated_tokens += appended
         self._decoded_tokens += appended if is_generation else 0
         if not request.is_finished:
@@ -349,13 +399,14 @@ class PyExecutor:
         slots: list[int] = []
         drafts: list[list[int]] = []
         for request in requests:
-            if request.is_finished:  # cancelled by a drafter
+            if request.is_finished or request.num_drafts == 0:  # or cancelled by a drafter
                 continue
             try:
                 proposal = ask_drafter(
-                    self.worker.config.drafter, request, self.max_draft_len,
+                    self.worker.config.drafter, request, request.num_drafts,
                     self.target.config.vocab_size,
                 )  # fmt: skip
+                proposal += [-1] * (self.max_draft_len - len(proposal))
             except DrafterError as error:
                 self.fail(request, str(error))
                 continue
@@ -365,10 +416,25 @@ class PyExecutor:
         if slots:
             self.state.set_drafts(slots, drafts)
 
+    def _save_rows(self, pending: _Pending, row: int, num_tokens_before: int) -> None:
+        """Hands one request's rows to the saver, now that the token after them is known."""
+        if self.saver is None or pending.hidden_states is None:
+            return
+        chunks = pending.batch.contexts
+        first = sum(chunk.end - chunk.start for chunk in chunks[:row])
+        if row < len(chunks):
+            start, count = chunks[row].start, chunks[row].end - chunks[row].start
+        else:
+            first, start, count = first + row - len(chunks), num_tokens_before - 1, 1
+        states = pending.hidden_states[first : first + count]
+        self.saver.add(pending.batch.requests[row], start, states)
+
     def _finish(self, request: Request, reason: str) -> None:
         if request.is_finished:
             return
         request.finish_reason = reason
+        if self.saver is not None and reason in ("cancelled", "error"):
+            self.saver.finish(request)
         self.scheduler.finish(request)
         self._finished.append(request)
         del self._requests[request.request_id]

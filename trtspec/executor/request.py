@@ -30,6 +30,7 @@ class Request:
     slot: int = -1
     num_computed: int = 0  # context tokens launched so far
     past_upper: int = 0  # upper bound of valid KV tokens; exact when nothing is in flight
+    num_drafts: int = 0  # drafts its last launched step was asked for
     num_in_flight: int = 0  # launched steps whose tokens the host has not read
     finish_reason: str | None = None
     error: str | None = None

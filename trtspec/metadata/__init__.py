@@ -3,10 +3,11 @@
 from .attention import AttentionMetadata, KVGroup
 from .mode import ModeTraits, SpeculativeDecodingMode
 from .sampling import SamplingMetadata
-from .spec import SpecMetadata
+from .spec import CapturedHiddenStates, SpecMetadata
 
 __all__ = [
     "AttentionMetadata",
+    "CapturedHiddenStates",
     "KVGroup",
     "ModeTraits",
     "SamplingMetadata",

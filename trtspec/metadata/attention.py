@@ -56,6 +56,7 @@ class AttentionMetadata:
     block_tables: tuple[Tensor, ...]  # per KV group [B, max_blocks] int32, padded with NULL_BLOCK
     slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64: where a row's KV goes, -1 nowhere
     max_seq_len: int  # rows at or past this position write nowhere
+    context_starts: tuple[int, ...] = ()  # position of each context's first row; () is all 0
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Scratch of the attention backend: masks and gather indices, built once per pass."""
 
@@ -103,6 +104,7 @@ class AttentionMetadata:
         return replace(
             self,
             context_lens=(),
+            context_starts=(),
             num_generations=num_seqs,
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),

@@ -1,7 +1,7 @@
 """`SpeculativeDecodingMode`: the TensorRT-LLM enum, every predicate read from one table.
 
 A mode is a row of data (DESIGN, decision D4). The predicates keep TensorRT-LLM's names so that
-its users find their way; `drafts_in_step`, `drafts_on_host` and `is_implemented` are ours. Where
+its users find their way; `drafts_in_step`, `drafts_on_host` and `drafts_in_passes` are ours. Where
 a predicate differs from TensorRT-LLM's because our mode can do more, `docs/modes.md` says so.
 """
 
@@ -29,7 +29,7 @@ class ModeTraits:
     overlap: bool = False
     drafts_in_step: bool = False  # ours: the worker drafts on the device, inside the step
     drafts_on_host: bool = False  # ours: a Python drafter needs the accepted tokens
-    implemented: bool = False
+    drafts_in_passes: bool = False  # ours: the executor drives the draft passes after the step
 
 
 class SpeculativeDecodingMode(IntEnum):
@@ -141,8 +141,9 @@ class SpeculativeDecodingMode(IntEnum):
         """Ours: drafting is host code that needs the accepted tokens, so steps cannot overlap."""
         return self.traits.drafts_on_host
 
-    def is_implemented(self) -> bool:
-        return self.traits.implemented
+    def drafts_in_passes(self) -> bool:
+        """Ours: the step only verifies; the executor then launches each draft pass by itself."""
+        return self.traits.drafts_in_passes
 
     def extend_ctx(self, attention_backend: Any) -> bool:
         """Multi-token generation rows run as chunked context.
@@ -187,6 +188,7 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         spec_drafter=True,
         guided_decoder=True,
         overlap=True,
+        drafts_in_passes=True,
     ),
     SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: ModeTraits(
         one_engine=True, kv_cache_rewind=True, spec_decoder=True, overlap=True, drafts_in_step=True
@@ -198,6 +200,7 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         spec_drafter=True,
         guided_decoder=True,
         overlap=True,
+        drafts_in_passes=True,
     ),
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: ModeTraits(
         one_engine=True,
@@ -213,7 +216,6 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         guided_decoder=True,
         overlap=True,  # TensorRT-LLM: False. Our lookup is a device op.
         drafts_in_step=True,
-        implemented=True,
     ),
     SpeculativeDecodingMode.DRAFT_TARGET: ModeTraits(
         draft_model=True,
@@ -221,17 +223,19 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         guided_decoder=True,
         overlap=True,
         drafts_in_step=True,
-        implemented=True,
     ),
     SpeculativeDecodingMode.USER_PROVIDED: ModeTraits(
-        spec_drafter=True, guided_decoder=True, drafts_on_host=True, implemented=True
+        spec_drafter=True, guided_decoder=True, drafts_on_host=True
     ),
-    SpeculativeDecodingMode.SAVE_HIDDEN_STATES: ModeTraits(spec_drafter=True, guided_decoder=True),
+    SpeculativeDecodingMode.SAVE_HIDDEN_STATES: ModeTraits(
+        spec_drafter=True,
+        guided_decoder=True,
+        overlap=True,  # TensorRT-LLM: False. Ours copies the states out asynchronously.
+    ),
     SpeculativeDecodingMode.NONE: ModeTraits(
         guided_decoder=True,
         overlap=True,  # TensorRT-LLM: False (it asks only when speculating).
-        implemented=True,
     ),
     # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).
-    SpeculativeDecodingMode.AUTO: ModeTraits(implemented=True),
+    SpeculativeDecodingMode.AUTO: ModeTraits(),
 }

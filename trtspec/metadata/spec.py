@@ -19,6 +19,14 @@ from .mode import SpeculativeDecodingMode
 from .sampling import SamplingMetadata, request_sampling_params, rows_to_tensor
 
 
+@dataclass(frozen=True)
+class CapturedHiddenStates:
+    """The one static buffer into which the target's forward copies the layers a drafter reads."""
+
+    layers: tuple[int, ...]  # 0-based: the residual stream after these layers, in this order
+    buffer: Tensor  # [max_num_tokens, len(layers) * D], written by the target's forward
+
+
 @dataclass
 class SpecMetadata:
     """Sizes: B requests, C contexts, G = B - C generations, K draft tokens, R = C + G*(K+1).
@@ -38,6 +46,7 @@ class SpecMetadata:
     request_ids: list[int] | None = None
     seq_lens: list[int] | None = None  # rows per request in this pass
     draft_lens: list[int] | None = None
+    runtime_draft_len: int | None = None  # drafts to propose in this step, None is K
     num_extra_kv_tokens: int = 0
     num_layers: int = 0
     all_rank_num_tokens: list[int] | None = None
@@ -54,6 +63,7 @@ class SpecMetadata:
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
+    captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
     # -- rows written by populate_sampling_params_for_one_model --------------------------------
     temperatures: Tensor | None = None  # [R] float32
     top_ks: Tensor | None = None  # [R] int32
@@ -89,13 +99,30 @@ class SpecMetadata:
         return captured
 
     def is_layer_capture(self, layer_id: int) -> bool:
-        """Whether the worker wants this target layer's hidden states. The base wants none."""
-        return False
+        """Whether the drafter wants the output of this target layer (0-based)."""
+        return self.captured is not None and layer_id in self.captured.layers
 
     def maybe_capture_hidden_states(
         self, layer_id: int, hidden_states: Tensor, residual: Tensor | None = None
     ) -> None:
-        """Stores a layer's output when `is_layer_capture(layer_id)`. The base stores none."""
+        """Copies a layer's output into the buffer when `is_layer_capture(layer_id)`.
+
+        Args:
+            hidden_states: [T, D]; with `residual` [T, D] the layer's output is their sum.
+        """
+        if self.captured is None:
+            return
+        for column, layer in enumerate(self.captured.layers):
+            if layer == layer_id:
+                if residual is not None:
+                    hidden_states, residual = hidden_states + residual, None
+                rows, size = hidden_states.shape
+                start = column * size
+                self.captured.buffer[:rows, start : start + size] = hidden_states
+
+    def draft_hidden_states(self, final: Tensor | None, num_tokens: int) -> Tensor | None:
+        """What the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
+        return final if self.captured is None else self.captured.buffer[:num_tokens]
 
     def sampling_rows(self) -> SamplingMetadata | None:
         """The sampling parameters of this pass, or None for argmax everywhere.

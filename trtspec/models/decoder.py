@@ -6,6 +6,8 @@ The residual stream is kept in the model's dtype, as transformers does.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -22,19 +24,28 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, head_dim]
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+    """Self-attention; `input_size` is what q, k and v are made from, by default hidden_size."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        backend: AttentionBackend,
+        kv_group: int,
+        input_size: int | None = None,
+    ):
         super().__init__()
         self.layer, self.kv_group, self.backend = layer, kv_group, backend
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.window = config.head_dim, config.window(layer)
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, qkv, bias=config.qkv_bias)
+        self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
-        """hidden [T, D] -> [T, D]; rope is the rotation of this pass's positions."""
+        """hidden [T, input_size] -> [T, D]; rope is the rotation of this pass's positions."""
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -59,7 +70,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        inner = config.intermediate_size
+        inner = self.intermediate_size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
 
@@ -78,6 +89,16 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, meta)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class HiddenStateCapture(Protocol):
+    """Takes copies of the layers' outputs it wants (`SpecMetadata` is one)."""
+
+    def is_layer_capture(self, layer_id: int) -> bool: ...
+
+    def maybe_capture_hidden_states(
+        self, layer_id: int, hidden_states: Tensor, residual: Tensor | None = None
+    ) -> None: ...
 
 
 class Decoder(nn.Module):
@@ -100,8 +121,16 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.cos_sin: Tensor
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        meta: AttentionMetadata,
+        capture: HiddenStateCapture | None = None,
+    ) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
+
+        `capture` is shown the residual stream after every layer.
 
         Token ids outside the vocabulary (-1, "no draft here") are read as 0; such rows are
         never accepted, so what they compute does not matter.
@@ -109,8 +138,10 @@ class Decoder(nn.Module):
         ids = input_ids.clamp(0, self.config.vocab_size - 1)
         hidden = self.embed_tokens(ids)
         rope = rotation(self.cos_sin[position_ids], hidden.dtype)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, meta)
+            if capture is not None and capture.is_layer_capture(i):
+                capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """From a Hugging Face `config.json` to a `DecoderConfig`.
 
-transformers' AutoConfig supplies each family's defaults and brings old RoPE fields into the
+transformers' config classes supply each family's defaults and bring old RoPE fields into the
 current form. Whatever trtspec's decoder would compute differently is refused here, by name.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from .config import DecoderConfig
 from .rope import ROPE_TYPES
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = {
+    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3",
+    "mimo": "qwen2",  # Qwen2 with MTP layers beside it, under its own name
+}  # fmt: skip
+"""model_type -> the transformers config whose decoder it is."""
 
 
 def load_config(model_dir: Path) -> DecoderConfig:
@@ -27,11 +33,20 @@ def load_config(model_dir: Path) -> DecoderConfig:
         CheckpointError: a file is missing or unreadable, or asks for something the decoder does
             not compute: another architecture, RoPE type or activation, quantised weights.
     """
-    model_dir = Path(model_dir)
-    raw = read_json_object(model_dir / "config.json", "Point to a Hugging Face model directory.")
-    where = model_dir / "config.json"
+    where = Path(model_dir) / "config.json"
+    raw = read_json_object(where, "Point to a Hugging Face model directory.")
+    config = parse_config(raw, where)
+    return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, Path(model_dir)))
+
+
+def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
+    """The decoder of a config as written in `where` (also the inner config of a draft head).
+
+    Raises:
+        CheckpointError: as `load_config`.
+    """
     _refuse_unsupported(raw, where)
-    hf = _auto_config(model_dir)
+    hf = _hf_config(raw, where)
     merged = hf.to_dict()
     rope = dict(hf.rope_parameters or {})
     _check_rope(rope, where)
@@ -58,7 +73,7 @@ def load_config(model_dir: Path) -> DecoderConfig:
         mlp_bias=family == "llama" and bool(hf.mlp_bias),
         qk_norm=family == "qwen3",
         layer_windows=_layer_windows(hf, where),
-        eos_token_ids=_eos_token_ids(hf.eos_token_id, model_dir),
+        eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
         raw=merged,
     )
@@ -77,25 +92,26 @@ def read_json_object(path: Path, cure: str) -> dict[str, Any]:
     return content
 
 
-def _auto_config(model_dir: Path) -> Any:
-    from transformers import AutoConfig
+def _hf_config(raw: dict[str, Any], where: Path) -> Any:
+    from transformers import CONFIG_MAPPING
 
+    family = FAMILIES[raw["model_type"]]
+    values = {**copy.deepcopy(raw), "model_type": family}
     try:
-        return AutoConfig.from_pretrained(str(model_dir), local_files_only=True)
+        return CONFIG_MAPPING[family].from_dict(values)
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
-            f"transformers cannot read {model_dir / 'config.json'} ({err}). Copy it again from the "
-            "model's source."
+            f"transformers cannot read {where} ({err}). Copy it again from the model's source."
         ) from err
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     """Checks on the file as written, where transformers would fill in, warn or ignore."""
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{where}: model_type={model_type!r} is not supported; allowed are "
-            f"{', '.join(MODEL_TYPES)}. Use a model of one of these families."
+            f"{', '.join(FAMILIES)}. Use a model of one of these families."
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
@@ -205,9 +221,9 @@ def _layer_windows(hf: Any, where: Path) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos_token_ids(from_config: Any, model_dir: Path) -> tuple[int, ...]:
+def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, ...]:
     """The union of both files' end tokens, config.json's first."""
-    found = _token_ids(from_config, model_dir / "config.json")
+    found = list(from_config)
     path = model_dir / "generation_config.json"
     if path.exists():
         cure = "Copy it again from the model's source, or remove it."

@@ -17,8 +17,11 @@ from .config import DecoderConfig
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def build_cos_sin(config: DecoderConfig) -> Tensor:
-    """[max_position_embeddings, head_dim] float32: cos of the D/2 frequencies, then their sin.
+def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Tensor:
+    """[num_positions, head_dim] float32: cos of the D/2 frequencies, then their sin.
+
+    By default for max_position_embeddings. A draft head must cover its target's context, however
+    few positions its own config names.
 
     Both halves carry the attention scaling of the RoPE type (yarn's; 1 for the others). Always
     on the CPU, also inside `with torch.device("meta")`.
@@ -28,7 +31,9 @@ def build_cos_sin(config: DecoderConfig) -> Tensor:
     """
     with torch.device("cpu"):
         inv_freq, scaling = _frequencies(config)
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        positions = torch.arange(
+            num_positions or config.max_position_embeddings, dtype=torch.float32
+        )
         angles = positions[:, None] * inv_freq.float()  # [P, D/2]
         return torch.cat([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
 

@@ -6,19 +6,30 @@ from ..acceptance.forced import (
     FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR,
     get_force_num_accepted_tokens,
 )
-from ..config import DecodingBaseConfig, resolve_speculative_config
+from ..config import DecodingBaseConfig, EagleDecodingConfig, resolve_speculative_config
+from ..errors import ConfigError
 from ..metadata.mode import SpeculativeDecodingMode
-from .base import DraftInputs, DraftModel, GuidedDecoder, SpecWorkerBase
+from .base import SpecWorkerBase
 from .draft_target import DraftTargetWorker
+from .eagle3 import Eagle3OneModelWorker
+from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
 from .plain import PlainWorker
+from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
+from .save_hidden_states import SaveHiddenStatesWorker
 from .user_provided import UserProvidedWorker
 
 WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.NONE: PlainWorker,
+    SpeculativeDecodingMode.MTP: MTPWorker,
+    SpeculativeDecodingMode.MTP_EAGLE: MTPEagleWorker,
+    SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: MTPEagleWorker,
+    SpeculativeDecodingMode.EAGLE3: Eagle3OneModelWorker,
+    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: Eagle3OneModelWorker,
     SpeculativeDecodingMode.NGRAM: NGramWorker,
     SpeculativeDecodingMode.DRAFT_TARGET: DraftTargetWorker,
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedWorker,
+    SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesWorker,
 }
 
 
@@ -26,9 +37,14 @@ def create_worker(config: DecodingBaseConfig | None) -> SpecWorkerBase:
     """The worker of a decoding config; `None` is plain decoding.
 
     Raises:
-        ConfigError, NotImplementedError: as `resolve_speculative_config`.
+        ConfigError: as `resolve_speculative_config`, or K is still open.
     """
     config = resolve_speculative_config(config)
+    if isinstance(config, EagleDecodingConfig) and config.max_draft_len == 0:
+        raise ConfigError(
+            "EagleDecodingConfig.max_draft_len=0 means the head's own, which `LLM` looks up; a "
+            "worker made alone needs the number."
+        )
     mode = config.spec_dec_mode if config is not None else SpeculativeDecodingMode.NONE
     return WORKER_OF_MODE[mode](config)
 
@@ -39,9 +55,14 @@ __all__ = [
     "DraftInputs",
     "DraftModel",
     "DraftTargetWorker",
+    "Eagle3OneModelWorker",
     "GuidedDecoder",
+    "LanguageModel",
+    "MTPEagleWorker",
+    "MTPWorker",
     "NGramWorker",
     "PlainWorker",
+    "SaveHiddenStatesWorker",
     "SpecWorkerBase",
     "UserProvidedWorker",
     "create_worker",

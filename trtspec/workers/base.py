@@ -1,6 +1,7 @@
 """`SpecWorkerBase`: the template of a speculative step's second half.
 
     logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
+              `---------------------- verify ---------------------'
 
 A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
 Nothing here reads a device value on the host, so the same code runs eagerly and captured.
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,36 +25,7 @@ from ..metadata.spec import SpecMetadata
 from ..ops.accept import last_accepted
 from ..ops.sample import greedy_tokens
 from ..sampling.target import sample_target_tokens
-
-
-class DraftModel(Protocol):
-    """What a worker sees of a drafting network (it never imports a model)."""
-
-    def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
-    ) -> Tensor: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-
-class GuidedDecoder(Protocol):
-    """Masks the target's logits in place before a token is chosen."""
-
-    def execute(self, logits: Tensor) -> None: ...
-
-
-@dataclass(frozen=True)
-class DraftInputs:
-    """What `draft` sees: the pass just verified and what came of it."""
-
-    input_ids: Tensor  # [T] int, contexts' rows then K'+1 per generation
-    position_ids: Tensor  # [T] int64
-    hidden_states: Tensor | None  # [T, D] of the target
-    accepted_tokens: Tensor  # [B, K+1] int32, -1 past the length
-    num_accepted_tokens: Tensor  # [B] int32, 1 … K'+1
-    attn_metadata: AttentionMetadata | None
-    spec_metadata: SpecMetadata
-    draft_model: DraftModel | None
+from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
 
 
 class SpecWorkerBase(nn.Module, ABC):
@@ -83,9 +53,14 @@ class SpecWorkerBase(nn.Module, ABC):
 
     # -- per-slot state ------------------------------------------------------------------------
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device
-    ) -> dict[str, Tensor]:
-        """Tensors with a leading slot dimension (the last slot is scratch). None by default."""
+        self, num_slots: int, max_seq_len: int, device: torch.device,
+        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Tensors with a leading slot dimension (the last slot is scratch). None by default.
+
+        Args:
+            hidden_size, dtype: the target's, for workers that keep hidden states.
+        """
         return {}
 
     def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
@@ -100,13 +75,14 @@ class SpecWorkerBase(nn.Module, ABC):
         logits: Tensor,
         attn_metadata: AttentionMetadata | None,
         spec_metadata: SpecMetadata,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | LanguageModel | None = None,
     ) -> dict[str, Tensor]:
         """Verifies, accepts and drafts.
 
         Args:
             input_ids, position_ids: [T], as the target read them.
-            hidden_states: [T, D] of the target, for drafters that use them.
+            hidden_states: [T, D] of the target after its final norm, for drafters that use them.
+                Captured layers are in `spec_metadata.captured`.
             logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass.
             attn_metadata: of the target's pass; needed by drafters with a KV cache.
             spec_metadata: `draft_tokens` [G, K'] and what the mode needs.
@@ -117,6 +93,23 @@ class SpecWorkerBase(nn.Module, ABC):
             length; `new_tokens_lens` [B] int32; `next_draft_tokens` [B, K] int32;
             `next_new_tokens` [B, K+1] int32, the last accepted token and the next drafts.
         """
+        inputs = self.verify(
+            input_ids, position_ids, hidden_states, logits, attn_metadata, spec_metadata,
+            draft_model,
+        )  # fmt: skip
+        return self.outputs(logits, inputs, self.draft(inputs))
+
+    def verify(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor | None,
+        logits: Tensor,
+        attn_metadata: AttentionMetadata | None,
+        spec_metadata: SpecMetadata,
+        draft_model: DraftModel | LanguageModel | None = None,
+    ) -> DraftInputs:
+        """The first half of `forward`: the tokens of this step, and what drafting starts from."""
         num_contexts, batch_size = _batch_shape(attn_metadata, spec_metadata)
         drafts = spec_metadata.draft_tokens
         if drafts is None:
@@ -126,18 +119,27 @@ class SpecWorkerBase(nn.Module, ABC):
         accepted, lens = self.sample_and_accept_draft_tokens(
             logits, drafts, num_contexts, batch_size, spec_metadata
         )
-        next_drafts = self.draft(
-            DraftInputs(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=hidden_states,
-                accepted_tokens=accepted,
-                num_accepted_tokens=lens,
-                attn_metadata=attn_metadata,
-                spec_metadata=spec_metadata,
-                draft_model=draft_model,
-            )
+        return DraftInputs(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states,
+            accepted_tokens=accepted,
+            num_accepted_tokens=lens,
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+            draft_model=draft_model,
         )
+
+    def outputs(
+        self, logits: Tensor, inputs: DraftInputs, next_drafts: Tensor
+    ) -> dict[str, Tensor]:
+        """The dictionary that `forward` returns; next_drafts [B, K]."""
+        runtime = inputs.spec_metadata.runtime_draft_len
+        if runtime is not None and runtime < self.max_draft_len:
+            next_drafts = nn.functional.pad(
+                next_drafts[:, :runtime], (0, self.max_draft_len - runtime), value=-1
+            )
+        accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
         return {
             "logits": logits,
             "new_tokens": accepted,
@@ -145,6 +147,12 @@ class SpecWorkerBase(nn.Module, ABC):
             "next_draft_tokens": next_drafts,
             "next_new_tokens": self.build_next_new_tokens(accepted, lens, next_drafts),
         }
+
+    def no_drafts(self, inputs: DraftInputs) -> Tensor:
+        """[B, K] int32 of -1."""
+        lens = inputs.num_accepted_tokens
+        return torch.full((lens.shape[0], self.max_draft_len), -1, dtype=torch.int32,
+                          device=lens.device)  # fmt: skip
 
     @abstractmethod
     def draft(self, inputs: DraftInputs) -> Tensor:
@@ -158,7 +166,7 @@ class SpecWorkerBase(nn.Module, ABC):
         logits: Tensor | None,
         attn_metadata: AttentionMetadata | None,
         spec_metadata: SpecMetadata,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | LanguageModel | None = None,
     ) -> dict[str, Tensor | None]:
         """Placeholders of the right shapes for a rank that has no logits; lengths are 1."""
         _, batch = _batch_shape(attn_metadata, spec_metadata)
@@ -213,13 +221,38 @@ class SpecWorkerBase(nn.Module, ABC):
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
         tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
-        accepted, lens = strict_acceptance(tokens, drafts, num_contexts)
+        accepted, lens = self.accept(logits, tokens, drafts, num_contexts, spec_metadata)
         lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
         accepted = finish_rows(accepted, lens)
+        self.after_acceptance(accepted, lens, num_contexts, spec_metadata)
         spec_metadata.bad_requests = _per_request(bad_rows, num_contexts, drafts.shape[1])
         spec_metadata.num_accepted_draft_tokens = lens - 1
         unused = self.max_draft_len - drafts.shape[1]
         return nn.functional.pad(accepted, (0, unused), value=-1), lens
+
+    def accept(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        drafts: Tensor,
+        num_contexts: int,
+        spec_metadata: SpecMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """The acceptance rule, strict here.
+
+        Args:
+            logits: [C + G*(K'+1), V]. tokens: [C + G*(K'+1)] int32, the target's choice at each.
+            drafts: [G, K'] int32.
+
+        Returns:
+            (tokens [B, K'+1] int32, what comes out at each place if it is reached; lens [B] int32).
+        """
+        return strict_acceptance(tokens, drafts, num_contexts)
+
+    def after_acceptance(
+        self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> None:
+        """State that follows the text: accepted [B, K'+1] int32, lens [B]. Nothing by default."""
 
     def sample_target_tokens(
         self, logits: Tensor, spec_metadata: SpecMetadata
@@ -318,6 +351,15 @@ class SpecWorkerBase(nn.Module, ABC):
         ends = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
         shifted[ends] = following.to(shifted.dtype)
         return shifted
+
+
+def certain_rows(meta: AttentionMetadata) -> Tensor:
+    """[B] int64: a context's last row, a generation's first: the last token known to be right
+    before this step's choice."""
+    ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
+    firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
+    rows = torch.cat([ends, firsts + meta.num_context_tokens])
+    return to_device(rows, meta.position_ids.device)
 
 
 def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:

@@ -11,14 +11,16 @@ tokens, n = their number, p = tokens with target KV before the step):
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
-from ..metadata.sampling import to_device
 from ..ops.accept import last_accepted
 from ..ops.slots import draft_step_metadata
-from .base import DraftInputs, DraftModel, SpecWorkerBase
+from .base import SpecWorkerBase, certain_rows
+from .protocols import DraftInputs, LanguageModel
 
 
 class DraftTargetWorker(SpecWorkerBase):
@@ -29,14 +31,14 @@ class DraftTargetWorker(SpecWorkerBase):
         return self.max_draft_len
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        meta, model = inputs.attn_metadata, inputs.draft_model
+        meta, model = inputs.attn_metadata, cast(LanguageModel, inputs.draft_model)
         assert meta is not None and model is not None
         num_tokens = meta.num_context_tokens
         if num_tokens:  # the draft model reads the prompt as the target did
             model(inputs.input_ids[:num_tokens], inputs.position_ids[:num_tokens],
                   meta.contexts_only())  # fmt: skip
 
-        rows = _certain_rows(meta)
+        rows = certain_rows(meta)
         tokens = _last_two_tokens(inputs, rows)  # [B, 2]
         last_position = inputs.position_ids[rows] + inputs.num_accepted_tokens  # of the bonus
         positions = torch.stack([last_position - 1, last_position], dim=1)  # [B, 2]
@@ -52,21 +54,16 @@ class DraftTargetWorker(SpecWorkerBase):
 
     @staticmethod
     def _run(
-        model: DraftModel, tokens: Tensor, positions: Tensor, meta: AttentionMetadata, extra_kv: int
+        model: LanguageModel,
+        tokens: Tensor,
+        positions: Tensor,
+        meta: AttentionMetadata,
+        extra_kv: int,
     ) -> Tensor:
         """tokens, positions [B, R] -> the logits after each request's last row, [B, V]."""
         step = draft_step_metadata(meta, positions, extra_kv + 1)
         hidden = model(tokens.reshape(-1), step.position_ids, step)
         return model.compute_logits(hidden[tokens.shape[1] - 1 :: tokens.shape[1]])
-
-
-def _certain_rows(meta: AttentionMetadata) -> Tensor:
-    """[B] int64: a context's last row, a generation's first: the last token known to be right
-    before this step's choice."""
-    ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
-    firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
-    rows = torch.cat([ends, firsts + meta.num_context_tokens])
-    return to_device(rows, meta.position_ids.device)
 
 
 def _last_two_tokens(inputs: DraftInputs, rows: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from ..config import NGramDecodingConfig
 from ..errors import ConfigError
 from ..metadata.sampling import rows_to_tensor
 from ..ops.ngram import propose_ngrams
-from .base import DraftInputs, SpecWorkerBase
+from .base import SpecWorkerBase
+from .protocols import DraftInputs
 
 
 class NGramWorker(SpecWorkerBase):
@@ -20,8 +21,9 @@ class NGramWorker(SpecWorkerBase):
     config: NGramDecodingConfig
 
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device
-    ) -> dict[str, Tensor]:
+        self, num_slots: int, max_seq_len: int, device: torch.device,
+        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:  # fmt: skip
         # Columns past max_seq_len take the overshoot of a last step and, at the very end, the
         # writes of masked entries; neither is ever read as text.
         columns = max_seq_len + self.max_draft_len + 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import DraftInputs, SpecWorkerBase
+from .base import SpecWorkerBase
+from .protocols import DraftInputs
 
 
 class PlainWorker(SpecWorkerBase):

@@ -1,0 +1,118 @@
+"""Tiny random EAGLE-3 heads of the published `speculators` package: an independent reference.
+
+The package is optional and installed without its dependencies: those of its data pipeline, which
+no head calls, are answered for by stubs while it is being imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from tiny import DEFAULTS
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import import_utils
+
+INSTALL = "pip install --no-deps speculators==0.9.0 loguru pydantic-settings python-dotenv"
+STUBBED = ("openai", "datasets", "hs_connectors")
+HEAD_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+HEAD_DEFAULTS = {"draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+
+
+class _StubFinder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        stubbed = fullname.partition(".")[0] in STUBBED
+        return ModuleSpec(fullname, self, is_package=True) if stubbed else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+@cache
+def load_speculators() -> ModuleType:
+    """The package, or a skip of the calling test where it is not installed."""
+    if importlib.util.find_spec("speculators") is None:
+        pytest.skip(f"the reference heads need: {INSTALL}")
+    # transformers asks once whether these exist: not while the stubs are there
+    import_utils.is_datasets_available()
+    import_utils.is_openai_available()
+    finder = _StubFinder()
+    sys.meta_path.append(finder)  # the last one: what is really installed is imported as usual
+    try:
+        return importlib.import_module("speculators")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, MagicMock)]:
+            del sys.modules[name]
+
+
+def build_eagle3(seed: int = 0, *, family: str = "llama", **flags: Any) -> Any:
+    """A float32 `Eagle3DraftModel`; `flags` are fields of the head's config or of its layers'.
+
+    Every weight is random and large enough that leaving one out shows in the logits. The draft
+    vocabulary is a random subset of the target's, unless both have the same size.
+    """
+    package = load_speculators()
+    greedy = importlib.import_module("speculators.proposals.greedy").GreedyTokenProposalConfig
+    head_flags = {name: flags.pop(name) for name in (*HEAD_FIELDS, *HEAD_DEFAULTS) if name in flags}
+    layers = {**DEFAULTS, "num_hidden_layers": 1, "attn_implementation": "eager", **flags}
+    config = package.Eagle3SpeculatorConfig(
+        transformer_layer_config=AutoConfig.for_model(family, **layers),
+        speculators_config=package.SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[greedy(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+        **{**HEAD_DEFAULTS, **head_flags},
+    )
+    model = package.Eagle3DraftModel(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            noise = 1 + 0.2 * noise
+        elif parameter.ndim == 1 or "embed_tokens" in name:
+            noise *= 0.5
+        else:
+            noise *= parameter.shape[1] ** -0.5 * (3 if "lm_head" in name else 1.5)
+        parameter.data.copy_(noise)
+    if model.d2t is not None:
+        order = torch.randperm(len(model.t2d), generator=generator)
+        targets = order[: len(model.d2t)].sort().values
+        model.d2t.copy_(targets - torch.arange(len(targets)))
+        model.t2d[targets] = True
+    return model
+
+
+def save_eagle3(model: Any, path: Path) -> Path:
+    """Writes the head as the package's own trainer does; returns `path`."""
+    model.save_pretrained(path)
+    return path
+
+
+def step_logits(model: Any, hidden: Tensor, token_ids: Tensor, steps: int) -> list[Tensor]:
+    """The logits [T, draft_vocab] of every unrolled step, from `hidden` [T, n_aux * H].
+
+    At step 0, row i reads hidden i and the embedding of token i (already shifted by the caller);
+    at step s it reads token i + s instead, so that only its rows i < T - s are meaningful.
+    """
+    logits: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda *call: logits.append(call[2][0]))
+    with handle, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        documents = torch.zeros_like(token_ids)
+        model(hidden[None], token_ids[None], documents[None], ttt_steps=steps)
+    return logits

@@ -1,0 +1,323 @@
+"""Tiny random draft heads in their public formats, and what they compute, written out naively.
+
+`naive_chain` recomputes a request's whole draft from its text alone, in float64, without a cache:
+the oracle of every worker that drafts with a head.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import DEFAULTS, tiny_model_dir
+from torch import Tensor
+
+VOCAB, SIZE = DEFAULTS["vocab_size"], DEFAULTS["hidden_size"]
+HEADS, KV_HEADS, INNER = 6, 2, DEFAULTS["intermediate_size"]
+HEAD_DIM = SIZE // HEADS
+
+
+def _weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            noise = 1 + 0.2 * noise
+        elif len(shape) == 1 or "embed_tokens" in name:
+            noise *= 0.5
+        else:
+            noise *= shape[1] ** -0.5 * (3 if "head" in name else 1.5)
+        tensors[name] = noise
+    return tensors
+
+
+def _layer_shapes(prefix: str, size: int, width: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}self_attn.q_proj.weight": (HEADS * HEAD_DIM, width),
+        f"{prefix}self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, width),
+        f"{prefix}self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, width),
+        f"{prefix}self_attn.o_proj.weight": (size, HEADS * HEAD_DIM),
+        f"{prefix}mlp.gate_proj.weight": (INNER, size),
+        f"{prefix}mlp.up_proj.weight": (INNER, size),
+        f"{prefix}mlp.down_proj.weight": (size, INNER),
+        f"{prefix}post_attention_layernorm.weight": (size,),
+    }
+    if bias:
+        for part, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows * HEAD_DIM,)
+    return shapes
+
+
+def eagle3_dir(
+    tmp_path: Path, *, seed: int = 7, size: int = SIZE, target_size: int = SIZE,
+    draft_vocab: int | None = 40, captured: int = 3, own_embedding: bool = False,
+    attention_bias: bool = False, pickle: bool = False, prefix: str = "midlayer.",
+    norm_before_fc: bool = False, fc_norm: bool = False, config: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Path:  # fmt: skip
+    """A raw EAGLE-3 head directory. `draft_vocab=None` shares the target's lm_head."""
+    shapes = _layer_shapes(prefix, size, 2 * size, attention_bias)
+    shapes |= {
+        "fc.weight": (size, captured * target_size),
+        f"{prefix}input_layernorm.weight": (size,),
+        f"{prefix}hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    if norm_before_fc:
+        shapes["input_norm.weight"] = (captured * target_size,)
+    if fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (target_size,) for i in range(captured)}
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (VOCAB, size)
+    if draft_vocab is not None:
+        shapes["lm_head.weight"] = (draft_vocab, size)
+    tensors = _weights(shapes, seed)
+    if draft_vocab is not None and draft_vocab != VOCAB:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": size,
+        "target_hidden_size": target_size,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 64,  # fewer than the target's, on purpose
+        "rms_norm_eps": 1e-5,
+        "draft_vocab_size": draft_vocab,
+        "attention_bias": attention_bias,
+        **({"norm_before_fc": True} if norm_before_fc else {}),
+        **({"fc_norm": True} if fc_norm else {}),
+        **flags,
+        **(config or {}),
+    }
+    return _save(tmp_path, "eagle3", tensors, raw, pickle)
+
+
+def eagle1_dir(tmp_path: Path, *, seed: int = 8, fc_bias: bool = False) -> Path:
+    """An EAGLE-1 head: it carries an embedding, and its lm_head is the target's."""
+    shapes = _layer_shapes("layers.0.", SIZE, SIZE, bias=False)
+    shapes |= {"fc.weight": (SIZE, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
+    if fc_bias:
+        shapes["fc.bias"] = (SIZE,)
+    raw = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": SIZE,
+        "intermediate_size": INNER, "num_hidden_layers": 1, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    tensors = _weights(shapes, seed)
+    for name in tensors:  # no final norm keeps its logits small
+        if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
+            tensors[name] *= 0.4
+    return _save(tmp_path, "eagle1", tensors, raw, pickle=False)
+
+
+def mtp_model_dir(
+    tmp_path: Path, *, layout: str = "deepseek", num_mtp_layers: int = 3, seed: int = 1,
+    own_ends: bool = False, **overrides: Any,
+) -> Path:  # fmt: skip
+    """A tiny target whose checkpoint carries MTP layers in a public layout.
+
+    Args:
+        own_ends: DeepSeek's form with embedding and head of their own (different ones here).
+    """
+    family = "qwen2" if layout == "mimo" else "llama"
+    path = tiny_model_dir(tmp_path, family, seed=seed, **overrides)
+    raw = json.loads((path / "config.json").read_text())
+    first = raw["num_hidden_layers"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(num_mtp_layers):
+        if layout == "mimo":
+            prefix = f"model.mtp_layers.{i}."
+            names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        else:
+            prefix = f"model.layers.{first + i}."
+            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        shapes |= _layer_shapes(prefix, SIZE, SIZE, bias=layout == "mimo")
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (SIZE,),
+            f"{prefix}{names[0]}.weight": (SIZE,),
+            f"{prefix}{names[1]}.weight": (SIZE,),
+            f"{prefix}{names[2]}.weight": (SIZE, 2 * SIZE),
+            f"{prefix}{names[3]}.weight": (SIZE,),
+        }
+        if own_ends:
+            shapes[f"{prefix}embed_tokens.weight"] = (VOCAB, SIZE)
+            shapes[f"{prefix}shared_head.head.weight"] = (VOCAB, SIZE)
+    tensors = load_file(path / "model.safetensors") | _weights(shapes, seed + 50)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    raw["num_nextn_predict_layers"] = num_mtp_layers
+    if layout == "mimo":
+        raw |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+def _save(
+    tmp_path: Path, kind: str, tensors: dict[str, Tensor], raw: dict[str, Any], pickle: bool
+) -> Path:
+    path = tmp_path / f"{kind}-{len(list(tmp_path.glob(f'{kind}-*')))}"
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    if pickle:
+        torch.save(tensors, path / "pytorch_model.bin")
+    else:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+# -- naive drafting ----------------------------------------------------------------------------
+class NaiveHead:
+    """A head's formula over whole sequences, in float64, from the checkpoint's tensors.
+
+    Rows are kept as lists of K and V per layer, so that a chain is extended row by row; every
+    chain starts from nothing.
+    """
+
+    def __init__(self, head_dir: Path, target_dir: Path, kind: str, **flags: Any):
+        self.kind, self.flags = kind, flags
+        raw = json.loads((head_dir / "config.json").read_text())
+        self.theta = flags.get("theta", 10000.0)
+        self.eps = raw["rms_norm_eps"]
+        file = head_dir / "model.safetensors"
+        own = load_file(file) if file.exists() else torch.load(head_dir / "pytorch_model.bin")
+        target = load_file(target_dir / "model.safetensors")
+        self.t = {name: t.double() if t.is_floating_point() else t for name, t in own.items()}
+        self.embedding = self.t.get("embed_tokens.weight", target["model.embed_tokens.weight"])
+        lm_head = target.get("lm_head.weight", target["model.embed_tokens.weight"])
+        self.lm_head = self.t.get("lm_head.weight", lm_head).double()
+        self.embedding = self.embedding.double()
+        self.d2t = self.t.get("d2t")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * scale * self.t[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.t[f"{name}.weight"].T
+        return y + self.t[f"{name}.bias"] if f"{name}.bias" in self.t else y
+
+    def attention(self, x: Tensor, positions: Tensor, cache: dict[str, Any], name: str) -> Tensor:
+        """x [n, width] at positions [n] -> [n, size]; `cache` holds the rows before."""
+        q = _rotate(self.linear(x, f"{name}.q_proj").view(len(x), -1, HEAD_DIM), positions,
+                    self.theta)  # fmt: skip
+        k = _rotate(self.linear(x, f"{name}.k_proj").view(len(x), -1, HEAD_DIM), positions,
+                    self.theta)  # fmt: skip
+        v = self.linear(x, f"{name}.v_proj").view(len(x), -1, HEAD_DIM)
+        old = cache.get(name)
+        if old is not None:
+            k, v, positions_k = (torch.cat(pair) for pair in zip(old, (k, v, positions), strict=True))
+        else:
+            positions_k = positions
+        cache[name] = (k, v, positions_k)
+        group = q.shape[1] // k.shape[1]
+        k, v = (y.repeat_interleave(group, 1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
+        scores = scores.masked_fill(positions_k[None, None] > positions[None, :, None], -math.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        return self.linear(out, f"{name}.o_proj")
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gate = self.linear(x, f"{name}.gate_proj")
+        return self.linear(
+            torch.nn.functional.silu(gate) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj"
+        )
+
+    def project(self, captured: Tensor) -> Tensor:
+        if self.kind != "eagle3":
+            return captured
+        if self.flags.get("norm_before_fc"):
+            captured = self.norm(captured, "input_norm")
+        if self.flags.get("fc_norm"):
+            count = self.flags.get("captured", 3)
+            parts = captured.chunk(count, -1)
+            captured = torch.cat([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)], -1)
+        return self.linear(captured, "fc")
+
+    def rows(
+        self, ids: Tensor, positions: Tensor, h: Tensor, cache: dict[str, Any], step: int
+    ) -> tuple[Tensor, Tensor]:
+        """-> (logits, what is fed on)."""
+        e = self.embedding[ids]
+        if self.kind == "eagle3":
+            p = self.flags.get("prefix", "midlayer.")
+            n = self.norm(h, f"{p}hidden_norm")
+            x = torch.cat([self.norm(e, f"{p}input_layernorm"), n], -1)
+            r = n if self.flags.get("norm_before_residual") else h
+            r = r + self.attention(x, positions, cache, f"{p}self_attn")
+            out = r + self.mlp(self.norm(r, f"{p}post_attention_layernorm"), f"{p}mlp")
+            normed = self.norm(out, "norm")
+            return normed @ self.lm_head.T, normed if self.flags.get("norm_output") else out
+        if self.kind == "eagle1":
+            p, x = "layers.0.", self.linear(torch.cat([e, h], -1), "fc")
+            r = x + self.attention(x, positions, cache, f"{p}self_attn")
+            out = r + self.mlp(self.norm(r, f"{p}post_attention_layernorm"), f"{p}mlp")
+            return out @ self.lm_head.T, out
+        return self._mtp_rows(e, ids, positions, h, cache, step)
+
+    def _mtp_rows(
+        self, e: Tensor, ids: Tensor, positions: Tensor, h: Tensor, cache: dict[str, Any], step: int
+    ) -> tuple[Tensor, Tensor]:
+        layer = step if self.flags.get("vanilla") else 0
+        mimo = self.flags.get("layout") == "mimo"
+        first = self.flags.get("first", 0)
+        p = f"model.mtp_layers.{layer}." if mimo else f"model.layers.{first + layer}."
+        e = self.t.get(f"{p}embed_tokens.weight", self.embedding)[ids]
+        lm_head = self.t.get(f"{p}shared_head.head.weight", self.lm_head)
+        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        if not mimo:
+            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        e, h = self.norm(e, p + names[0]), self.norm(h, p + names[1])
+        x = self.linear(torch.cat([h, e] if mimo else [e, h], -1), p + names[2])
+        attended = self.attention(self.norm(x, f"{p}input_layernorm"), positions, cache,
+                                  f"{p}self_attn")  # fmt: skip
+        r = x + attended
+        out = r + self.mlp(self.norm(r, f"{p}post_attention_layernorm"), f"{p}mlp")
+        normed = self.norm(out, p + names[3])
+        return normed @ lm_head.T, out if self.flags.get("pre_norm") else normed
+
+    def chain(self, text: list[int], hidden: Tensor, proposals: list[int]) -> list[Tensor]:
+        """The draft logits after `text` [n tokens], one [Vd] per proposal.
+
+        Args:
+            hidden: [n-1 or more, …] what the head reads of the target, per token of the text.
+            proposals: what was proposed at each step (target ids); fed on as it was.
+        """
+        n = len(text)
+        ids, positions = torch.tensor(text[1:]), torch.arange(n - 1)
+        h = self.project(hidden[: n - 1].double())
+        logits = []
+        if self.flags.get("vanilla"):
+            for step, proposal in enumerate(proposals):
+                out, h = self.rows(ids, positions, h, {}, step)
+                logits.append(out[-1])
+                ids = torch.cat([ids[1:], torch.tensor([proposal])])
+            return logits
+        cache: dict[str, Any] = {}
+        for step, proposal in enumerate(proposals):
+            out, h = self.rows(ids, positions, h, cache, step)
+            logits.append(out[-1])
+            ids, positions, h = torch.tensor([proposal]), positions[-1:] + 1, h[-1:]
+        return logits
+
+
+def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of [n, heads, d], pairs (j, j + d/2)."""
+    half = x.shape[-1] // 2
+    freqs = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = positions.double()[:, None, None] * freqs
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1
+    )

@@ -1,0 +1,79 @@
+"""Relaxed acceptance for thinking phases (TensorRT-LLM's, for DeepSeek-R1). Lossy by intent.
+
+While a greedy request thinks, a draft is kept if it is among the target's `top_k` tokens *and* its
+probability is at least the top one's minus `delta`. What comes out are the draft tokens, then the
+target's own token at the first miss. Outside a thinking phase acceptance is strict.
+
+Whether a slot thinks is one number per slot: its delta, or `NOT_THINKING`. The last marker token
+seen decides; a marker among the accepted tokens takes effect in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..ops.accept import mask_after
+
+NOT_THINKING = -1.0
+
+
+def delta_of_text(token_ids: Sequence[int], begin: int, end: int, delta: float) -> float:
+    """The delta of a request with these tokens: thinking since the last `begin`, if no `end`
+    came after it."""
+    for token in reversed(token_ids):
+        if token in (begin, end):
+            return delta if token == begin else NOT_THINKING
+    return NOT_THINKING
+
+
+def relaxed_matches(logits: Tensor, drafts: Tensor, deltas: Tensor, top_k: int) -> Tensor:
+    """Which drafts are close enough to the target's best.
+
+    Args:
+        logits: [G, K, V], the target's at the rows that judge the drafts, temperature 1.
+        drafts: [G, K] int32, -1 never matches.
+        deltas: [G] float32, `NOT_THINKING` matches nothing.
+
+    Returns:
+        [G, K] bool.
+    """
+    logits = logits.float()
+    own = logits.gather(-1, drafts.clamp_min(0).to(torch.int64)[..., None])  # [G, K, 1]
+    is_in_top_k = (logits > own).sum(-1) < top_k
+    total = logits.logsumexp(-1)
+    best = (logits.amax(-1) - total).exp()
+    close = (own[..., 0] - total).exp() >= best - deltas[:, None]
+    return is_in_top_k & close & (drafts >= 0) & (deltas[:, None] >= 0)
+
+
+def relaxed_acceptance(
+    target_tokens: Tensor, drafts: Tensor, relaxed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Strict acceptance, or better where a draft is close enough.
+
+    Args:
+        target_tokens: [G, K+1] int32. drafts: [G, K] int32. relaxed: [G, K] bool.
+
+    Returns:
+        (tokens [G, K+1] int32: the drafts while they are kept, the target's tokens after that;
+        lens [G] int32 in 1 … K+1).
+    """
+    kept = ((drafts == target_tokens[:, :-1]) | relaxed).to(torch.int32).cumprod(dim=1)
+    own = torch.where(kept.bool(), drafts, target_tokens[:, :-1])
+    lens = 1 + kept.sum(dim=1, dtype=torch.int32)
+    return torch.cat([own, target_tokens[:, -1:]], dim=1), lens
+
+
+def next_deltas(
+    deltas: Tensor, tokens: Tensor, lens: Tensor, begin: int, end: int, delta: float
+) -> Tensor:
+    """[B] deltas after accepting tokens [B, K+1] of lengths lens [B]."""
+    tokens = mask_after(tokens, lens)
+    order = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    last_begin = torch.where(tokens == begin, order, 0).amax(1)
+    last_end = torch.where(tokens == end, order, 0).amax(1)
+    thinking = torch.where(last_begin > last_end, delta, deltas)
+    return torch.where(last_end > last_begin, NOT_THINKING, thinking)

@@ -1,0 +1,171 @@
+"""Tensors of a checkpoint directory by name: shapes first, contents when asked.
+
+Weights are safetensors, whole or sharded. A draft head may also be `pytorch_model.bin`, the form
+in which many were published; it is read with torch's weights-only unpickler, which builds tensors
+and refuses anything that could run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .hf_config import read_json_object
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
+FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """One tensor of a checkpoint, not yet read."""
+
+    name: str
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it: F32, BF16, I64, …
+    load: Callable[[], Tensor] = field(repr=False)
+
+    def read(self) -> Tensor:
+        """The tensor on the CPU. Raises CheckpointError where the file is damaged."""
+        try:
+            return self.load()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(damaged(self.path, error)) from error
+
+
+def open_checkpoint(
+    model_dir: Path, stack: ExitStack, *, pickle: bool = False
+) -> dict[str, TensorSource]:
+    """Every tensor of a directory by name; the files stay open until `stack` closes.
+
+    Args:
+        pickle: read `pytorch_model.bin` (weights only) where there is no safetensors file.
+
+    Raises:
+        CheckpointError: no weights, a damaged or missing file, an index that does not fit.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(f"{model_dir} is not a directory. Give the checkpoint's directory.")
+    safe = (model_dir / WEIGHTS).exists() or (model_dir / INDEX).exists()
+    if pickle and not safe and (model_dir / PICKLE).exists():
+        return _open_pickle(model_dir / PICKLE)
+    sources: dict[str, TensorSource] = {}
+    for path, promised in _files(model_dir, pickle).items():
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            found = {name: _safe_source(file, name, path) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(damaged(path, error)) from error
+        absent = sorted(promised - found.keys())
+        twice = sorted(sources.keys() & found.keys())
+        if absent or twice:
+            what = f"lacks {some(absent)}" if absent else f"repeats {some(twice)} of another shard"
+            raise CheckpointError(
+                f"{path} {what}, against {INDEX}. Copy all shards and the index from one source."
+            )
+        sources |= found
+    return sources
+
+
+def _safe_source(file: Any, name: str, path: Path) -> TensorSource:
+    part = file.get_slice(name)
+    shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
+    return TensorSource(name, path, shape, dtype, partial(file.get_tensor, name))
+
+
+def _open_pickle(path: Path) -> dict[str, TensorSource]:
+    content: Any = None
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the bytes are made to raise, the file is not weights
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path} cannot be read as plain weights ({first_line}). It is damaged, or holds more "
+            "than tensors, which could run code. Use a safetensors file, or copy it again."
+        ) from error
+    flat = isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and not tensor.is_sparse
+        for name, tensor in content.items()
+    )
+    if not flat:
+        raise CheckpointError(
+            f"{path} is not a dictionary of dense tensors by name, but {type(content).__name__}. "
+            "Save the head's state_dict alone."
+        )
+    return {
+        name: TensorSource(
+            name, path, tuple(t.shape), _DTYPE_NAMES.get(t.dtype, str(t.dtype)), partial(_same, t)
+        )
+        for name, t in content.items()
+    }
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _files(model_dir: Path, pickle: bool) -> dict[Path, set[str]]:
+    """Weight file -> the tensors the index promises in it (none without an index)."""
+    if (model_dir / WEIGHTS).exists():
+        return {model_dir / WEIGHTS: set()}
+    if not (model_dir / INDEX).exists():
+        pickles = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
+        if pickles and not pickle:
+            raise CheckpointError(
+                f"{model_dir} holds its weights as pickle ({pickles[0]}), which can run code when "
+                "loaded; allowed is safetensors. Convert it: load it with transformers and call "
+                "save_pretrained."
+            )
+        allowed = f"{WEIGHTS}, {PICKLE}" if pickle else WEIGHTS
+        raise CheckpointError(
+            f"There are no weights in {model_dir}: it needs {allowed} or {INDEX} with its shards. "
+            "Copy them from the model's source."
+        )
+    index = read_json_object(model_dir / INDEX, "Copy it again from the model's source.")
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{model_dir / INDEX} has no weight_map. Copy it again.")
+    files: dict[Path, set[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{model_dir / INDEX} puts {name} into {shard!r}; allowed is a file name of "
+                "the same directory. Copy the index again."
+            )
+        files.setdefault(model_dir / shard, set()).add(name)
+    gone = sorted(path.name for path in files if not path.exists())
+    if gone:
+        raise CheckpointError(
+            f"{model_dir / INDEX} names {len(gone)} of {len(files)} shards that are not there: "
+            f"{some(gone)}. Copy them from the model's source."
+        )
+    return files
+
+
+def damaged(path: Path, error: Exception) -> str:
+    return f"{path} is not a complete safetensors file ({error}). Copy it again from its source."
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names."""
+    names = list(names)
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

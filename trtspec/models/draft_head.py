@@ -1,0 +1,120 @@
+"""What every draft head has: the target's vocabulary and positions, own or shared ends.
+
+A draft head is a network that reads the target's hidden states. It implements the `DraftModel`
+protocol of `workers/base.py`. Sources: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840),
+DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..metadata.attention import AttentionMetadata
+from ..ops.linear import Linear
+from ..ops.rope import rotation
+from .config import DecoderConfig
+from .decoder import Decoder, Rotation
+from .rope import build_cos_sin
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head as plain numbers and flags; `head_config.py` reads it from a checkpoint."""
+
+    kind: str  # "eagle3", "eagle" or "mtp"
+    format: str  # how the checkpoint is written, for people
+    decoder: DecoderConfig  # the head's own layers; vocab_size is the target's
+    target_hidden_size: int
+    draft_vocab_size: int
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    layers_to_capture: tuple[int, ...] = ()  # 0-based: the residual stream after these layers
+    captured_by: str = ""  # where those ids come from, for people
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False  # feed back what the final norm returns
+    fc_bias: bool = False
+    hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
+    suggested_draft_len: int | None = None
+
+
+class DraftHead(nn.Module):
+    """Base of the heads. `embed_tokens` and `lm_head` are the target's until own ones are built."""
+
+    advances_positions = True
+
+    def __init__(self, config: HeadConfig, num_positions: int, kv_group: int):
+        super().__init__()
+        self.config, self.kv_group = config, kv_group
+        decoder = config.decoder
+        self.num_layers = decoder.num_layers
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: Linear | None = None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        if config.own_lm_head:
+            self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
+        self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
+        positions = max(num_positions, decoder.max_position_embeddings)
+        self.register_buffer("cos_sin", build_cos_sin(decoder, positions), persistent=False)
+        self.cos_sin: Tensor
+        self.register_buffer("d2t", None, persistent=False)
+        self.d2t: Tensor | None  # [Vd] int64 offsets, target_id = draft_id + d2t[draft_id]
+
+    @property
+    def layers_to_capture(self) -> tuple[int, ...]:
+        """Target layers whose outputs the head reads; empty: it reads the final hidden states."""
+        return self.config.layers_to_capture
+
+    def share(self, target: Decoder) -> None:
+        """Takes the target's embedding and lm_head where the head has none of its own."""
+        self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
+        self.embed_tokens = self.embed_tokens or target.embed_tokens
+        self.lm_head = self.lm_head or target.lm_head
+
+    def kv_group_of_layer(self, layer: int) -> int:
+        """The KV group in which a layer of the head keeps its keys and values."""
+        return self.kv_group
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
+        """[T, n * Ht] as captured (or [T, Ht]) -> [T, H] as draft step 0 reads it."""
+        return hidden_states
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """[R, H] -> [R, Vd], model dtype."""
+        assert self.lm_head is not None
+        return self.lm_head(hidden)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]. Ids outside the vocabulary are read as its nearest end: such rows are
+        never used."""
+        assert self.embed_tokens is not None
+        return self.embed_tokens(input_ids.clamp(0, self.config.decoder.vocab_size - 1))
+
+    def rope(self, position_ids: Tensor, like: Tensor) -> Rotation:
+        return rotation(self.cos_sin[position_ids], like.dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        step: int,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft pass over T rows.
+
+        Args:
+            input_ids: [T], the token *after* each row's position.
+            position_ids: [T] int64.
+            hidden_states: [T, H]: at step 0 what `project_target_hidden` returned, later what the
+                previous step fed back.
+            step: 0 … K-1.
+
+        Returns:
+            (what `compute_logits` reads, what the next step reads), each [T, H].
+        """
+        raise NotImplementedError

@@ -1,0 +1,354 @@
+"""Draft heads from their directories: read, checked against the target, loaded.
+
+`read_head` collects every mismatch instead of stopping at the first; loading refuses a head that
+has one, `trtspec inspect-head` shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..attention.base import AttentionBackend
+from ..attention.torch_sdpa import TorchAttention
+from ..errors import CheckpointError
+from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
+from .config import DecoderConfig
+from .decoder import Decoder
+from .draft_head import DraftHead, HeadConfig
+from .eagle import Eagle3Head, EagleHead
+from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
+from .hf_config import parse_config, read_json_object
+from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
+from .weights import Placement, finish, place_tensors, placements, shape_problem
+
+_HEAD_CLASSES = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MTPHead}
+_VOCABULARY_MAPS = ("d2t", "t2d")
+
+
+@dataclass
+class HeadReport:
+    """What a head directory holds, and everything that is wrong with it."""
+
+    head_dir: Path
+    config: HeadConfig | None = None
+    tensors: Sources = field(default_factory=dict)  # under the names of the module
+    num_mtp_layers: int = 0  # in the checkpoint
+    d2t: Tensor | None = None  # [Vd] int64 offsets
+    problems: list[str] = field(default_factory=list)  # each with its cure
+
+    def require(self) -> HeadConfig:
+        """The config. Raises CheckpointError with every problem, if there is one."""
+        if self.problems or self.config is None:
+            raise CheckpointError(
+                f"{self.head_dir} cannot be used as a draft head:\n- " + "\n- ".join(self.problems)
+            )
+        return self.config
+
+
+def read_head(
+    head_dir: Path,
+    target: DecoderConfig | None,
+    stack: ExitStack,
+    *,
+    kind: str | None = None,
+    layers_to_capture: Sequence[int] | None = None,
+    num_mtp_layers: int = 1,
+) -> HeadReport:
+    """Reads and checks a head, contents of every tensor included.
+
+    Args:
+        target: what it is to draft for; None checks the head alone.
+        stack: keeps the files open.
+        kind: "eagle" (EAGLE-1 or -3) or "mtp" where only that will do.
+        num_mtp_layers: MTP layers that are needed.
+    """
+    report = HeadReport(Path(head_dir))
+    try:
+        _read(report, target, stack, kind, layers_to_capture, num_mtp_layers)
+    except CheckpointError as error:
+        report.problems.append(str(error))
+    return report
+
+
+def load_head(
+    head_dir: Path,
+    target: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    *,
+    kv_group: int,
+    kind: str,
+    layers_to_capture: Sequence[int] | None = None,
+    num_mtp_layers: int = 1,
+    norm_output: bool | None = None,
+) -> DraftHead:
+    """A head ready to draft for `target`, sharing its embedding and lm_head where it has no own.
+
+    An own embedding or lm_head that equals the target's is shared too.
+
+    Args:
+        kind, layers_to_capture, num_mtp_layers: as in `read_head`.
+        norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
+
+    Raises:
+        CheckpointError: with everything that is wrong with the head.
+    """
+    with ExitStack() as stack:
+        report = read_head(
+            head_dir, target.config, stack, kind=kind, layers_to_capture=layers_to_capture,
+            num_mtp_layers=num_mtp_layers,
+        )  # fmt: skip
+        config = report.require()
+        if norm_output is not None:
+            config = replace(config, norm_output=norm_output)
+        head = _build(config, target.config.max_position_embeddings, backend, kv_group)
+        _drop_what_the_target_has(head, report.tensors, target, dtype)
+        place_tensors(head, placements(head), report.tensors, dtype, device)
+    head.d2t = None if report.d2t is None else report.d2t.to(device)
+    finish(head, device)
+    head.share(target)
+    return head.eval()
+
+
+def _read(
+    report: HeadReport,
+    target: DecoderConfig | None,
+    stack: ExitStack,
+    kind: str | None,
+    layers_to_capture: Sequence[int] | None,
+    num_mtp_layers: int,
+) -> None:
+    head_dir = report.head_dir
+    sources = open_checkpoint(head_dir, stack, pickle=True)
+    where = head_dir / "config.json"
+    raw = read_json_object(where, "Point to the head's directory.")
+    layout = None if kind == "eagle" else mtp_layout(set(sources))
+    if kind == "mtp" and layout is None:
+        raise CheckpointError(
+            f"{head_dir} holds no MTP layers (no eh_proj of DeepSeek's names, no input_proj of "
+            "MiMo's). Use a checkpoint with its MTP layers, or give the head's directory."
+        )
+    if layout is not None:
+        _read_mtp(report, sources, layout, parse_config(raw, where), target, num_mtp_layers)
+    else:
+        report.tensors = canonical_eagle_names(sources, head_dir)
+        if "fc.weight" not in report.tensors:
+            raise CheckpointError(
+                f"{head_dir} has no fc.weight, which every EAGLE head has: these are not a head's "
+                "tensors, or not all of them. Copy the head again from its source."
+            )
+        report.config = parse_eagle(raw, report.tensors, where, target, layers_to_capture)
+        report.config = _settle_captures(report)
+        _check_ends(report, target)
+        _check_vocabulary_map(report)
+    _check_tensors(report)
+
+
+def _read_mtp(
+    report: HeadReport,
+    sources: Sources,
+    layout: MTPLayout,
+    decoder: DecoderConfig,
+    target: DecoderConfig | None,
+    needed: int,
+) -> None:
+    names = {new: sources[old] for new, old in mtp_names(set(sources), layout).items()}
+    numbers = {name.split(".")[1] for name in names if name.endswith(".eh_proj.weight")}
+    report.num_mtp_layers = len(numbers)
+    if needed > len(numbers):
+        report.problems.append(
+            f"{needed} MTP layers are needed, one for each draft token, and the checkpoint has "
+            f"{len(numbers)}. Lower num_nextn_predict_layers to {len(numbers)}, or use one layer "
+            "for all of them (use_mtp_vanilla=False)."
+        )
+        needed = len(numbers)
+    report.tensors = {n: s for n, s in names.items() if int(n.split(".")[1]) < needed}
+    report.config = parse_mtp(decoder, report.tensors, layout, needed)
+    if target is not None:
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(decoder, name), getattr(target, name)
+            if ours != theirs:
+                report.problems.append(
+                    f"The MTP layers are for {name}={ours}, the target has {theirs}. Use the MTP "
+                    "layers trained with this target."
+                )
+
+
+def _settle_captures(report: HeadReport) -> HeadConfig:
+    """How many layers are captured, from fc's width, where neither config nor target says so."""
+    config = report.config
+    assert config is not None
+    if config.kind != "eagle3" or config.layers_to_capture:
+        return config
+    width = report.tensors["fc.weight"].shape[-1]
+    return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))
+
+
+def _check_ends(report: HeadReport, target: DecoderConfig | None) -> None:
+    """Widths and vocabularies against the target's, above all where its ends are shared."""
+    config = report.config
+    assert config is not None
+    size, vocab = config.decoder.hidden_size, config.decoder.vocab_size
+    if not config.own_lm_head and config.draft_vocab_size != vocab:
+        report.problems.append(
+            f"draft_vocab_size={config.draft_vocab_size} is not vocab_size={vocab}, but there is "
+            "no lm_head.weight to draft with. Use a head that has one, or set draft_vocab_size to "
+            "null to share the target's."
+        )
+    if target is None:
+        return
+    if config.target_hidden_size != target.hidden_size:
+        report.problems.append(
+            f"The head reads hidden states of width {config.target_hidden_size}, the target's are "
+            f"{target.hidden_size} wide. Use a head trained for this target, or correct "
+            "target_hidden_size in its config.json."
+        )
+    if vocab != target.vocab_size:
+        report.problems.append(
+            f"The head's vocab_size is {vocab}, the target's {target.vocab_size}. Use a head "
+            "trained for this target."
+        )
+    for own, name in ((config.own_embedding, "embed_tokens"), (config.own_lm_head, "lm_head")):
+        if not own and size != target.hidden_size:
+            report.problems.append(
+                f"The head has no {name} of its own and is {size} wide; the target's, to be "
+                f"shared, is {target.hidden_size} wide. Use a head that carries its {name}."
+            )
+
+
+def _check_vocabulary_map(report: HeadReport) -> None:
+    """d2t maps each draft id to another target id; t2d, if it is there, marks exactly those."""
+    config, tensors = report.config, report.tensors
+    assert config is not None
+    size, vocab = config.draft_vocab_size, config.decoder.vocab_size
+    maps = {name: tensors.pop(name) for name in _VOCABULARY_MAPS if name in tensors}
+    if "d2t" not in maps:
+        if config.own_lm_head and size != vocab:
+            report.problems.append(
+                f"The head drafts among {size} of {vocab} tokens, but has no d2t to say which. "
+                "Copy the head again, with d2t."
+            )
+        return
+    source = maps["d2t"]
+    if source.shape != (size,) or source.dtype not in ("I64", "I32"):
+        report.problems.append(
+            f"d2t has shape {list(source.shape)} and dtype {source.dtype}; it must be [{size}] "
+            "(draft_vocab_size) of I64. Correct draft_vocab_size, or copy the head again."
+        )
+        return
+    offsets = source.read().to(torch.int64)
+    targets = torch.arange(size) + offsets
+    outside = ((targets < 0) | (targets >= vocab)).nonzero().flatten()
+    if len(outside):
+        i = int(outside[0])
+        ids = int(offsets.max()) < vocab and len(offsets.unique()) == size
+        hint = " It seems to hold ids in place of offsets: subtract arange." if ids else ""
+        report.problems.append(
+            f"d2t maps draft token {i} to {i} + {int(offsets[i])} = {int(targets[i])}, outside the "
+            f"target's vocabulary 0 … {vocab - 1}.{hint} Use the head's own d2t and vocab_size."
+        )
+        return
+    if len(targets.unique()) != size:
+        report.problems.append(
+            f"d2t maps {size} draft tokens to {len(targets.unique())} target tokens: some are the "
+            "same. It must hold offsets, target_id = draft_id + d2t[draft_id]. Copy it again."
+        )
+    if "t2d" in maps:
+        _check_t2d(report, maps["t2d"], targets, vocab)
+    report.d2t = offsets if bool(offsets.any()) else None
+
+
+def _check_t2d(report: HeadReport, source: TensorSource, targets: Tensor, vocab: int) -> None:
+    marked = source.read().to(torch.bool).flatten()
+    expected = torch.zeros(vocab, dtype=torch.bool)
+    expected[targets] = True
+    if not torch.equal(marked, expected):
+        report.problems.append(
+            f"t2d marks {int(marked.sum())} of {len(marked)} target tokens, and not those that d2t "
+            "maps to: they are of two heads. Copy both from one."
+        )
+
+
+def _check_tensors(report: HeadReport) -> None:
+    """Every parameter has its tensor, of the right shape and finite, and no tensor is left."""
+    config, sources = report.config, report.tensors
+    assert config is not None
+    places = placements(_build(config, 1, TorchAttention(), 0))
+    missing = [name for name in places if name not in sources]
+    if missing:
+        report.problems.append(
+            f"{len(missing)} of {len(places)} tensors are missing: {some(missing)}. Check the "
+            "flags and num_hidden_layers in config.json, or copy the head again."
+        )
+    surplus = [
+        source.name
+        for name, source in sources.items()
+        if name not in places and not name.endswith("rotary_emb.inv_freq")
+    ]
+    if surplus:
+        report.problems.append(
+            f"{len(surplus)} tensors have no place in {config.format}: {some(surplus)}. Either "
+            "config.json lacks a flag (norm_before_fc has input_norm, fc_norm has fc_norm.0 …; "
+            "num_hidden_layers), or the tensors of two heads are mixed."
+        )
+    for name, place in places.items():
+        if name in sources:
+            problem = _tensor_problem(name, sources[name], place, config)
+            if problem:
+                report.problems.append(problem)
+
+
+def _tensor_problem(
+    name: str, source: TensorSource, place: Placement, config: HeadConfig
+) -> str | None:
+    problem = shape_problem(name, source, place)
+    if problem and name == "fc.weight" and config.kind == "eagle3":
+        return (
+            f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
+            f"{config.target_hidden_size}."
+        )
+    if problem or source.dtype not in FLOATS:
+        return problem
+    tensor = source.read()
+    if not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        return (
+            f"{source.name} in {source.path} holds {bad} values that are NaN or infinite. The head "
+            "is broken: copy it again, or use another one."
+        )
+    return None
+
+
+def _build(
+    config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+) -> DraftHead:
+    with torch.device("meta"):
+        return _HEAD_CLASSES[config.kind](config, num_positions, backend, kv_group)
+
+
+def _drop_what_the_target_has(
+    head: DraftHead, sources: Sources, target: Decoder, dtype: torch.dtype
+) -> None:
+    """Own ends that are copies of the target's are not loaded a second time."""
+    owners = [("", head)]
+    if isinstance(head, MTPHead):
+        owners = [(f"layers.{i}.", layer) for i, layer in enumerate(head.layers)]  # type: ignore[misc]
+    embedding, lm_head = target.embed_tokens.weight, target.lm_head.weight
+    if target.config.tie_word_embeddings:
+        lm_head = embedding  # type: ignore[assignment]
+    for prefix, owner in owners:
+        for name, theirs in (("embed_tokens", embedding), ("lm_head", lm_head)):
+            own = sources.get(f"{prefix}{name}.weight")
+            if own is None or theirs is None or own.shape != tuple(theirs.shape):
+                continue
+            if name == "lm_head" and head.d2t is not None:
+                continue
+            if torch.equal(own.read().to(dtype), theirs.cpu()):
+                setattr(owner, name, None)

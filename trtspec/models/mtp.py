@@ -1,0 +1,178 @@
+"""Multi-token-prediction layers over a dense target.
+
+    x   = eh_proj(cat(enorm(e), hnorm(h)))    e = embedding of the next token; h as given
+    out = decoder layer(x)
+    logits = lm_head(norm(out));  norm(out), or `out` where norm_output is False, is fed on
+
+`h` is the target's final hidden state at depth 0 and the previous depth's output after that
+(DeepSeek-V3, section 2.2). MiMo concatenates the other way round.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionBackend
+from ..metadata.attention import AttentionMetadata
+from ..ops.linear import Linear
+from ..ops.norm import RMSNorm
+from .config import DecoderConfig
+from .decoder import Decoder, DecoderLayer, Rotation
+from .draft_head import DraftHead, HeadConfig
+
+
+@dataclass(frozen=True)
+class MTPLayout:
+    """How a family writes and wires its MTP layers. A new family is a new row of `MTP_LAYOUTS`."""
+
+    format: str
+    prefix: str  # regular expression; its first group is the layer's number
+    is_absolute: bool  # numbered after the target's layers, not from 0
+    renames: dict[str, str]  # name in the checkpoint -> name here
+    hidden_first: bool
+    norm_output: bool  # the hidden state fed on is the normed one
+
+
+MTP_LAYOUTS = (
+    MTPLayout(
+        format="DeepSeek-style MTP layers",
+        prefix=r"model\.layers\.(\d+)\.",
+        is_absolute=True,
+        renames={"shared_head.norm": "norm", "shared_head.head": "lm_head"},
+        hidden_first=False,
+        norm_output=True,
+    ),
+    MTPLayout(
+        format="MiMo MTP layers",
+        prefix=r"model\.mtp_layers\.(\d+)\.",
+        is_absolute=False,
+        renames={
+            "token_layernorm": "enorm",
+            "hidden_layernorm": "hnorm",
+            "input_proj": "eh_proj",
+            "final_layernorm": "norm",
+        },
+        hidden_first=True,
+        norm_output=True,
+    ),
+)
+
+
+class MTPLayer(DecoderLayer):
+    """One depth: a decoder layer with its input projection, final norm and perhaps own ends."""
+
+    def __init__(self, config: HeadConfig, index: int, backend: AttentionBackend, kv_group: int):
+        decoder = config.decoder
+        super().__init__(decoder, index, backend, kv_group)
+        size, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = Linear(2 * size, size, bias=False)
+        self.norm = RMSNorm(size, eps)
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: Linear | None = None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(decoder.vocab_size, size)
+        if config.own_lm_head:
+            self.lm_head = Linear(size, decoder.vocab_size, bias=False)
+        self.hidden_first = config.hidden_first
+
+    def forward(  # type: ignore[override]
+        self, embeddings: Tensor, hidden: Tensor, rope: Rotation, meta: AttentionMetadata
+    ) -> Tensor:
+        """embeddings, hidden [T, H] -> [T, H], before the final norm."""
+        e, h = self.enorm(embeddings), self.hnorm(hidden)
+        both = torch.cat([h, e] if self.hidden_first else [e, h], dim=-1)
+        return super().forward(self.eh_proj(both), rope, meta)
+
+
+class MTPHead(DraftHead):
+    """MTP layers, used once each by draft step ("vanilla") or the first one for all of them."""
+
+    def __init__(
+        self, config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+    ):
+        ends = replace(config, own_embedding=False, own_lm_head=False)  # those are the layers'
+        super().__init__(ends, num_positions, kv_group)
+        self.layers = nn.ModuleList(
+            MTPLayer(config, i, backend, kv_group) for i in range(config.decoder.num_layers)
+        )
+
+    def share(self, target: Decoder) -> None:
+        super().share(target)
+        self.shares_embedding = all(layer.embed_tokens is None for layer in self.layers)
+        self.shares_lm_head = all(layer.lm_head is None for layer in self.layers)
+        for layer in self.layers:
+            layer.embed_tokens = layer.embed_tokens or target.embed_tokens
+            layer.lm_head = layer.lm_head or target.lm_head
+
+    def layer_of_step(self, step: int) -> MTPLayer:
+        layer = self.layers[step % len(self.layers)]
+        assert isinstance(layer, MTPLayer)
+        return layer
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+        lm_head = self.layer_of_step(step).lm_head
+        assert lm_head is not None
+        return lm_head(hidden)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        step: int,
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layer_of_step(step)
+        assert layer.embed_tokens is not None
+        ids = input_ids.clamp(0, self.config.decoder.vocab_size - 1)
+        embeddings = layer.embed_tokens(ids)
+        hidden = layer(
+            embeddings, hidden_states, self.rope(position_ids, embeddings), attn_metadata
+        )
+        normed = layer.norm(hidden)
+        return normed, normed if self.config.norm_output else hidden
+
+
+def mtp_layout(names: set[str]) -> MTPLayout | None:
+    """The layout whose input projections are among the tensor names, if there is one."""
+    for layout in MTP_LAYOUTS:
+        projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
+        last = (projections or {"eh_proj"}).pop()
+        if any(re.fullmatch(rf"{layout.prefix}{last}\.weight", name) for name in names):
+            return layout
+    return None
+
+
+def mtp_names(names: set[str], layout: MTPLayout) -> dict[str, str]:
+    """Name as `MTPHead` has it, layers counted from 0 -> name in the checkpoint.
+
+    In an absolute layout the first layer is the lowest numbered one with an input projection.
+    """
+    matches = {name: match for name in names if (match := re.match(layout.prefix, name))}
+    renamed = {}
+    for name, match in matches.items():
+        rest = name[match.end() :]
+        for old, new in layout.renames.items():
+            if rest.startswith(f"{old}."):
+                rest = new + rest[len(old) :]
+        renamed[name] = int(match[1]), rest
+    first = 0
+    if layout.is_absolute:
+        first = min(number for number, rest in renamed.values() if rest == "eh_proj.weight")
+    return {
+        f"layers.{number - first}.{rest}": name
+        for name, (number, rest) in renamed.items()
+        if number >= first
+    }
+
+
+def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
+    """The decoder config of MTP layers: the target's, with a window only if all layers share it."""
+    windows = set(target.layer_windows)
+    window = windows.pop() if len(windows) == 1 else None
+    return replace(target, num_layers=num_layers, layer_windows=(window,) * num_layers)

@@ -1,0 +1,239 @@
+"""Drafting with multi-token-prediction layers.
+
+`MTPEagleWorker` uses one layer K times, as EAGLE-3 uses its head. `MTPWorker` ("vanilla") uses K
+layers once each, as DeepSeek-V3 trains them: depth k reads, at position i, the output of depth
+k-1 there and the token k+1 places on,
+
+    depth 0   h_i = target's hidden state    token t[i+1]   proposes t[i+2]
+    depth k   h_i = depth k-1's output       token t[i+k+1] proposes t[i+k+2]
+
+so all depths run over the same rows, and depth k is the same ids shifted left once more, its own
+last proposal at the end. The rows before the step's first one whose depths read tokens that were
+still guesses then, K-1 of them, are computed again; their target hidden states and tokens are
+kept per slot. So each depth's KV is always what the text says, whatever was rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..acceptance.relaxed import (
+    delta_of_text,
+    next_deltas,
+    relaxed_acceptance,
+    relaxed_matches,
+)
+from ..config import MTPDecodingConfig
+from ..errors import ConfigError
+from ..metadata.attention import AttentionMetadata
+from ..metadata.sampling import rows_to_tensor, to_device
+from ..metadata.spec import SpecMetadata
+from ..ops.slots import slot_mapping
+from .base import SpecWorkerBase
+from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
+from .protocols import DraftInputs
+
+
+class RelaxedAcceptance(SpecWorkerBase):
+    """Relaxed acceptance while a request thinks; strict where the config does not ask for it.
+
+    State: `thinking_deltas` [S+1] float32.
+    """
+
+    config: MTPDecodingConfig
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device,
+        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        state = super().allocate_state(num_slots, max_seq_len, device)
+        if self.config.use_relaxed_acceptance_for_thinking:
+            state["thinking_deltas"] = torch.zeros(num_slots + 1, device=device)
+        return state
+
+    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+        super().admit(state, slot, token_ids)
+        config = self.config
+        if config.use_relaxed_acceptance_for_thinking:
+            delta = delta_of_text(
+                token_ids, config.begin_thinking_phase_token, config.end_thinking_phase_token,
+                config.relaxed_delta,
+            )  # fmt: skip
+            deltas = state["thinking_deltas"]
+            deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
+
+    def accept(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        drafts: Tensor,
+        num_contexts: int,
+        spec_metadata: SpecMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        rows, lens = super().accept(logits, tokens, drafts, num_contexts, spec_metadata)
+        num_generations, num_drafts = drafts.shape
+        if not self.config.use_relaxed_acceptance_for_thinking or num_generations == 0:
+            return rows, lens
+        deltas, slots = self._deltas(spec_metadata)
+        judging = logits[num_contexts:].view(num_generations, num_drafts + 1, -1)[:, :-1]
+        relaxed = relaxed_matches(judging, drafts, deltas[slots[num_contexts:]],
+                                  self.config.relaxed_topk)  # fmt: skip
+        sampling = spec_metadata.sampling_rows()
+        if sampling is not None:  # one row per request is enough: its first
+            greedy = sampling.temperatures[num_contexts :: num_drafts + 1] == 0
+            relaxed &= greedy[:, None]
+        generations, generation_lens = relaxed_acceptance(rows[num_contexts:], drafts, relaxed)
+        return (
+            torch.cat([rows[:num_contexts], generations]),
+            torch.cat([lens[:num_contexts], generation_lens]),
+        )
+
+    def after_acceptance(
+        self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> None:
+        super().after_acceptance(accepted, lens, num_contexts, spec_metadata)
+        config = self.config
+        if not config.use_relaxed_acceptance_for_thinking:
+            return
+        deltas, slots = self._deltas(spec_metadata)
+        if spec_metadata.next_prompt_tokens is not None:  # a sample inside the prompt is no text
+            inside = spec_metadata.next_prompt_tokens >= 0
+            lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
+        deltas[slots] = next_deltas(
+            deltas[slots], accepted, lens, config.begin_thinking_phase_token,
+            config.end_thinking_phase_token, config.relaxed_delta,
+        )  # fmt: skip
+
+    @staticmethod
+    def _deltas(spec: SpecMetadata) -> tuple[Tensor, Tensor]:
+        if spec.slot_ids is None or "thinking_deltas" not in spec.state:
+            raise ConfigError(
+                "Relaxed acceptance needs to know who is thinking: set spec_metadata.state to what "
+                "allocate_state returned, call admit for each request, and set slot_ids [B]."
+            )
+        return spec.state["thinking_deltas"], spec.slot_ids
+
+
+class MTPEagleWorker(RelaxedAcceptance, Eagle3OneModelWorker):
+    """Modes MTP_EAGLE_ONE_MODEL and, passes driven by the executor, MTP_EAGLE."""
+
+
+class MTPWorker(RelaxedAcceptance):
+    """Mode MTP: layer k drafts token k.
+
+    State: `window_hidden` [S+1, K-1, D] and `window_tokens` [S+1, K-1] int64: the target's hidden
+    states of the last K-1 positions and the token after each, the newest last.
+    """
+
+    @property
+    def window(self) -> int:
+        return self.max_draft_len - 1
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device,
+        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        state = super().allocate_state(num_slots, max_seq_len, device)
+        rows, width = num_slots + 1, self.window
+        state["window_hidden"] = torch.zeros(rows, width, hidden_size, dtype=dtype, device=device)
+        state["window_tokens"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        return state
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        model, meta, hidden_states = draft_source(inputs)
+        spec = inputs.spec_metadata
+        if spec.slot_ids is None or "window_hidden" not in spec.state:
+            raise ConfigError(
+                "MTPWorker reads the last K-1 hidden states of each request: set "
+                "spec_metadata.state to what allocate_state(…, hidden_size=, dtype=) returned, and "
+                "slot_ids [B]."
+            )
+        window_hidden, window_tokens = spec.state["window_hidden"], spec.state["window_tokens"]
+        slots = spec.slot_ids
+        rows = _Rows(meta, self.window)
+        hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
+        ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
+        # [B]: the row of the last accepted token, which proposes.
+        last = rows.certain + inputs.num_accepted_tokens.to(torch.int64) - 1
+        kept = (last[:, None] + torch.arange(-self.window, 0, device=last.device) + 1).clamp_min(0)
+        window_hidden[slots], window_tokens[slots] = hidden[kept], ids[kept]
+
+        positions = rows.metadata.position_ids[rows.certain]  # [B]
+        room = meta.max_seq_len - 1 - positions - inputs.num_accepted_tokens
+        drafts = []
+        for step in range(self.max_draft_len):
+            out, hidden = model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
+            logits = model.compute_logits(out[last], step)
+            proposal = self.draft_sampler_greedy(logits, model.d2t)
+            drafts.append(torch.where(room > step, proposal, -1))
+            ids = torch.roll(ids, -1)
+            ids[last] = proposal.to(ids.dtype)
+        return torch.stack(drafts, dim=1).to(torch.int32)
+
+
+class _Rows:
+    """The rows of the target's pass with each request's window in front of them.
+
+    A context that starts at position s has min(window, s) window rows, which the host knows. A
+    generation always has all: those before its text begins write nowhere.
+    """
+
+    def __init__(self, meta: AttentionMetadata, window: int):
+        starts = meta.context_starts or (0,) * meta.num_contexts
+        per_request = [min(window, start) for start in starts] + [window] * meta.num_generations
+        own = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
+        starts_of_own = list(accumulate(own, initial=meta.num_seqs * window))
+        order: list[int] = []  # row here -> row of [windows of all requests, rows of the pass]
+        certain: list[int] = []
+        for i, (before, count) in enumerate(zip(per_request, own, strict=True)):
+            order += range((i + 1) * window - before, (i + 1) * window)
+            order += range(starts_of_own[i], starts_of_own[i] + count)
+            is_context = i < meta.num_contexts
+            certain.append(len(order) - 1 if is_context else len(order) - count)
+        device = meta.position_ids.device
+        self.order = to_device(torch.tensor(order, dtype=torch.int64), device)
+        self.certain = to_device(torch.tensor(certain, dtype=torch.int64), device)  # [B]
+        firsts = to_device(
+            torch.tensor(starts_of_own[:-1], dtype=torch.int64) - meta.num_seqs * window, device
+        )
+        self.metadata = self._metadata(meta, window, firsts, tuple(per_request))
+
+    def join(self, windows: Tensor, own: Tensor) -> Tensor:
+        """windows [B, W, …] and the pass's rows [T, …] -> rows in this order."""
+        return torch.cat([windows.flatten(0, 1).to(own.dtype), own])[self.order]
+
+    def _metadata(
+        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_request: tuple[int, ...]
+    ) -> AttentionMetadata:
+        before = torch.arange(-window, 0, device=firsts.device)
+        positions = meta.position_ids[firsts][:, None] + before  # [B, W]
+        inside = positions >= 0
+        positions = positions.clamp_min(0)
+        slots = tuple(
+            self.join(slot_mapping(table, positions, inside, group.page_size), mapping)
+            for table, group, mapping in zip(
+                meta.block_tables, meta.kv_groups, meta.slot_mappings, strict=True
+            )
+        )
+        contexts = meta.num_contexts
+        return replace(
+            meta,
+            context_lens=tuple(
+                n + w for n, w in zip(meta.context_lens, per_request[:contexts], strict=True)
+            ),
+            context_starts=tuple(
+                s - w
+                for s, w in zip(
+                    meta.context_starts or (0,) * contexts, per_request[:contexts], strict=True
+                )
+            ),
+            rows_per_generation=meta.rows_per_generation + window,
+            position_ids=self.join(positions, meta.position_ids),
+            slot_mappings=slots,
+            derived={},
+        )

@@ -1,0 +1,74 @@
+"""What a worker sees of the rest of the world, as protocols and one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..metadata.attention import AttentionMetadata
+from ..metadata.spec import SpecMetadata
+
+
+class DraftModel(Protocol):
+    """A network that drafts from the target's hidden states (an EAGLE head, MTP layers).
+
+    Calling it is one draft pass: input_ids [T] (the token *after* each row), position_ids [T],
+    hidden_states [T, H], metadata, step -> (what `compute_logits` reads, what the next step
+    reads), both [T, H].
+    """
+
+    num_layers: int
+    d2t: Tensor | None  # [Vd] offsets from draft to target ids
+    shares_embedding: bool
+    shares_lm_head: bool
+    advances_positions: bool  # False: query-only drafters at a constant position
+
+    @property
+    def layers_to_capture(self) -> tuple[int, ...]: ...
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor: ...
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        step: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor: ...
+
+    def kv_group_of_layer(self, layer: int) -> int: ...
+
+
+class LanguageModel(Protocol):
+    """A model that drafts by itself (mode DRAFT_TARGET): tokens in, hidden states [T, D] out."""
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class GuidedDecoder(Protocol):
+    """Masks the target's logits in place before a token is chosen."""
+
+    def execute(self, logits: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What `draft` sees: the pass just verified and what came of it."""
+
+    input_ids: Tensor  # [T] int, contexts' rows then K'+1 per generation
+    position_ids: Tensor  # [T] int64
+    hidden_states: Tensor | None  # [T, D] of the target
+    accepted_tokens: Tensor  # [B, K+1] int32, -1 past the length
+    num_accepted_tokens: Tensor  # [B] int32, 1 … K'+1
+    attn_metadata: AttentionMetadata | None
+    spec_metadata: SpecMetadata
+    draft_model: DraftModel | LanguageModel | None

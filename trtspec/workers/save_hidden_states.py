@@ -1,0 +1,9 @@
+"""Plain decoding whose captured layers the executor writes to disk."""
+
+from __future__ import annotations
+
+from .plain import PlainWorker
+
+
+class SaveHiddenStatesWorker(PlainWorker):
+    """Mode SAVE_HIDDEN_STATES. The target's forward captures; `executor/saving.py` writes."""
