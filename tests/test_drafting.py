@@ -7,6 +7,7 @@ is the real one; its oracle (`tiny_heads.NaiveHead`) sees a request's text and n
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_executor import VOCAB, Oracle
 from tiny import tiny_model_dir
 from tiny_heads import NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtspec.config import DecodingBaseConfig
+from trtspec.errors import ConfigError
 
 LAYERS = 8  # of the EAGLE-3 target: its default capture is after layers 1, 3 and 4
 
@@ -88,10 +91,6 @@ def _mtp(tmp_path: Path, k: int, **options: Any) -> Case:
 
 def _as_qwen2(mimo: Path) -> Path:
     """The same target without its MTP layers, for transformers."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     path = mimo.with_name(mimo.name + "-as-qwen2")
     path.mkdir()
     raw = json.loads((mimo / "config.json").read_text())
@@ -155,7 +154,9 @@ class Script:
         ids, k = inputs.spec_metadata.request_ids, self.executor.max_draft_len
         self.logits: dict[int, list[Tensor]] = {i: [] for i in ids}
         self.proposals: dict[int, list[int]] = {}
-        for i, tokens, n in zip(ids, inputs.accepted_tokens, inputs.num_accepted_tokens, strict=True):
+        for i, tokens, n in zip(
+            ids, inputs.accepted_tokens, inputs.num_accepted_tokens, strict=True
+        ):
             text = self.requests[i].token_ids + tokens[:n].tolist()
             drafts = self.case.oracle.extend(text, k)
             good = self.rng.randrange(k + 1)
@@ -207,6 +208,7 @@ def _run_random_schedule(case: Case, k: int, seed: int, **limits: Any) -> tuple[
         n = len(request.output_token_ids)
         assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, n)
     executor.kv_cache.check_integrity()
+    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
     return compared, executor
 
 
@@ -219,3 +221,194 @@ def test_draft_logits_equal_recomputation(
     compared, executor = _run_random_schedule(case, k, seed=k)
     assert compared > 30
     assert set(executor._accepted_lens) == set(range(k + 1)), "every length must have been accepted"
+
+
+def test_the_schedules_preempt(target_dir: Path, tmp_path: Path) -> None:
+    """What the comparison above relies on."""
+    case = make_case("eagle3", target_dir, tmp_path, 4)
+    _, executor = _run_random_schedule(case, 4, seed=4)
+    assert executor.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "mtp_vanilla", "eagle1"])
+def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
+    """K = 8, and every request ends at the maximum: drafts run past it."""
+    case = make_case(name, target_dir, tmp_path, 8)
+    compared, _ = _run_random_schedule(case, 8, seed=3, max_seq_len=36)
+    assert compared > 30
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3_two_engine", "mtp_vanilla", "mtp_eagle"])
+def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
+    """The head's KV stays whole while nothing is drafted, so drafting resumes at full strength."""
+    k = 3
+    case = make_case(name, target_dir, tmp_path, k)
+    llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=96)
+    script, executor = Script(llm, case, seed=0), llm.executor
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [executor.enqueue([5, 6, 7 + i], params) for i in range(2)]
+    script.requests = {request.request_id: request for request in requests}
+    rng, lens = random.Random(0), set()
+    while executor.has_work:
+        executor.runtime_draft_len = wanted = rng.choice([0, 1, 2, 3])
+        lens.add(wanted)
+        executor.step()
+        for request in [r for r in requests if r.is_generation]:
+            text, proposals = request.token_ids, script.proposals[request.request_id]
+            left = executor.state.next_tokens[request.slot, 1:].tolist()
+            assert left == proposals[:wanted] + [-1] * (k - wanted)
+            logits = script.logits[request.request_id]
+            expected = case.naive.chain(text, case.hidden(text[:-1]), proposals[: len(logits)])
+            for ours, naive in zip(logits, expected, strict=True):
+                torch.testing.assert_close(ours, naive, atol=1e-4, rtol=2e-5)
+    assert lens == {0, 1, 2, 3}
+    for request in requests:
+        assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, 40)
+
+
+def test_runtime_draft_len_is_checked(target_dir: Path, tmp_path: Path) -> None:
+    case = make_case("eagle3", target_dir, tmp_path, 3)
+    executor = LLM(target_dir, case.config, device="cpu", max_seq_len=64).executor
+    for bad in (-1, 4, True, 1.0):
+        with pytest.raises(ConfigError, match="runtime_draft_len"):
+            executor.runtime_draft_len = bad  # type: ignore[assignment]
+
+
+def test_a_crowded_step_drafts_nothing(target_dir: Path, tmp_path: Path) -> None:
+    head = eagle3_dir(tmp_path)
+    config = EagleDecodingConfig(max_draft_len=3, speculative_model=head, max_concurrency=2)
+    llm = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=64)
+    executor = llm.executor
+    for i, count in enumerate((8, 30, 30)):
+        executor.enqueue([3, 4 + i], SamplingParams(max_tokens=count, ignore_eos=True))
+    seen = set()
+    while executor.has_work:
+        crowd = len(executor.scheduler.waiting) + len(executor.scheduler.running)
+        executor.step()
+        for request in executor.scheduler.running:
+            drafted = int((executor.state.next_tokens[request.slot, 1:] >= 0).sum())
+            seen.add((crowd, drafted))
+    assert seen == {(3, 0), (2, 3), (1, 3)} or seen == {(3, 0), (2, 3)}
+
+
+# -- perfect heads -----------------------------------------------------------------------------
+WINDOW = 6
+
+
+def _one_layer_target(tmp_path: Path) -> Path:
+    """A Mistral of one layer that sees the last 6 tokens; embedding rows of unit RMS."""
+    path = tiny_model_dir(
+        tmp_path, "mistral", seed=3, num_hidden_layers=1, sliding_window=WINDOW, head_dim=8
+    )
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _add_perfect_mtp(path: Path, count: int) -> None:
+    """MTP layers that ignore the hidden state and are the target's one layer: at the row of the
+    token before, RoPE and the window see the same tokens at the same distances."""
+    tensors = load_file(path / "model.safetensors")
+    size = tensors["model.norm.weight"].shape[0]
+    for i in range(1, count + 1):
+        prefix = f"model.layers.{i}."
+        for name in [n for n in tensors if n.startswith("model.layers.0.")]:
+            tensors[name.replace("model.layers.0.", prefix)] = tensors[name].clone()
+        ones = torch.ones(size)
+        tensors |= {f"{prefix}enorm.weight": ones, f"{prefix}hnorm.weight": ones.clone()}
+        tensors[f"{prefix}eh_proj.weight"] = torch.cat(
+            [torch.eye(size), torch.zeros(size, size)], 1
+        )
+        tensors[f"{prefix}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": count}))
+
+
+def _perfect_eagle3(tmp_path: Path, target: Path) -> Path:
+    """An EAGLE-3 head that is the target's layer.
+
+    Its residual would be the hidden state, not the embedding: hidden_norm of zero removes that
+    one, and extra attention heads bring the embedding in. Those see their own row alone: their
+    queries and keys are one constant (a bias), whose rotated product peaks at distance 0.
+    """
+    t = load_file(target / "model.safetensors")
+    size, dim, kv, group = 48, 8, 2, 3
+    extra = size // dim  # KV heads that carry the embedding
+    p = "model.layers.0."
+    q, k, v, o = (t[f"{p}self_attn.{n}_proj.weight"] for n in "qkvo")
+    wide = {
+        "q": torch.cat([q, torch.zeros(extra * group * dim, size)]),
+        "k": torch.cat([k, torch.zeros(extra * dim, size)]),
+        # input_layernorm scales the embedding; what is carried must be the embedding itself
+        "v": torch.cat([v, torch.diag(1 / t[f"{p}input_layernorm.weight"])]),
+    }
+    bias = {
+        "q": torch.cat([torch.zeros(len(q)), torch.full((extra * group * dim,), 60.0)]),
+        "k": torch.cat([torch.zeros(len(k)), torch.full((extra * dim,), 60.0)]),
+        "v": torch.zeros(len(v) + size),
+    }
+    back = torch.zeros(size, extra * group * dim)
+    for head in range(extra):  # of the `group` copies of each extra head take the first
+        for j in range(dim):
+            back[head * dim + j, head * group * dim + j] = 1.0
+    tensors = {
+        "fc.weight": torch.randn(size, size),
+        "midlayer.input_layernorm.weight": t[f"{p}input_layernorm.weight"],
+        "midlayer.hidden_norm.weight": torch.zeros(size),
+        "midlayer.self_attn.o_proj.weight": torch.cat([o, back], 1),
+        "midlayer.post_attention_layernorm.weight": t[f"{p}post_attention_layernorm.weight"],
+        "norm.weight": t["model.norm.weight"],
+        "lm_head.weight": t["lm_head.weight"],
+    }
+    for name, weight in wide.items():
+        both = torch.cat([weight, torch.zeros_like(weight)], 1)
+        tensors[f"midlayer.self_attn.{name}_proj.weight"] = both
+        tensors[f"midlayer.self_attn.{name}_proj.bias"] = bias[name]
+    for name in ("gate", "up", "down"):
+        tensors[f"midlayer.mlp.{name}_proj.weight"] = t[f"{p}mlp.{name}_proj.weight"]
+    raw = json.loads((target / "config.json").read_text())
+    raw |= {
+        "model_type": "mistral", "draft_vocab_size": None, "norm_before_residual": True,
+        "num_attention_heads": (kv + extra) * group, "num_key_value_heads": kv + extra,
+        "head_dim": dim, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0]},
+        "attention_bias": True,
+    }  # fmt: skip
+    path = tmp_path / "perfect"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file({n: x.contiguous() for n, x in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"])
+def test_a_perfect_head_is_always_accepted(
+    tmp_path: Path, mode: str, k: int, overlap: bool
+) -> None:
+    """Any error in draft KV, positions, rows or shifts costs acceptance."""
+    target = _one_layer_target(tmp_path)
+    config: DecodingBaseConfig
+    if mode.startswith("eagle3"):
+        head = _perfect_eagle3(tmp_path, target)
+        config = EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head, eagle3_one_model=mode == "eagle3"
+        )
+    else:
+        _add_perfect_mtp(target, k)
+        config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla="vanilla" in mode)
+    llm = LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256,
+        max_num_tokens=36, enable_chunked_prefill=True, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    rng = random.Random(0)
+    # Longer than the window and the K tokens that the deepest layer cannot see at the start.
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(16, 50))] for _ in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True))
+    for output in outputs:
+        assert output.spec_stats.acceptance_length == k + 1
+        assert output.spec_stats.acceptance_per_position == [1.0] * k
+        assert output.spec_stats.num_steps == 6

@@ -119,7 +119,7 @@ def eagle1_dir(tmp_path: Path, *, seed: int = 8, fc_bias: bool = False) -> Path:
     tensors = _weights(shapes, seed)
     for name in tensors:  # no final norm keeps its logits small
         if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
-            tensors[name] *= 0.4
+            tensors[name] *= 0.25
     return _save(tmp_path, "eagle1", tensors, raw, pickle=False)
 
 
@@ -217,7 +217,9 @@ class NaiveHead:
         v = self.linear(x, f"{name}.v_proj").view(len(x), -1, HEAD_DIM)
         old = cache.get(name)
         if old is not None:
-            k, v, positions_k = (torch.cat(pair) for pair in zip(old, (k, v, positions), strict=True))
+            k, v, positions_k = (
+                torch.cat(pair) for pair in zip(old, (k, v, positions), strict=True)
+            )
         else:
             positions_k = positions
         cache[name] = (k, v, positions_k)
@@ -318,6 +320,4 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     freqs = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions.double()[:, None, None] * freqs
     a, b = x[..., :half], x[..., half:]
-    return torch.cat(
-        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1
-    )
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)

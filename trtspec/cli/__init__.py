@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -27,6 +29,7 @@ from .options import (
     DraftModelOption,
     DtypeOption,
     EngineOptions,
+    HeadOption,
     JsonOption,
     MaxTokensOption,
     ModelOption,
@@ -39,6 +42,7 @@ from .options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    TwoEngineOption,
 )
 from .render import make_console
 
@@ -57,6 +61,8 @@ def generate(
     speculative: SpeculativeOption = "none",
     max_draft_len: DraftLenOption = None,
     draft_model: DraftModelOption = None,
+    head: HeadOption = None,
+    two_engine: TwoEngineOption = False,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
     raw: RawOption = False,
@@ -74,8 +80,9 @@ def generate(
     from .generate import run_generate
 
     engine = EngineOptions(
-        model, speculative, max_draft_len, draft_model, dtype, device, max_batch_size
-    )
+        model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
+        max_batch_size,
+    )  # fmt: skip
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, seed)
     prompts = read_prompts(prompt, prompt_file)
     raise typer.Exit(run_generate(engine, sampling, prompts, raw, json_output))
@@ -87,6 +94,8 @@ def bench(
     speculative: SpeculativeOption = "ngram",
     max_draft_len: DraftLenOption = None,
     draft_model: DraftModelOption = None,
+    head: HeadOption = None,
+    two_engine: TwoEngineOption = False,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
     raw: RawOption = False,
@@ -105,8 +114,9 @@ def bench(
     from .bench import run_bench
 
     engine = EngineOptions(
-        model, speculative, max_draft_len, draft_model, dtype, device, max_batch_size
-    )
+        model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
+        max_batch_size,
+    )  # fmt: skip
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, seed)
     prompts = read_prompts(prompt, prompt_file)
     raise typer.Exit(run_bench(engine, sampling, prompts, raw, repeat, json_output))
@@ -118,6 +128,8 @@ def demo(
     speculative: SpeculativeOption = "ngram",
     max_draft_len: DraftLenOption = None,
     draft_model: DraftModelOption = None,
+    head: HeadOption = None,
+    two_engine: TwoEngineOption = False,
     max_tokens: MaxTokensOption = 128,
     dtype: DtypeOption = "bfloat16",
     device: DeviceOption = "auto",
@@ -125,8 +137,25 @@ def demo(
     """Show the same answers decoded without and with speculation."""
     from .demo import run_demo
 
-    engine = EngineOptions(model, speculative, max_draft_len, draft_model, dtype, device, 1)
+    engine = EngineOptions(
+        model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device, 1
+    )
     raise typer.Exit(run_demo(engine, SamplingOptions(max_tokens)))
+
+
+@app.command("inspect-head")
+def inspect_head(
+    directory: Annotated[Path, typer.Argument(help="Directory of an EAGLE head or MTP layers.")],
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Directory (or name) of the model it is to draft for."),
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show what a draft head is, and everything that keeps it from drafting for a target."""
+    from .inspect_head import run_inspect_head
+
+    raise typer.Exit(run_inspect_head(directory, target, json_output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,30 +25,59 @@ def parse_mode(name: str) -> SpeculativeDecodingMode:
 
 
 def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:
-    """The decoding config that `--speculative` and its companions describe; None for none."""
-    from ..config import CONFIG_OF_MODE
+    """The decoding config that `--speculative` and its companions describe; None for none.
+
+    `eagle3` and `mtp_eagle` name a drafter here: it drafts inside the step unless `--two-engine`
+    asks for passes of its own.
+    """
+    from ..config import CONFIG_OF_MODE, EagleDecodingConfig, MTPDecodingConfig
 
     mode = parse_mode(options.speculative)
-    takes_model = mode.has_draft_model() or mode.need_load_draft_weights()
-    if options.draft_model is not None and not takes_model:
-        raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.")
+    config_class = CONFIG_OF_MODE.get(mode)
+    is_eagle, is_mtp = config_class is EagleDecodingConfig, config_class is MTPDecodingConfig
+    if options.draft_model is not None and not mode.is_draft_target():
+        instead = " Give its directory with --head." if is_eagle or is_mtp else ""
+        raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.{instead}")
+    if options.head is not None and not (is_eagle or is_mtp):
+        raise CliError(f"--head was given, but {mode.name} drafts without a head.")
+    if options.two_engine and (mode.is_mtp_vanilla() or not (is_eagle or is_mtp)):
+        raise CliError(
+            f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
+            "have."
+        )
     if mode.is_none():
         if options.max_draft_len is not None:
             raise CliError("--max-draft-len was given, but --speculative none drafts nothing.")
         return None
-    if mode.is_user_provided():
-        raise CliError(
-            "USER_PROVIDED needs a Python object that drafts: use the Python API, "
-            "LLM(model, UserProvidedDecodingConfig(...))."
-        )
+    if mode.is_user_provided() or mode.is_save_hidden_states():
+        what = "a Python object that drafts" if mode.is_user_provided() else "an output_directory"
+        raise CliError(f"{mode.name} needs {what}: use the Python API, LLM(model, {_name(mode)}).")
     arguments: dict[str, Any] = {}
     if options.max_draft_len is not None:
-        arguments["max_draft_len"] = options.max_draft_len
-    if takes_model:
+        name = "num_nextn_predict_layers" if is_mtp else "max_draft_len"
+        arguments[name] = options.max_draft_len
+    if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
         arguments["speculative_model"] = resolve_model(options.draft_model, progress)
-    return CONFIG_OF_MODE[mode](**arguments)
+    if is_eagle:
+        if options.head is None:
+            raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
+        arguments |= {"speculative_model": options.head, "eagle3_one_model": not options.two_engine}
+    if is_mtp:
+        arguments |= {
+            "speculative_model": options.head,
+            "use_mtp_vanilla": mode.is_mtp_vanilla(),
+            "mtp_eagle_one_model": not options.two_engine,
+        }
+    assert config_class is not None
+    return config_class(**arguments)
+
+
+def _name(mode: SpeculativeDecodingMode) -> str:
+    from ..config import CONFIG_OF_MODE
+
+    return f"{CONFIG_OF_MODE[mode].__name__}(...)"
 
 
 def resolve_model(model: str, progress: Progress) -> str | Path:
@@ -64,7 +93,7 @@ def load_llm(options: EngineOptions, progress: Progress) -> LLM:
     """Build the engine that the options describe.
 
     Raises:
-        CliError, ConfigError, CheckpointError, NotImplementedError, OSError: with the reason.
+        CliError, ConfigError, CheckpointError, OSError: with the reason.
     """
     import trtspec
 
@@ -86,7 +115,10 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
     if parse_mode(options.speculative).is_none():
         raise CliError("--speculative none leaves nothing to compare: name a drafting mode.")
     with_speculation = load_llm(options, progress)  # first: it is the one whose options can fail
-    plain = replace(options, speculative="none", max_draft_len=None, draft_model=None)
+    plain = replace(
+        options, speculative="none", max_draft_len=None, draft_model=None, head=None,
+        two_engine=False,
+    )  # fmt: skip
     return load_llm(plain, progress), with_speculation
 
 

@@ -17,7 +17,8 @@ SpeculativeOption = Annotated[
     str,
     typer.Option(
         "--speculative",
-        help="none, ngram, draft_target, auto, or any name of SpeculativeDecodingMode.",
+        help="none, ngram, draft_target, eagle3, mtp (one layer per draft token), mtp_eagle (one "
+        "layer for all), auto, or any name of SpeculativeDecodingMode.",
     ),
 ]
 DraftLenOption = Annotated[
@@ -27,6 +28,16 @@ DraftLenOption = Annotated[
 DraftModelOption = Annotated[
     str | None,
     typer.Option("--draft-model", help="Directory (or name) of the drafting model."),
+]
+HeadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--head", help="Directory of the EAGLE head or MTP layers. MTP default: the model's own."
+    ),
+]
+TwoEngineOption = Annotated[
+    bool,
+    typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
 ]
 PromptOption = Annotated[
     list[str] | None, typer.Option("--prompt", help="Text to answer. May be given several times.")
@@ -66,6 +77,8 @@ class EngineOptions:
     speculative: str
     max_draft_len: int | None
     draft_model: str | None
+    head: str | None
+    two_engine: bool
     dtype: str
     device: str
     max_batch_size: int

@@ -58,7 +58,7 @@ def read_head(
     *,
     kind: str | None = None,
     layers_to_capture: Sequence[int] | None = None,
-    num_mtp_layers: int = 1,
+    num_mtp_layers: int | None = None,
 ) -> HeadReport:
     """Reads and checks a head, contents of every tensor included.
 
@@ -66,7 +66,7 @@ def read_head(
         target: what it is to draft for; None checks the head alone.
         stack: keeps the files open.
         kind: "eagle" (EAGLE-1 or -3) or "mtp" where only that will do.
-        num_mtp_layers: MTP layers that are needed.
+        num_mtp_layers: MTP layers that are needed; None is all there are.
     """
     report = HeadReport(Path(head_dir))
     try:
@@ -123,7 +123,7 @@ def _read(
     stack: ExitStack,
     kind: str | None,
     layers_to_capture: Sequence[int] | None,
-    num_mtp_layers: int,
+    num_mtp_layers: int | None,
 ) -> None:
     head_dir = report.head_dir
     sources = open_checkpoint(head_dir, stack, pickle=True)
@@ -157,11 +157,13 @@ def _read_mtp(
     layout: MTPLayout,
     decoder: DecoderConfig,
     target: DecoderConfig | None,
-    needed: int,
+    asked: int | None,
 ) -> None:
     names = {new: sources[old] for new, old in mtp_names(set(sources), layout).items()}
     numbers = {name.split(".")[1] for name in names if name.endswith(".eh_proj.weight")}
-    report.num_mtp_layers = len(numbers)
+    needed = report.num_mtp_layers = len(numbers)
+    if asked is not None:
+        needed = asked
     if needed > len(numbers):
         report.problems.append(
             f"{needed} MTP layers are needed, one for each draft token, and the checkpoint has "

@@ -1,0 +1,131 @@
+"""`trtspec inspect-head`: what a draft head is, and what keeps it from drafting for a target."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from .engine import resolve_model
+from .errors import EXIT_FAILED
+from .generate import write_json
+from .render import make_console
+from .status import Progress
+
+if TYPE_CHECKING:
+    from ..models.config import DecoderConfig
+    from ..models.head_weights import HeadReport
+
+
+def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
+    """Returns the exit code: 0 if the head can be used, else 1."""
+    from ..models.head_weights import read_head
+    from ..models.hf_config import load_config
+
+    config = None
+    if target is not None:
+        with Progress() as progress:
+            config = load_config(Path(resolve_model(target, progress)))
+    with ExitStack() as stack:
+        report = read_head(directory, config, stack)
+    facts = describe_head(report, config)
+    if as_json:
+        found = {name.lower().replace(" ", "_"): value for name, value in facts.items()}
+        write_json({"head": str(directory), "target": target, **found, "problems": report.problems})
+        return EXIT_FAILED if report.problems else 0
+    console = make_console()
+    table = Table(title=str(directory), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    if facts:
+        console.print(table)
+    for problem in report.problems:
+        console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
+    if not report.problems:
+        fits = "It fits the target." if config is not None else "It is whole; give --target too."
+        console.print(Text(f"✓ {fits}", style="green"), soft_wrap=True)
+    return EXIT_FAILED if report.problems else 0
+
+
+def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str, str]:
+    """What the report says of the head, by heading; empty where nothing could be read."""
+    head = report.config
+    if head is None:
+        return {}
+    decoder = head.decoder
+    parameters = sum(_size(source.shape) for source in report.tensors.values())
+    facts = {
+        "Format": head.format,
+        "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
+        "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
+        f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
+        "Attention": f"{decoder.num_heads} heads, {decoder.num_kv_heads} KV heads, head_dim "
+        f"{decoder.head_dim}, bias {_yes(decoder.qkv_bias)}, q/k norm {_yes(decoder.qk_norm)}",
+        "Target hidden size": str(head.target_hidden_size),
+        "RoPE": _rope(decoder.rope_parameters),
+        "Vocabulary": _vocabulary(report),
+    }
+    if head.kind == "eagle3":
+        facts["Captured layers"] = _captured(report)
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        facts["Flags"] = ", ".join(n for n in names if getattr(head, n)) or "none"
+    else:
+        facts["Hidden states"] = "the target's last, after its final norm"
+    if head.kind == "mtp":
+        order = "hidden state, embedding" if head.hidden_first else "embedding, hidden state"
+        fed_on = "after" if head.norm_output else "before"
+        facts["Input"] = f"{order}; fed on {fed_on} the layer's final norm"
+    shared = [
+        name
+        for name, own in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))
+        if not own
+    ]
+    facts["Shared with target"] = ", ".join(shared) or "nothing by name (equal copies are shared)"
+    if head.suggested_draft_len is not None:
+        facts["Draft length"] = f"{head.suggested_draft_len}, says config.json"
+    if target is not None:
+        facts["Target"] = (
+            f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "
+            f"{target.vocab_size}, RoPE {_rope(target.rope_parameters)}"
+        )
+    return facts
+
+
+def _captured(report: HeadReport) -> str:
+    head = report.config
+    assert head is not None
+    if all(layer < 0 for layer in head.layers_to_capture):
+        return f"{len(head.layers_to_capture)}, {head.captured_by}"
+    layers = ", ".join(map(str, head.layers_to_capture))
+    return f"{layers} (0-based outputs), from {head.captured_by}"
+
+
+def _vocabulary(report: HeadReport) -> str:
+    head = report.config
+    assert head is not None
+    vocab, drafted = head.decoder.vocab_size, head.draft_vocab_size
+    if drafted == vocab:
+        return f"{vocab}, all of them drafted"
+    return f"{vocab}, of which {drafted} ({drafted / vocab:.0%}) are drafted, by d2t"
+
+
+def _rope(parameters: dict[str, Any]) -> str:
+    kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
+    factor = f", factor {parameters['factor']:g}" if "factor" in parameters else ""
+    return f"{kind}, theta {theta:g}{factor}"
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
