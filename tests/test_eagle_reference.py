@@ -109,7 +109,7 @@ def _compare(target: Decoder, path: Path, family: str, steps: int = STEPS, **fla
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("norms", NORMS, ids=lambda norms: "+".join(norms) or "plain")
-@pytest.mark.parametrize(("before", "output"), product([False, True], repeat=2))
+@pytest.mark.parametrize(("before", "output"), list(product([False, True], repeat=2)))
 def test_every_flag(
     target: Decoder, tmp_path: Path, family: str, norms: dict[str, bool], before: bool, output: bool
 ) -> None:
@@ -128,16 +128,17 @@ def test_sliding_window(target: Decoder, tmp_path: Path) -> None:
     _compare(target, tmp_path, "qwen3", steps=1, head_dim=8, num_hidden_layers=2, **window)
 
 
+@pytest.mark.filterwarnings("ignore:--target-layer-ids")
 def test_default_layers(target: Decoder, tmp_path: Path) -> None:
     """Where the config names none, ours are the package's: theirs are inputs, ours outputs."""
-    head = _load(build_eagle3(**{IDS: None}), tmp_path, target)
+    head = _load(build_eagle3(eagle_aux_hidden_state_layer_ids=None), tmp_path, target)
     resolve = importlib.import_module("speculators.models.utils").resolve_target_layer_ids
     theirs = resolve(None, tiny_model_dir(tmp_path, num_hidden_layers=8))
     assert head.layers_to_capture == tuple(i - 1 for i in theirs)
 
 
 def test_what_the_files_say(target: Decoder, tmp_path: Path) -> None:
-    model = build_eagle3(**{IDS: [1, 5, 8]})
+    model = build_eagle3(eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     head = _load(model, tmp_path, target)
     assert head.d2t is not None and torch.equal(head.d2t, model.d2t)
     assert head.config.suggested_draft_len == 3

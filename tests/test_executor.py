@@ -16,11 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     KvCacheConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
     UserProvidedDecodingConfig,
@@ -57,12 +60,21 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1)
+    """With MTP layers in its checkpoint, which the other modes leave alone."""
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=8)
 
 
 @pytest.fixture(scope="module")
 def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+HEADS = {"eagle3": True, "eagle3_two_engine": False}
+MTP: dict[str, dict[str, bool]] = {
+    "mtp": {"use_mtp_vanilla": True},
+    "mtp_eagle": {},
+    "mtp_eagle_two_engine": {"mtp_eagle_one_model": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +110,20 @@ def _config(mode: str, k: int, draft_dir: Path, oracle: Oracle) -> DecodingBaseC
         return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
     if mode == "draft_target":
         return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir)
+    if mode in HEADS:
+        head = draft_dir.parent / "eagle3-0"
+        if not head.exists():
+            eagle3_dir(draft_dir.parent)
+        return EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head, eagle3_one_model=HEADS[mode],
+            eagle3_layers_to_capture=[0, 1, 2],
+        )  # fmt: skip
+    if mode in MTP:
+        return MTPDecodingConfig(num_nextn_predict_layers=k, **MTP[mode])
     return UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle))
 
 
-MODES = ["none", "ngram", "draft_target", "user_provided"]
+MODES = ["none", "ngram", "draft_target", "user_provided", *HEADS, *MTP]
 
 
 @pytest.mark.parametrize("mode", MODES)

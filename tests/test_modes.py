@@ -6,6 +6,7 @@ import pytest
 
 from trtspec import (
     AutoDecodingConfig,
+    DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
@@ -15,7 +16,17 @@ from trtspec import (
 from trtspec import SpeculativeDecodingMode as Mode
 from trtspec.config import DecodingBaseConfig, KvCacheConfig, resolve_speculative_config
 from trtspec.errors import ConfigError
-from trtspec.workers import create_worker
+from trtspec.workers import (
+    DraftTargetWorker,
+    Eagle3OneModelWorker,
+    MTPEagleWorker,
+    MTPWorker,
+    NGramWorker,
+    PlainWorker,
+    SaveHiddenStatesWorker,
+    SpecWorkerBase,
+    create_worker,
+)
 
 ONE_ENGINE = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL}
 DRAFT_MODEL = {Mode.EAGLE3, Mode.DRAFT_TARGET, Mode.MTP_EAGLE}
@@ -37,8 +48,19 @@ TABLE = {
     "support_capturable_guided_decoder": ONE_ENGINE,
     "needs_kv_cache_rewind": {*ONE_ENGINE, Mode.NGRAM},
     "has_draft_model": DRAFT_MODEL,
-    # Ours does more than TensorRT-LLM's here: NGRAM drafts on the device, plain decoding overlaps.
-    "support_overlap_scheduler": {*ONE_ENGINE, *DRAFT_MODEL, Mode.NGRAM, Mode.NONE},
+    # Ours does more than TensorRT-LLM's here: NGRAM drafts on the device, plain decoding
+    # overlaps, hidden states are copied out asynchronously.
+    "support_overlap_scheduler": {
+        *ONE_ENGINE,
+        *DRAFT_MODEL,
+        Mode.NGRAM,
+        Mode.NONE,
+        Mode.SAVE_HIDDEN_STATES,
+    },
+    # Predicates of ours.
+    "drafts_in_step": {*ONE_ENGINE, Mode.NGRAM, Mode.DRAFT_TARGET},
+    "drafts_in_passes": {Mode.EAGLE3, Mode.MTP_EAGLE},
+    "drafts_on_host": {Mode.USER_PROVIDED},
     "needs_kv_cache_recompute": {Mode.EAGLE3, Mode.MTP_EAGLE},
     "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL},
     "has_spec_decoder": {*ONE_ENGINE, Mode.MTP_EAGLE, Mode.EAGLE3},
@@ -105,19 +127,28 @@ def test_modes_of_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "worker"),
     [
-        EagleDecodingConfig(speculative_model="d"),
-        EagleDecodingConfig(speculative_model="d", eagle3_one_model=False),
-        MTPDecodingConfig(),
-        MTPDecodingConfig(use_mtp_vanilla=True),
-        MTPDecodingConfig(mtp_eagle_one_model=False),
-        SaveHiddenStatesDecodingConfig(output_directory="d"),
+        (None, PlainWorker),
+        (NGramDecodingConfig(), NGramWorker),
+        (DraftTargetDecodingConfig(speculative_model="d"), DraftTargetWorker),
+        (EagleDecodingConfig(speculative_model="d", max_draft_len=2), Eagle3OneModelWorker),
+        (
+            EagleDecodingConfig(speculative_model="d", max_draft_len=2, eagle3_one_model=False),
+            Eagle3OneModelWorker,
+        ),
+        (MTPDecodingConfig(), MTPEagleWorker),
+        (MTPDecodingConfig(mtp_eagle_one_model=False), MTPEagleWorker),
+        (MTPDecodingConfig(use_mtp_vanilla=True), MTPWorker),
+        (SaveHiddenStatesDecodingConfig(output_directory="d"), SaveHiddenStatesWorker),
     ],
 )
-def test_modes_without_a_worker_are_refused_by_name(config: DecodingBaseConfig) -> None:
-    with pytest.raises(NotImplementedError, match=rf"mode {config.spec_dec_mode.name} .*NGRAM"):
-        create_worker(config)
+def test_every_mode_has_a_worker(
+    config: DecodingBaseConfig | None, worker: type[SpecWorkerBase]
+) -> None:
+    made = create_worker(config)
+    assert type(made) is worker
+    assert made.max_draft_len == (0 if config is None else config.max_draft_len)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +168,28 @@ def test_modes_without_a_worker_are_refused_by_name(config: DecodingBaseConfig) 
         (lambda: EagleDecodingConfig(), "speculative_model is required"),
         (lambda: MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3), "differs from"),
         (lambda: MTPDecodingConfig(relaxed_delta=1.5), "relaxed_delta=1.5"),
+        (lambda: MTPDecodingConfig(relaxed_topk=0), "relaxed_topk=0"),
+        (
+            lambda: MTPDecodingConfig(begin_thinking_phase_token=5, end_thinking_phase_token=5),
+            "two different tokens",
+        ),
+        (lambda: MTPDecodingConfig(speculative_model=" "), "speculative_model"),
+        (
+            lambda: EagleDecodingConfig(speculative_model="d", eagle3_layers_to_capture=[-1]),
+            r"eagle3_layers_to_capture=\[-1\]",
+        ),
+        (
+            lambda: EagleDecodingConfig(speculative_model="d", eagle3_layers_to_capture="1"),
+            "eagle3_layers_to_capture='1'",
+        ),
+        (lambda: EagleDecodingConfig(speculative_model="d", max_draft_len=65), "0 … 64"),
+        (lambda: create_worker(EagleDecodingConfig(speculative_model="d")), "needs the number"),
+        (lambda: NGramDecodingConfig(max_concurrency=0), "max_concurrency=0"),
+        (lambda: SaveHiddenStatesDecodingConfig(), "output_directory is required"),
+        (
+            lambda: SaveHiddenStatesDecodingConfig(output_directory="d", tokens_per_file=0),
+            "tokens_per_file=0",
+        ),
         (lambda: KvCacheConfig(max_tokens=0), "max_tokens=0"),
         (lambda: KvCacheConfig(free_gpu_memory_fraction=0.0), "free_gpu_memory_fraction=0.0"),
         (lambda: resolve_speculative_config("ngram"), "not a decoding config.*NGramDecodingConfig"),

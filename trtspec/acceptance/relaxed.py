@@ -4,8 +4,10 @@ While a greedy request thinks, a draft is kept if it is among the target's `top_
 probability is at least the top one's minus `delta`. What comes out are the draft tokens, then the
 target's own token at the first miss. Outside a thinking phase acceptance is strict.
 
-Whether a slot thinks is one number per slot: its delta, or `NOT_THINKING`. The last marker token
-seen decides; a marker among the accepted tokens takes effect in the next step.
+Whether a slot thinks is one number per slot: its delta, or `NOT_THINKING`. A request thinks if the
+last marker of its prompt is `begin`, until `end` is among the tokens it accepts; that takes effect
+in the next step. A `begin` that the model writes itself changes nothing: what is lossy starts only
+where the prompt asks for it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from ..ops.accept import mask_after
 NOT_THINKING = -1.0
 
 
-def delta_of_text(token_ids: Sequence[int], begin: int, end: int, delta: float) -> float:
-    """The delta of a request with these tokens: thinking since the last `begin`, if no `end`
-    came after it."""
-    for token in reversed(token_ids):
+def delta_of_text(
+    prompt: Sequence[int], output: Sequence[int], begin: int, end: int, delta: float
+) -> float:
+    """The delta of a request with this prompt and, after a preemption, this output so far."""
+    for token in reversed(prompt):
         if token in (begin, end):
-            return delta if token == begin else NOT_THINKING
+            return delta if token == begin and end not in output else NOT_THINKING
     return NOT_THINKING
 
 
@@ -67,13 +70,7 @@ def relaxed_acceptance(
     return torch.cat([own, target_tokens[:, -1:]], dim=1), lens
 
 
-def next_deltas(
-    deltas: Tensor, tokens: Tensor, lens: Tensor, begin: int, end: int, delta: float
-) -> Tensor:
+def next_deltas(deltas: Tensor, tokens: Tensor, lens: Tensor, end: int) -> Tensor:
     """[B] deltas after accepting tokens [B, K+1] of lengths lens [B]."""
-    tokens = mask_after(tokens, lens)
-    order = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-    last_begin = torch.where(tokens == begin, order, 0).amax(1)
-    last_end = torch.where(tokens == end, order, 0).amax(1)
-    thinking = torch.where(last_begin > last_end, delta, deltas)
-    return torch.where(last_end > last_begin, NOT_THINKING, thinking)
+    has_ended = (mask_after(tokens, lens) == end).any(1)
+    return torch.where(has_ended, NOT_THINKING, deltas)

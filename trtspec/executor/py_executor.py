@@ -273,7 +273,9 @@ class PyExecutor:
         if params.is_greedy:
             temperature, top_k, top_p = 0.0, NO_TOP_K, NO_TOP_P
         self.state.admit(request.slot, temperature, top_k, top_p, request.seed)
-        self.worker.admit(self.state.worker, request.slot, request.token_ids)
+        self.worker.admit(
+            self.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)
+        )
 
     @property
     def runtime_draft_len(self) -> int:

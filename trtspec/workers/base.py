@@ -63,8 +63,15 @@ class SpecWorkerBase(nn.Module, ABC):
         """
         return {}
 
-    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
-        """A request enters `slot` with these tokens (prompt, and output if it was preempted)."""
+    def admit(
+        self,
+        state: dict[str, Tensor],
+        slot: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """A request enters `slot` with these tokens: its prompt, the first `num_prompt_tokens`
+        of them or all, and its output if it was preempted."""
 
     # -- the step ------------------------------------------------------------------------------
     def forward(

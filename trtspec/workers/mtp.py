@@ -56,13 +56,20 @@ class RelaxedAcceptance(SpecWorkerBase):
             state["thinking_deltas"] = torch.zeros(num_slots + 1, device=device)
         return state
 
-    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
-        super().admit(state, slot, token_ids)
+    def admit(
+        self,
+        state: dict[str, Tensor],
+        slot: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        super().admit(state, slot, token_ids, num_prompt_tokens)
         config = self.config
         if config.use_relaxed_acceptance_for_thinking:
+            split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
             delta = delta_of_text(
-                token_ids, config.begin_thinking_phase_token, config.end_thinking_phase_token,
-                config.relaxed_delta,
+                token_ids[:split], token_ids[split:], config.begin_thinking_phase_token,
+                config.end_thinking_phase_token, config.relaxed_delta,
             )  # fmt: skip
             deltas = state["thinking_deltas"]
             deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
@@ -104,10 +111,7 @@ class RelaxedAcceptance(SpecWorkerBase):
         if spec_metadata.next_prompt_tokens is not None:  # a sample inside the prompt is no text
             inside = spec_metadata.next_prompt_tokens >= 0
             lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
-        deltas[slots] = next_deltas(
-            deltas[slots], accepted, lens, config.begin_thinking_phase_token,
-            config.end_thinking_phase_token, config.relaxed_delta,
-        )  # fmt: skip
+        deltas[slots] = next_deltas(deltas[slots], accepted, lens, config.end_thinking_phase_token)
 
     @staticmethod
     def _deltas(spec: SpecMetadata) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,13 @@ class NGramWorker(SpecWorkerBase):
             "history_lens": torch.zeros(num_slots + 1, dtype=torch.int64, device=device),
         }
 
-    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+    def admit(
+        self,
+        state: dict[str, Tensor],
+        slot: int,
+        token_ids: Sequence[int],
+        num_prompt_tokens: int | None = None,
+    ) -> None:
         device = state["history"].device
         tokens = rows_to_tensor(list(token_ids), torch.int32, device)
         state["history"][slot, : len(token_ids)] = tokens
