@@ -280,6 +280,25 @@ def test_ctrl_c_exits_130_without_a_traceback(run):
     assert "interrupted" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "mode", "k"),
+    [
+        (["eagle3", "--head", "h"], "eagle3_one_model", 0),
+        (["EAGLE3_ONE_MODEL", "--head", "h", "--max-draft-len", "3"], "eagle3_one_model", 3),
+        (["eagle3", "--head", "h", "--two-engine", "--max-draft-len", "3"], "eagle3", 3),
+        (["mtp"], "mtp", 1),
+        (["mtp", "--head", "h", "--max-draft-len", "3"], "mtp", 3),
+        (["mtp_eagle", "--max-draft-len", "2"], "mtp_eagle_one_model", 2),
+        (["mtp_eagle", "--head", "h", "--two-engine"], "mtp_eagle", 1),
+    ],
+)
+def test_heads_by_name(run, fake, arguments, mode, k):
+    code, out, _ = run("generate", "--prompt", "a", "--json", "--speculative", *arguments)
+    assert code == 0
+    report = json.loads(out)
+    assert report["mode"] == mode and report["max_draft_len"] == k
+
+
 def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
     def broken(self, prompt, params):
         raise AssertionError("a bug")
@@ -297,7 +316,15 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         (["--prompt", " "], "--prompt is empty"),
         (["--prompt", "a", "--prompt-file", "f"], "use one of them"),
         (["--prompt", "a", "--speculative", "warp"], "'warp'. Allowed: MTP,"),
-        (["--prompt", "a", "--speculative", "eagle3"], "EAGLE3 has no worker in this release"),
+        (["--prompt", "a", "--speculative", "eagle3"], "EAGLE3 needs a draft head: give --head"),
+        (["--prompt", "a", "--speculative", "ngram", "--head", "h"], "NGRAM drafts without a head"),
+        (
+            ["--prompt", "a", "--speculative", "mtp", "--draft-model", "d"],
+            "MTP drafts without a model. Give its directory with --head",
+        ),
+        (["--prompt", "a", "--speculative", "mtp", "--two-engine"], "MTP has no two-engine form"),
+        (["--prompt", "a", "--speculative", "ngram", "--two-engine"], "no two-engine form"),
+        (["--prompt", "a", "--speculative", "save_hidden_states"], "needs an output_directory"),
         (["--prompt", "a", "--speculative", "user_provided"], "use the Python API"),
         (["--prompt", "a", "--speculative", "draft_target"], "give --draft-model DIR"),
         (["--prompt", "a", "--draft-model", "model"], "NONE drafts without a model"),

@@ -31,7 +31,7 @@ def _weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]
         elif len(shape) == 1 or "embed_tokens" in name:
             noise *= 0.5
         else:
-            noise *= shape[1] ** -0.5 * (3 if "head" in name else 1.5)
+            noise *= shape[1] ** -0.5 * (3 if "head" in name else 1.2)
         tensors[name] = noise
     return tensors
 

@@ -96,26 +96,38 @@ def _open_pickle(path: Path) -> dict[str, TensorSource]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the bytes are made to raise, the file is not weights
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # Not quoted: torch's message recommends to switch its protection off.
         raise CheckpointError(
-            f"{path} cannot be read as plain weights ({first_line}). It is damaged, or holds more "
-            "than tensors, which could run code. Use a safetensors file, or copy it again."
+            f"{path} cannot be read as plain weights ({type(error).__name__}). It is damaged, or "
+            "holds more than tensors, which could run code. Use a safetensors file, or copy it "
+            "again."
         ) from error
-    flat = isinstance(content, dict) and all(
-        isinstance(name, str) and isinstance(tensor, Tensor) and not tensor.is_sparse
-        for name, tensor in content.items()
-    )
-    if not flat:
+    if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path} is not a dictionary of dense tensors by name, but {type(content).__name__}. "
-            "Save the head's state_dict alone."
+            f"{path} holds a {type(content).__name__}, not tensors by name. Save the head's "
+            "state_dict alone."
         )
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not _is_plain(tensor):
+            raise CheckpointError(
+                f"{path} holds {name!r} of type {type(tensor).__name__}; allowed are names with "
+                "dense CPU tensors. Save the head's state_dict alone."
+            )
     return {
         name: TensorSource(
             name, path, tuple(t.shape), _DTYPE_NAMES.get(t.dtype, str(t.dtype)), partial(_same, t)
         )
         for name, t in content.items()
     }
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.device.type == "cpu"
+    )
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -145,7 +157,7 @@ def _files(model_dir: Path, pickle: bool) -> dict[Path, set[str]]:
         raise CheckpointError(f"{model_dir / INDEX} has no weight_map. Copy it again.")
     files: dict[Path, set[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
                 f"{model_dir / INDEX} puts {name} into {shard!r}; allowed is a file name of "
                 "the same directory. Copy the index again."

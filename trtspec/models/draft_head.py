@@ -58,8 +58,8 @@ class DraftHead(nn.Module):
         if config.own_lm_head:
             self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
-        positions = max(num_positions, decoder.max_position_embeddings)
-        self.register_buffer("cos_sin", build_cos_sin(decoder, positions), persistent=False)
+        # As many as the target has: the head's own config often names fewer.
+        self.register_buffer("cos_sin", build_cos_sin(decoder, num_positions), persistent=False)
         self.cos_sin: Tensor
         self.register_buffer("d2t", None, persistent=False)
         self.d2t: Tensor | None  # [Vd] int64 offsets, target_id = draft_id + d2t[draft_id]

@@ -12,15 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..config import MAX_DRAFT_LEN
 from ..errors import CheckpointError
 from .checkpoint import TensorSource
 from .config import DecoderConfig
 from .draft_head import HeadConfig
-from .hf_config import MAX_SIZE, parse_config
+from .hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .mtp import MTPLayout, mtp_decoder_config
 
 Sources = dict[str, TensorSource]
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -77,6 +79,12 @@ def parse_eagle(
             f"{where}: transformer_layer_config={inner!r}; the speculators format keeps the head's "
             "architecture there, as an object. Copy the file again from the head's source."
         )
+    refuse_quantized(raw, where)
+    absent = [name for name in _REQUIRED if inner.get(name) is None]
+    if absent and not speculators:
+        raise CheckpointError(
+            f"{where} does not say {', '.join(absent)}. Copy the file again from the head's source."
+        )
     decoder = _decoder(inner, sources, where)
     target_hidden_size = _size(raw, "target_hidden_size", decoder.hidden_size, where)
     draft_vocab_size = _size(raw, "draft_vocab_size", decoder.vocab_size, where)
@@ -96,6 +104,12 @@ def parse_eagle(
             raise CheckpointError(
                 f"{where.parent} is an EAGLE-1 head, which reads the target's last hidden states: "
                 f"eagle3_layers_to_capture={list(layers_to_capture)} does not apply. Leave it out."
+            )
+        if target_hidden_size != decoder.hidden_size:
+            raise CheckpointError(
+                f"{where}: target_hidden_size={target_hidden_size}, hidden_size="
+                f"{decoder.hidden_size}: an EAGLE-1 head is as wide as its target. Use an EAGLE-3 "
+                "head, or correct the field."
             )
         return replace(common, kind="eagle", format="EAGLE-1")
     flags = {name: _flag(raw, name, where) for name in _FLAGS}
@@ -130,18 +144,24 @@ def parse_mtp(
 def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
     """The head's layers. Biases and q/k norms are those that the tensors have."""
     values = {"model_type": "llama", **{k: v for k, v in inner.items() if v is not None}}
-    if "rope_theta" not in values and "rope_theta" not in (values.get("rope_parameters") or {}):
+    parameters = values.get("rope_parameters")
+    has_theta = isinstance(parameters, dict) and parameters.get("rope_theta") is not None
+    if "rope_theta" not in values and not has_theta:
         # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
         values["rope_theta"] = 10000.0
     decoder = parse_config(values, where)
     found = _by_presence(decoder, sources)
-    said = inner.get("attention_bias")
-    if isinstance(said, bool) and said != found.qkv_bias:
-        has = "holds" if found.qkv_bias else "has no"
-        raise CheckpointError(
-            f"{where}: attention_bias={said}, but the checkpoint {has} q_proj.bias. Set it to "
-            f"{str(found.qkv_bias).lower()}, or use the weights that belong to this config."
-        )
+    for name, tensor, there in (
+        ("attention_bias", "q_proj.bias", found.qkv_bias),
+        ("mlp_bias", "down_proj.bias", found.mlp_bias),
+    ):
+        said = inner.get(name)
+        if isinstance(said, bool) and said != there:
+            raise CheckpointError(
+                f"{where}: {name}={said}, but the checkpoint {'holds' if there else 'has no'} "
+                f"{tensor}. Set it to {str(there).lower()}, or use the weights that belong to this "
+                "config."
+            )
     return found
 
 
@@ -182,8 +202,12 @@ def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
     if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
         return None
     tokens = methods[0].get("speculative_tokens")
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
-        raise CheckpointError(f"{where}: speculative_tokens={tokens!r} must be an int. Correct it.")
+    good = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= MAX_DRAFT_LEN
+    if tokens is not None and not good:
+        raise CheckpointError(
+            f"{where}: speculative_tokens={tokens!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. "
+            "Correct it."
+        )
     return tokens
 
 
@@ -201,10 +225,11 @@ def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
                 "of EAGLE-3 is not supported: use another head."
             )
     for name in ("parallel_draft_step", "mask_token_id", "ptd_token_id"):
-        value = nested.get(name, raw.get(name))
-        if value is not None and not (name == "parallel_draft_step" and value == 1):
+        values = [v for v in (nested.get(name), raw.get(name)) if v is not None]
+        wrong = [v for v in values if not (name == "parallel_draft_step" and v == 1)]
+        if wrong:
             raise CheckpointError(
-                f"{where}: {name}={value!r} belongs to a head that drafts in parallel (P-EAGLE, "
+                f"{where}: {name}={wrong[0]!r} belongs to a head that drafts in parallel (P-EAGLE, "
                 "PARD), which is not supported. Use a head that drafts one token a pass."
             )
 

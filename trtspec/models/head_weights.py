@@ -91,7 +91,8 @@ def load_head(
 ) -> DraftHead:
     """A head ready to draft for `target`, sharing its embedding and lm_head where it has no own.
 
-    An own embedding or lm_head that equals the target's is shared too.
+    An own embedding or lm_head that equals the target's is shared too. (On CPU the target's
+    lm_head is packed and cannot be compared, unless it is its embedding.)
 
     Args:
         kind, layers_to_capture, num_mtp_layers: as in `read_head`.
@@ -135,6 +136,12 @@ def _read(
             f"{head_dir} holds no MTP layers (no eh_proj of DeepSeek's names, no input_proj of "
             "MiMo's). Use a checkpoint with its MTP layers, or give the head's directory."
         )
+    eagle = [name for name in sources if name == "fc.weight" or name.startswith("midlayer.")]
+    if layout is not None and eagle:
+        raise CheckpointError(
+            f"{head_dir} holds MTP layers and also {some(eagle)}: the tensors of two heads are "
+            "mixed. Copy one head again, into an empty directory."
+        )
     if layout is not None:
         _read_mtp(report, sources, layout, parse_config(raw, where), target, num_mtp_layers)
     else:
@@ -159,8 +166,14 @@ def _read_mtp(
     target: DecoderConfig | None,
     asked: int | None,
 ) -> None:
-    names = {new: sources[old] for new, old in mtp_names(set(sources), layout).items()}
-    numbers = {name.split(".")[1] for name in names if name.endswith(".eh_proj.weight")}
+    found = mtp_names(set(sources), layout, decoder.num_layers)
+    names = {new: sources[old] for new, old in found.items()}
+    numbers = {name.split(".")[1] for name in names}
+    if not numbers:
+        raise CheckpointError(
+            f"{report.head_dir}: the MTP layers are not numbered from {decoder.num_layers}, which "
+            "is num_hidden_layers. Use the config.json that belongs to these weights."
+        )
     needed = report.num_mtp_layers = len(numbers)
     if asked is not None:
         needed = asked
@@ -189,7 +202,13 @@ def _settle_captures(report: HeadReport) -> HeadConfig:
     assert config is not None
     if config.kind != "eagle3" or config.layers_to_capture:
         return config
-    width = report.tensors["fc.weight"].shape[-1]
+    shape = report.tensors["fc.weight"].shape
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"fc.weight in {report.head_dir} has shape {list(shape)}; it must be a matrix. Copy "
+            "the head again from its source."
+        )
+    width = shape[1]
     return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))
 
 
@@ -239,6 +258,12 @@ def _check_vocabulary_map(report: HeadReport) -> None:
             )
         return
     source = maps["d2t"]
+    if not config.own_lm_head:
+        report.problems.append(
+            "There is a d2t, but no lm_head.weight whose tokens it maps. Copy the head again, with "
+            "both or neither."
+        )
+        return
     if source.shape != (size,) or source.dtype not in ("I64", "I32"):
         report.problems.append(
             f"d2t has shape {list(source.shape)} and dtype {source.dtype}; it must be [{size}] "
@@ -282,6 +307,13 @@ def _check_tensors(report: HeadReport) -> None:
     """Every parameter has its tensor, of the right shape and finite, and no tensor is left."""
     config, sources = report.config, report.tensors
     assert config is not None
+    layers = {name.split(".")[1] for name in sources if name.startswith("layers.")}
+    if config.decoder.num_layers > len(layers):
+        report.problems.append(
+            f"config.json says num_hidden_layers={config.decoder.num_layers}, the tensors are of "
+            f"{len(layers)} layers. Correct it, or copy the head again."
+        )
+        return
     places = placements(_build(config, 1, TorchAttention(), 0))
     missing = [name for name in places if name not in sources]
     if missing:
@@ -295,10 +327,15 @@ def _check_tensors(report: HeadReport) -> None:
         if name not in places and not name.endswith("rotary_emb.inv_freq")
     ]
     if surplus:
+        flags = ""
+        if config.kind == "eagle3":
+            flags = (
+                "config.json lacks a flag (norm_before_fc has input_norm, fc_norm has "
+                "fc_norm.0 …; num_hidden_layers), or "
+            )
         report.problems.append(
-            f"{len(surplus)} tensors have no place in {config.format}: {some(surplus)}. Either "
-            "config.json lacks a flag (norm_before_fc has input_norm, fc_norm has fc_norm.0 …; "
-            "num_hidden_layers), or the tensors of two heads are mixed."
+            f"{len(surplus)} tensors have no place in {config.format}: {some(surplus)}. Check: "
+            f"{flags}the tensors of two heads are mixed."
         )
     for name, place in places.items():
         if name in sources:
@@ -311,7 +348,7 @@ def _tensor_problem(
     name: str, source: TensorSource, place: Placement, config: HeadConfig
 ) -> str | None:
     problem = shape_problem(name, source, place)
-    if problem and name == "fc.weight" and config.kind == "eagle3":
+    if source.shape != place.shape and name == "fc.weight" and config.kind == "eagle3":
         return (
             f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
             f"{config.target_hidden_size}."
@@ -349,8 +386,6 @@ def _drop_what_the_target_has(
         for name, theirs in (("embed_tokens", embedding), ("lm_head", lm_head)):
             own = sources.get(f"{prefix}{name}.weight")
             if own is None or theirs is None or own.shape != tuple(theirs.shape):
-                continue
-            if name == "lm_head" and head.d2t is not None:
                 continue
             if torch.equal(own.read().to(dtype), theirs.cpu()):
                 setattr(owner, name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .config import DecoderConfig
 from .rope import ROPE_TYPES
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
+MAX_HEAD_DIM = 4096
 FAMILIES = {
     "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3",
     "mimo": "qwen2",  # Qwen2 with MTP layers beside it, under its own name
@@ -85,7 +87,7 @@ def read_json_object(path: Path, cure: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no {path.name} in {path.parent}. {cure}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). {cure}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object. {cure}")
@@ -96,8 +98,8 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     family = FAMILIES[raw["model_type"]]
-    values = {**copy.deepcopy(raw), "model_type": family}
     try:
+        values = {**copy.deepcopy(raw), "model_type": family}
         return CONFIG_MAPPING[family].from_dict(values)
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
@@ -113,13 +115,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{where}: model_type={model_type!r} is not supported; allowed are "
             f"{', '.join(FAMILIES)}. Use a model of one of these families."
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{where}: quantization_config ({method!r}) is set, but only float32, float16 and "
-            "bfloat16 weights are supported. Use the unquantised checkpoint."
-        )
+    refuse_quantized(raw, where)
     act = raw.get("hidden_act", "silu")
     if act != "silu":
         raise CheckpointError(
@@ -131,6 +127,16 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where)
+
+
+def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{where}: quantization_config ({method!r}) is set, but only float32, float16 and "
+            "bfloat16 weights are supported. Use the unquantised checkpoint."
+        )
 
 
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
@@ -145,13 +151,33 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
                 f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_SIZE}. Copy the file "
                 "again from the model's source."
             )
-    for name in ("rope_theta", "factor"):
-        value = rope.get(name, 1.0)
+    for name in ("rope_theta", "factor", "attention_factor"):
+        value = 1.0 if rope.get(name) is None else rope[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise CheckpointError(
                 f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
                 "the file again from the model's source."
             )
+    for name, value in rope.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be finite. Copy the "
+                "file again from the model's source."
+            )
+    eps = hf.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+        raise CheckpointError(
+            f"{where}: rms_norm_eps={eps!r}; it must be a number in [0, 1). Copy the file again "
+            "from the model's source."
+        )
+    mtp = getattr(hf, "num_nextn_predict_layers", None)
+    if mtp is not None and (
+        isinstance(mtp, bool) or not isinstance(mtp, int) or not 0 <= mtp < 100
+    ):
+        raise CheckpointError(
+            f"{where}: num_nextn_predict_layers={mtp!r}; it must be an int in 0 … 99. Copy the "
+            "file again from the model's source."
+        )
 
 
 def _check_rope(rope: Any, where: Path) -> None:
@@ -184,9 +210,10 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:
             f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads="
             f"{kv_heads}: query heads share KV heads evenly. Correct the two fields."
         )
-    if head_dim < 2 or head_dim % 2:
+    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise CheckpointError(
-            f"{where}: head_dim={head_dim} must be even and at least 2: RoPE rotates pairs. "
+            f"{where}: head_dim={head_dim} must be even and in 2 … {MAX_HEAD_DIM}: RoPE rotates "
+            "pairs. "
             "Correct head_dim, or hidden_size and num_attention_heads."
         )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
@@ -40,7 +41,7 @@ class MTPLayout:
 MTP_LAYOUTS = (
     MTPLayout(
         format="DeepSeek-style MTP layers",
-        prefix=r"model\.layers\.(\d+)\.",
+        prefix=r"model\.layers\.(\d{1,6})\.",
         is_absolute=True,
         renames={"shared_head.norm": "norm", "shared_head.head": "lm_head"},
         hidden_first=False,
@@ -48,7 +49,7 @@ MTP_LAYOUTS = (
     ),
     MTPLayout(
         format="MiMo MTP layers",
-        prefix=r"model\.mtp_layers\.(\d+)\.",
+        prefix=r"model\.mtp_layers\.(\d{1,6})\.",
         is_absolute=False,
         renames={
             "token_layernorm": "enorm",
@@ -148,27 +149,33 @@ def mtp_layout(names: set[str]) -> MTPLayout | None:
     return None
 
 
-def mtp_names(names: set[str], layout: MTPLayout) -> dict[str, str]:
+def mtp_names(names: set[str], layout: MTPLayout, num_layers: int) -> dict[str, str]:
     """Name as `MTPHead` has it, layers counted from 0 -> name in the checkpoint.
 
-    In an absolute layout the first layer is the lowest numbered one with an input projection.
+    Args:
+        num_layers: of the target; an absolute layout numbers its MTP layers from there.
+
+    Raises:
+        CheckpointError: two tensors would have the same name.
     """
-    matches = {name: match for name in names if (match := re.match(layout.prefix, name))}
-    renamed = {}
-    for name, match in matches.items():
+    first = num_layers if layout.is_absolute else 0
+    renamed: dict[str, str] = {}
+    for name in sorted(names):
+        match = re.match(layout.prefix, name)
+        if match is None or int(match[1]) < first:
+            continue
         rest = name[match.end() :]
         for old, new in layout.renames.items():
             if rest.startswith(f"{old}."):
                 rest = new + rest[len(old) :]
-        renamed[name] = int(match[1]), rest
-    first = 0
-    if layout.is_absolute:
-        first = min(number for number, rest in renamed.values() if rest == "eh_proj.weight")
-    return {
-        f"layers.{number - first}.{rest}": name
-        for name, (number, rest) in renamed.items()
-        if number >= first
-    }
+        key = f"layers.{int(match[1]) - first}.{rest}"
+        if key in renamed:
+            raise CheckpointError(
+                f"{renamed[key]} and {name} are two names of one tensor: the tensors of two heads "
+                "are mixed. Copy one checkpoint again, into an empty directory."
+            )
+        renamed[key] = name
+    return renamed
 
 
 def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:

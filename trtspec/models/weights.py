@@ -172,7 +172,7 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
 def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries."""
     declared = config.raw.get("num_nextn_predict_layers") or 0
-    match = re.match(r"model\.(mtp_layers|layers)\.(\d+)\.", name)
+    match = re.match(r"model\.(mtp_layers|layers)\.(\d{1,6})\.", name)
     if match is None or not declared:
         return False
     first = 0 if match[1] == "mtp_layers" else config.num_layers
