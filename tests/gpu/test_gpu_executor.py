@@ -7,27 +7,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_drafting import _add_perfect_mtp, _one_layer_target, _perfect_eagle3
+from test_executor import HEADS, MTP, VOCAB
+from test_executor import _config as any_config
 from tiny import tiny_model_dir
+from tiny_heads import mtp_model_dir
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     KvCacheConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
+    SaveHiddenStatesDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
+from trtspec.hidden_states import SavedHiddenStates
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-VOCAB = 97
+MODES = ["none", "ngram", "draft_target", *HEADS, *MTP]
 
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1)
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +44,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(mode: str, draft_dir: Path) -> DecodingBaseConfig | None:
-    if mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)
-    if mode == "draft_target":
-        return DraftTargetDecodingConfig(max_draft_len=3, speculative_model=draft_dir)
-    return None
+    return any_config(mode, 3, draft_dir, None)  # type: ignore[arg-type]
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -67,7 +71,7 @@ def expected(target_dir: Path) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pool", [None, 112])
 def test_greedy_equals_transformers_on_cuda(
@@ -97,7 +101,69 @@ def test_a_perfect_draft_model_is_always_accepted_on_cuda(target_dir: Path, k: i
         assert output.spec_stats.acceptance_length == k + 1
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_perfect_head_is_always_accepted_on_cuda(tmp_path: Path, mode: str, k: int) -> None:
+    target = _one_layer_target(tmp_path)
+    config: DecodingBaseConfig
+    if mode.startswith("eagle3"):
+        head = _perfect_eagle3(tmp_path, target)
+        config = EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head, eagle3_one_model=mode == "eagle3"
+        )
+    else:
+        _add_perfect_mtp(target, k)
+        config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla="vanilla" in mode)
+    llm = LLM(
+        target, config, device="cuda", dtype="float32", max_batch_size=3, max_seq_len=128,
+        max_num_tokens=32, enable_chunked_prefill=True,
+        kv_cache_config=KvCacheConfig(max_tokens=1024),
+    )  # fmt: skip
+    prompts = [[(7 * i + j) % VOCAB for j in range(16 + 5 * i)] for i in range(5)]
+    params = SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True)
+    for output in llm.generate(prompts, params):
+        assert output.spec_stats.acceptance_length == k + 1
+
+
+def test_relaxed_acceptance_on_cuda_equals_the_cpu(target_dir: Path) -> None:
+    config = MTPDecodingConfig(
+        num_nextn_predict_layers=3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=8,
+        relaxed_delta=0.4, begin_thinking_phase_token=91, end_thinking_phase_token=92,
+    )  # fmt: skip
+    texts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            target_dir, config, device=device, dtype="float32", max_seq_len=96,
+            kv_cache_config=KvCacheConfig(max_tokens=1024),
+        )  # fmt: skip
+        prompts = [[91, *prompt] for prompt in _prompts(4)]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+        texts.append([o.outputs[0].token_ids for o in outputs])
+    assert texts[0] == texts[1]
+
+
+def test_saved_hidden_states_on_cuda_equal_the_cpu(target_dir: Path, tmp_path: Path) -> None:
+    saved = []
+    for device in ("cpu", "cuda"):
+        config = SaveHiddenStatesDecodingConfig(
+            output_directory=tmp_path / device, eagle3_layers_to_capture=[1, 0]
+        )
+        llm = LLM(
+            target_dir, config, device=device, dtype="float32", max_seq_len=96,
+            kv_cache_config=KvCacheConfig(max_tokens=1024),
+        )  # fmt: skip
+        llm.generate(_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
+        samples = sorted(
+            SavedHiddenStates(tmp_path / device), key=lambda s: s["token_ids"].tolist()
+        )
+        saved.append(samples)
+    assert len(saved[0]) == len(saved[1]) == 4
+    for ours, theirs in zip(*saved, strict=True):
+        for name, column in ours.items():
+            torch.testing.assert_close(column, theirs[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_launching_a_generation_step_waits_for_nothing(
     target_dir: Path, draft_dir: Path, mode: str, temperature: float

@@ -1,0 +1,152 @@
+"""What a step costs with each draft head, one-model and two-engine, on random weights.
+
+    python benchmarks/draft_heads.py [--device cuda] [--k 3] [--steps 60] [--prompt 256]
+
+The target has SmolLM2-135M's shape, the EAGLE-3 head 16,000 draft tokens, MTP layers are copies
+of the target's kind. Random heads accept next to nothing: a step's cost does not depend on it.
+Checkpoints are written once into a temporary directory. Medians of interleaved steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+
+SIZE, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, DRAFT_VOCAB = 576, 1536, 30, 9, 3, 49152, 16000
+CONFIG = {
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def _layer(prefix: str, width: int = SIZE) -> dict[str, tuple[int, ...]]:
+    dim = SIZE // HEADS
+    return {
+        f"{prefix}self_attn.q_proj.weight": (HEADS * dim, width),
+        f"{prefix}self_attn.k_proj.weight": (KV_HEADS * dim, width),
+        f"{prefix}self_attn.v_proj.weight": (KV_HEADS * dim, width),
+        f"{prefix}self_attn.o_proj.weight": (SIZE, HEADS * dim),
+        f"{prefix}mlp.gate_proj.weight": (INNER, SIZE),
+        f"{prefix}mlp.up_proj.weight": (INNER, SIZE),
+        f"{prefix}mlp.down_proj.weight": (SIZE, INNER),
+        f"{prefix}input_layernorm.weight": (SIZE,),
+        f"{prefix}post_attention_layernorm.weight": (SIZE,),
+    }
+
+
+def _save(path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, object]) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        tensors[name] = (torch.ones(shape) if len(shape) == 1 else noise).bfloat16()
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if "fc.weight" in tensors:
+        tensors["d2t"] = torch.arange(DRAFT_VOCAB) * 2  # every third token
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def build_checkpoints(root: Path, num_mtp_layers: int) -> tuple[Path, Path]:
+    """(target with MTP layers, EAGLE-3 head)."""
+    target = {"model.embed_tokens.weight": (VOCAB, SIZE), "model.norm.weight": (SIZE,)}
+    for i in range(LAYERS + num_mtp_layers):
+        target |= _layer(f"model.layers.{i}.")
+    for i in range(LAYERS, LAYERS + num_mtp_layers):
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            target[f"model.layers.{i}.{name}.weight"] = (SIZE,)
+        target[f"model.layers.{i}.eh_proj.weight"] = (SIZE, 2 * SIZE)
+    head = _layer("midlayer.", 2 * SIZE) | {
+        "fc.weight": (SIZE, 3 * SIZE),
+        "midlayer.hidden_norm.weight": (SIZE,),
+        "norm.weight": (SIZE,),
+        "lm_head.weight": (DRAFT_VOCAB, SIZE),
+    }
+    return (
+        _save(root / "target", target, {**CONFIG, "num_nextn_predict_layers": num_mtp_layers}),
+        _save(
+            root / "head", head, {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--prompt", type=int, default=256)
+    args = parser.parse_args()
+    k = args.k
+    with tempfile.TemporaryDirectory() as root:
+        target, head = build_checkpoints(Path(root), k)
+        configs: dict[str, DecodingBaseConfig | None] = {
+            "plain": None,
+            "eagle3_one_model": EagleDecodingConfig(max_draft_len=k, speculative_model=head),
+            "eagle3": EagleDecodingConfig(
+                max_draft_len=k, speculative_model=head, eagle3_one_model=False
+            ),
+            "mtp_eagle_one_model": MTPDecodingConfig(num_nextn_predict_layers=k),
+            "mtp_eagle": MTPDecodingConfig(num_nextn_predict_layers=k, mtp_eagle_one_model=False),
+            "mtp": MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True),
+        }
+        steps: dict[str, Callable[[], float]] = {}
+        for name, config in configs.items():
+            llm = LLM(
+                target, config, device=args.device, dtype="bfloat16", max_batch_size=1,
+                max_seq_len=args.prompt + 4 * (k + 1) * args.steps,
+                kv_cache_config=KvCacheConfig(max_tokens=args.prompt + 4 * (k + 1) * args.steps),
+                disable_overlap_scheduler=True,
+            )  # fmt: skip
+            steps[name] = _stepper(llm, args.prompt)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(args.steps):
+            for name, step in steps.items():
+                times[name].append(step())
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{where}, SmolLM2-135M's shape, bf16, batch 1, K = {k}, prompt {args.prompt}, eager")
+    plain = median(times["plain"][5:])
+    for name, values in times.items():
+        ms = median(values[5:])
+        print(f"{name:22s} {ms * 1e3:7.2f} ms a step   {ms / plain:5.2f} x plain")
+
+
+def _stepper(llm: LLM, prompt_len: int) -> Callable[[], float]:
+    executor = llm.executor
+    prompt = [(7 * i) % VOCAB for i in range(prompt_len)]
+    executor.enqueue(prompt, SamplingParams(max_tokens=10**6, ignore_eos=True))
+    executor.step()
+
+    def step() -> float:
+        started = time.perf_counter()
+        executor.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
