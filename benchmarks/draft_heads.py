@@ -68,27 +68,28 @@ def _save(path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, obje
     return path
 
 
-def build_checkpoints(root: Path, num_mtp_layers: int) -> tuple[Path, Path]:
-    """(target with MTP layers, EAGLE-3 head)."""
-    target = {"model.embed_tokens.weight": (VOCAB, SIZE), "model.norm.weight": (SIZE,)}
+def build_target(path: Path, num_mtp_layers: int) -> Path:
+    """A random target with MTP layers in its checkpoint."""
+    shapes = {"model.embed_tokens.weight": (VOCAB, SIZE), "model.norm.weight": (SIZE,)}
     for i in range(LAYERS + num_mtp_layers):
-        target |= _layer(f"model.layers.{i}.")
+        shapes |= _layer(f"model.layers.{i}.")
     for i in range(LAYERS, LAYERS + num_mtp_layers):
         for name in ("enorm", "hnorm", "shared_head.norm"):
-            target[f"model.layers.{i}.{name}.weight"] = (SIZE,)
-        target[f"model.layers.{i}.eh_proj.weight"] = (SIZE, 2 * SIZE)
-    head = _layer("midlayer.", 2 * SIZE) | {
+            shapes[f"model.layers.{i}.{name}.weight"] = (SIZE,)
+        shapes[f"model.layers.{i}.eh_proj.weight"] = (SIZE, 2 * SIZE)
+    return _save(path, shapes, {**CONFIG, "num_nextn_predict_layers": num_mtp_layers})
+
+
+def build_eagle3_head(path: Path) -> Path:
+    """A random EAGLE-3 head for SmolLM2-135M's shape."""
+    shapes = _layer("midlayer.", 2 * SIZE) | {
         "fc.weight": (SIZE, 3 * SIZE),
         "midlayer.hidden_norm.weight": (SIZE,),
         "norm.weight": (SIZE,),
         "lm_head.weight": (DRAFT_VOCAB, SIZE),
     }
-    return (
-        _save(root / "target", target, {**CONFIG, "num_nextn_predict_layers": num_mtp_layers}),
-        _save(
-            root / "head", head, {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
-        ),
-    )
+    config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+    return _save(path, shapes, config)
 
 
 def main() -> None:
@@ -100,7 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     k = args.k
     with tempfile.TemporaryDirectory() as root:
-        target, head = build_checkpoints(Path(root), k)
+        target, head = build_target(Path(root, "target"), k), build_eagle3_head(Path(root, "head"))
         configs: dict[str, DecodingBaseConfig | None] = {
             "plain": None,
             "eagle3_one_model": EagleDecodingConfig(max_draft_len=k, speculative_model=head),

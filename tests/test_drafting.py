@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -412,3 +413,19 @@ def test_a_perfect_head_is_always_accepted(
         assert output.spec_stats.acceptance_length == k + 1
         assert output.spec_stats.acceptance_per_position == [1.0] * k
         assert output.spec_stats.num_steps == 6
+
+
+# -- a loop that is not ours -------------------------------------------------------------------
+def test_the_example_of_a_foreign_loop(tmp_path: Path, target_dir: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    from eagle3_in_your_loop import K, generate
+
+    perfect_for = _one_layer_target(tmp_path)
+    prompt = [(5 * i) % VOCAB for i in range(20)]
+    for target, head in (
+        (target_dir, eagle3_dir(tmp_path)),
+        (perfect_for, _perfect_eagle3(tmp_path, perfect_for)),
+    ):
+        tokens, steps = generate(str(target), str(head), prompt, 1 + 4 * (K + 1))
+        assert tokens == Oracle(target).extend(prompt, 1 + 4 * (K + 1))
+        assert target is target_dir or steps == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     KvCacheConfig,
     NGramDecodingConfig,
     RequestOutput,
@@ -249,3 +251,18 @@ def test_bad_text_requests(llm: LLM) -> None:
     with pytest.raises(RequestError, match="max_tokens=0"):
         SamplingParams(max_tokens=0)
     assert llm.generate("ok", SamplingParams(max_tokens=1)).finished
+
+
+def test_a_random_eagle3_head_changes_no_token(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    from draft_heads import build_eagle3_head
+
+    config = EagleDecodingConfig(
+        max_draft_len=3, speculative_model=build_eagle3_head(tmp_path / "head")
+    )
+    llm = LLM(model_dir, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert llm.stats().acceptance_length >= 1

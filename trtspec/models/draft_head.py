@@ -8,6 +8,7 @@ DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.linear import Linear
 from ..ops.rope import rotation
 from .config import DecoderConfig
-from .decoder import Decoder, Rotation
+from .decoder import Rotation
 from .rope import build_cos_sin
 
 
@@ -39,6 +40,14 @@ class HeadConfig:
     fc_bias: bool = False
     hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
     suggested_draft_len: int | None = None
+
+
+class HeadTarget(Protocol):
+    """What a head takes from its target: ours (`Decoder`), or any model's two ends."""
+
+    config: DecoderConfig
+    embed_tokens: Any  # maps ids [T] to [T, D]; has a `weight`
+    lm_head: Any  # maps [R, D] to [R, V]; has a `weight`, None where it is packed
 
 
 class DraftHead(nn.Module):
@@ -69,7 +78,7 @@ class DraftHead(nn.Module):
         """Target layers whose outputs the head reads; empty: it reads the final hidden states."""
         return self.config.layers_to_capture
 
-    def share(self, target: Decoder) -> None:
+    def share(self, target: HeadTarget) -> None:
         """Takes the target's embedding and lm_head where the head has none of its own."""
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
         self.embed_tokens = self.embed_tokens or target.embed_tokens

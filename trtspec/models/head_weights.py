@@ -19,8 +19,7 @@ from ..attention.torch_sdpa import TorchAttention
 from ..errors import CheckpointError
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
-from .decoder import Decoder
-from .draft_head import DraftHead, HeadConfig
+from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .eagle import Eagle3Head, EagleHead
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
 from .hf_config import parse_config, read_json_object
@@ -78,7 +77,7 @@ def read_head(
 
 def load_head(
     head_dir: Path,
-    target: Decoder,
+    target: HeadTarget,
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
@@ -95,6 +94,7 @@ def load_head(
     lm_head is packed and cannot be compared, unless it is its embedding.)
 
     Args:
+        target: a `Decoder`, or anything with `config`, `embed_tokens` and `lm_head`.
         kind, layers_to_capture, num_mtp_layers: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
 
@@ -373,7 +373,7 @@ def _build(
 
 
 def _drop_what_the_target_has(
-    head: DraftHead, sources: Sources, target: Decoder, dtype: torch.dtype
+    head: DraftHead, sources: Sources, target: HeadTarget, dtype: torch.dtype
 ) -> None:
     """Own ends that are copies of the target's are not loaded a second time."""
     owners = [("", head)]
@@ -381,7 +381,7 @@ def _drop_what_the_target_has(
         owners = [(f"layers.{i}.", layer) for i, layer in enumerate(head.layers)]  # type: ignore[misc]
     embedding, lm_head = target.embed_tokens.weight, target.lm_head.weight
     if target.config.tie_word_embeddings:
-        lm_head = embedding  # type: ignore[assignment]
+        lm_head = embedding
     for prefix, owner in owners:
         for name, theirs in (("embed_tokens", embedding), ("lm_head", lm_head)):
             own = sources.get(f"{prefix}{name}.weight")

@@ -22,8 +22,8 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
 from .config import DecoderConfig
-from .decoder import Decoder, DecoderLayer, Rotation
-from .draft_head import DraftHead, HeadConfig
+from .decoder import DecoderLayer, Rotation
+from .draft_head import DraftHead, HeadConfig, HeadTarget
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MTPHead(DraftHead):
             MTPLayer(config, i, backend, kv_group) for i in range(config.decoder.num_layers)
         )
 
-    def share(self, target: Decoder) -> None:
+    def share(self, target: HeadTarget) -> None:
         super().share(target)
         self.shares_embedding = all(layer.embed_tokens is None for layer in self.layers)
         self.shares_lm_head = all(layer.lm_head is None for layer in self.layers)
