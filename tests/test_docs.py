@@ -17,7 +17,7 @@ def _python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("page", ["README.md", "docs/adding_a_drafter.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/adding_a_drafter.md", "docs/draft_heads.md"])
 def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = _python_blocks(page)
     assert blocks
