@@ -429,3 +429,34 @@ def test_the_example_of_a_foreign_loop(tmp_path: Path, target_dir: Path) -> None
         tokens, steps = generate(str(target), str(head), prompt, 1 + 4 * (K + 1))
         assert tokens == Oracle(target).extend(prompt, 1 + 4 * (K + 1))
         assert target is target_dir or steps == 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_head_that_overflows_hurts_nobody_else(tmp_path: Path, overlap: bool) -> None:
+    """One token's embedding is broken in the head alone. Blocks that its drafts wrote go to the
+    next requests, whose proposals must be what they are without it."""
+    target = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=LAYERS)
+    head = eagle3_dir(tmp_path, own_embedding=True)
+    config = EagleDecodingConfig(max_draft_len=3, speculative_model=head)
+    llm = LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=64,
+        kv_cache_config=KvCacheConfig(max_tokens=64, tokens_per_block=4),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor = llm.executor
+
+    def drafts_of(prompt: list[int]) -> list[list[int]]:
+        request = executor.enqueue(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        seen = []
+        while executor.has_work:
+            executor.step()
+            if request.is_generation:
+                seen.append(executor.state.next_tokens[request.slot, 1:].tolist())
+        return seen
+
+    clean = drafts_of([5, 6, 7])
+    executor.draft_model.embed_tokens.weight.data[90] = float("nan")  # type: ignore[union-attr]
+    drafts_of([90, 3] * 12)
+    for group in executor.kv_cache.groups:
+        assert torch.isfinite(group.k_cache).all() and torch.isfinite(group.v_cache).all()
+    assert drafts_of([5, 6, 7]) == clean

@@ -75,8 +75,8 @@ def test_saved_states_equal_transformers(
         assert llm.stats().num_preemptions > 0
     _check(target_dir, tmp_path, texts)
     index = json.loads((tmp_path / "index.json").read_text())
-    assert len(index["shards"]) > 1 and not list(tmp_path.glob(".*"))
-    rows = [rows for _, rows in index["shards"]]
+    assert len(index["shards"]) > 1 and not list(tmp_path.glob(".*.part"))
+    rows = list(index["shards"].values())
     assert sum(rows) == sum(len(text) - 1 for text in texts) and max(rows) < 30 + 16
 
 
@@ -141,5 +141,70 @@ def test_a_missing_shard_is_named(target_dir: Path, tmp_path: Path) -> None:
     _llm(target_dir, tmp_path).generate(PROMPTS[0], PARAMS)
     for shard in tmp_path.glob("*.safetensors"):
         shard.write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="hidden_states-00000"):
+    with pytest.raises(CheckpointError, match=r"hidden_states-.*cannot be read"):
         SavedHiddenStates(tmp_path)[0]
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(CheckpointError, match="which is not there"):
+        _llm(target_dir, tmp_path)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_is_on_disk_when_the_last_request_ends(
+    target_dir: Path, tmp_path: Path, overlap: bool
+) -> None:
+    """By a stop token, under overlap with a step in flight that is thrown away; by an abort."""
+    oracle = Oracle(target_dir)
+    text = oracle.extend(PROMPTS[0], 12)
+    stop = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=[text[5]])
+    llm = _llm(target_dir, tmp_path / "stop", disable_overlap_scheduler=not overlap)
+    tokens = llm.generate(PROMPTS[0], stop).outputs[0].token_ids
+    assert len(tokens) <= 6
+    _check(target_dir, tmp_path / "stop", [PROMPTS[0] + tokens])
+
+    llm = _llm(target_dir, tmp_path / "abort", disable_overlap_scheduler=not overlap)
+    stream = llm.generate_stream(PROMPTS[1], SamplingParams(max_tokens=40, ignore_eos=True))
+    first = next(stream)
+    done = llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    llm.abort(first.request_id)
+    _check(target_dir, tmp_path / "abort", [PROMPTS[0] + done.outputs[0].token_ids])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_check_that_raises_or_cancels_drops_its_sample_only(
+    target_dir: Path, tmp_path: Path, overlap: bool
+) -> None:
+    executor = _llm(target_dir, tmp_path, disable_overlap_scheduler=not overlap).executor
+
+    def check(request: Any) -> bool:
+        if len(request.output_token_ids) == 3 and request.prompt_token_ids == PROMPTS[0]:
+            raise ZeroDivisionError("boom")
+        if len(request.output_token_ids) == 4 and request.prompt_token_ids == PROMPTS[1]:
+            executor.cancel(request.request_id)
+        return False
+
+    executor.stop_check = check
+    requests = [executor.enqueue(p, PARAMS) for p in PROMPTS[:3]]
+    executor.run_until_done()
+    assert [r.finish_reason for r in requests] == ["error", "cancelled", "length"]
+    _check(target_dir, tmp_path, [requests[2].token_ids])
+
+
+def test_two_runs_may_share_a_directory(target_dir: Path, tmp_path: Path) -> None:
+    runs = [_llm(target_dir, tmp_path) for _ in range(2)]
+    texts = []
+    for llm, prompt in zip([*runs, *runs], PROMPTS, strict=True):
+        texts.append(prompt + llm.generate(prompt, PARAMS).outputs[0].token_ids)
+    _check(target_dir, tmp_path, texts)
+
+
+def test_states_of_another_target_are_refused(target_dir: Path, tmp_path: Path) -> None:
+    _llm(target_dir, tmp_path / "out").generate(PROMPTS[0], PARAMS)
+    other = tiny_model_dir(tmp_path, seed=5)
+    with pytest.raises(CheckpointError, match="target="):
+        _llm(other, tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        _llm(target_dir, tmp_path / "file")
+    with pytest.raises(ConfigError, match="needs 6 layers; the model has 3"):
+        LLM(target_dir, SaveHiddenStatesDecodingConfig(output_directory=tmp_path), device="cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trtspec import (
@@ -169,6 +171,17 @@ def test_every_mode_has_a_worker(
         (lambda: MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3), "differs from"),
         (lambda: MTPDecodingConfig(relaxed_delta=1.5), "relaxed_delta=1.5"),
         (lambda: MTPDecodingConfig(relaxed_topk=0), "relaxed_topk=0"),
+        (lambda: MTPDecodingConfig(relaxed_delta="a"), "relaxed_delta='a'"),
+        (lambda: MTPDecodingConfig(use_mtp_vanilla="no"), "use_mtp_vanilla='no'"),
+        (lambda: MTPDecodingConfig(max_draft_len="3"), "max_draft_len='3'.*0 … 64"),
+        (
+            lambda: MTPDecodingConfig(use_mtp_vanilla=True, mtp_eagle_one_model=False),
+            "give one of them",
+        ),
+        (
+            lambda: EagleDecodingConfig(speculative_model="d", eagle3_one_model="no"),
+            "eagle3_one_model='no'",
+        ),
         (
             lambda: MTPDecodingConfig(begin_thinking_phase_token=5, end_thinking_phase_token=5),
             "two different tokens",
@@ -198,6 +211,29 @@ def test_every_mode_has_a_worker(
 def test_bad_configs_say_what_is_allowed(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("fields", "warns"),
+    [
+        ({}, False),
+        ({"use_relaxed_acceptance_for_thinking": True}, True),
+        ({"relaxed_topk": 10, "relaxed_delta": 0.6}, True),
+        (
+            {
+                "use_relaxed_acceptance_for_thinking": True,
+                "relaxed_topk": 10,
+                "relaxed_delta": 0.6,
+            },
+            False,
+        ),
+    ],
+)
+def test_relaxed_fields_that_relax_nothing_warn(
+    fields: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    MTPDecodingConfig(**fields)
+    assert ("relaxes nothing" in caplog.text) == warns
 
 
 def test_configs_are_frozen_and_refuse_unknown_arguments() -> None:

@@ -189,6 +189,26 @@ def test_an_end_marker_stops_relaxing_from_the_next_step_on() -> None:
     assert lens.tolist() == [1, 1]
 
 
+def test_a_grammar_forbids_relaxed_drafts_too() -> None:
+    class OnlyTwo:
+        def execute(self, logits: torch.Tensor) -> None:
+            logits[:, 2:] = float("-inf")
+
+    worker = MTPEagleWorker(_config(1, delta=1.0))
+    worker.set_guided_decoder(OnlyTwo())
+    state = worker.allocate_state(1, 32, torch.device("cpu"))
+    worker.admit(state, 0, [BEGIN])
+    spec = SpecMetadata(
+        max_num_requests=1, max_draft_len=1, max_total_draft_tokens=1,
+        slot_ids=torch.tensor([0]), state=state,
+    )  # fmt: skip
+    logits = torch.zeros(2, 97)
+    for draft, expected in ((50, [[0, -1]]), (1, [[1, 0]])):
+        drafts = torch.tensor([[draft]], dtype=torch.int32)
+        tokens, _ = worker.sample_and_accept_draft_tokens(logits, drafts, 0, 1, spec)
+        assert tokens.tolist() == expected
+
+
 def test_preemption_keeps_who_thinks(target_dir: Path) -> None:
     prompts = [[BEGIN, *range(3, 12)], list(range(20, 30)), [BEGIN, *range(40, 50)]]
     params = SamplingParams(max_tokens=40, ignore_eos=True)

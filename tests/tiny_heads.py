@@ -1,7 +1,7 @@
 """Tiny random draft heads in their public formats, and what they compute, written out naively.
 
-`naive_chain` recomputes a request's whole draft from its text alone, in float64, without a cache:
-the oracle of every worker that drafts with a head.
+`NaiveHead.chain` recomputes a request's whole draft from its text alone, in float64, without a
+cache: the oracle of every worker that drafts with a head.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         require_max_concurrency(self)
         require_path(self, "speculative_model")
+        require_bool(self, "eagle3_one_model")
         require_layers(self, "eagle3_layers_to_capture")
 
     @property
@@ -229,6 +230,17 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
+        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
+        for name in ("mtp_eagle_one_model", "use_mtp_vanilla",
+                     "use_relaxed_acceptance_for_thinking"):  # fmt: skip
+            require_bool(self, name)
+        if self.mtp_feeds_post_norm is not None:
+            require_bool(self, "mtp_feeds_post_norm")
+        if self.use_mtp_vanilla and not self.mtp_eagle_one_model:
+            raise ConfigError(
+                "MTPDecodingConfig.mtp_eagle_one_model=False asks for the two-engine form of one "
+                "layer used K times, use_mtp_vanilla=True for K layers: give one of them."
+            )
         require_max_concurrency(self)
         if self.max_draft_len == 0:
             object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
@@ -247,11 +259,19 @@ class MTPDecodingConfig(DecodingBaseConfig):
                 f"MTPDecodingConfig.begin_thinking_phase_token={self.begin_thinking_phase_token} "
                 "is also end_thinking_phase_token: give two different tokens."
             )
-        if not 0.0 <= self.relaxed_delta <= 1.0:
+        delta: Any = self.relaxed_delta
+        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta <= 1:
             raise ConfigError(
                 f"MTPDecodingConfig.relaxed_delta={self.relaxed_delta!r} is a difference of "
                 "probabilities: it must be in 0 … 1."
             )
+        relaxes = self.relaxed_topk > 1 and self.relaxed_delta > 0
+        if relaxes != self.use_relaxed_acceptance_for_thinking:
+            logger.warning(
+                "MTPDecodingConfig: use_relaxed_acceptance_for_thinking=%s with relaxed_topk=%d "
+                "and relaxed_delta=%g relaxes nothing: it takes all three (say True, 10, 0.6).",
+                self.use_relaxed_acceptance_for_thinking, self.relaxed_topk, self.relaxed_delta,
+            )  # fmt: skip
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -383,6 +403,12 @@ def require_int(config: object, name: str, low: int, high: int | None) -> None:
     ):
         allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
         raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be {allowed}.")
+
+
+def require_bool(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be True or False.")
 
 
 def require_max_concurrency(config: DecodingBaseConfig) -> None:

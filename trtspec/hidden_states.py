@@ -8,15 +8,19 @@ target has read; a sample (one request's text) is some runs of rows, in the orde
     last_hidden_states                    [N, D]        after the target's final norm
 
 Shards and index are written beside and renamed, so that what the index names is always whole. A
-sample enters the index when its request is finished; rows of others stay unnamed.
+sample enters the index when its request is finished; rows of others stay unnamed. Shard names are
+random and the index is brought up to date under a lock, so several runs may write side by side.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +30,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 
-INDEX = "index.json"
+INDEX, LOCK = "index.json", ".lock"
 _FORMAT = {"format": "trtspec-hidden-states", "version": 1}
 _COLUMNS = ("token_ids", "next_token_ids", "positions", "hidden_states", "last_hidden_states")
 
@@ -36,18 +40,20 @@ _COLUMNS = ("token_ids", "next_token_ids", "positions", "hidden_states", "last_h
 @dataclass
 class _Sample:
     next_position: int = 0
-    segments: list[list[int]] = field(default_factory=list)  # [shard, first row, rows]
+    segments: list[list[Any]] = field(default_factory=list)  # [shard, first row, rows]
 
 
 class HiddenStatesWriter:
-    """Writes shards of about `rows_per_file` rows; holds no more than that and one addition.
+    """Writes shards of about `rows_per_file` rows; holds no more than that and one step's rows.
 
     Args:
         directory: created if need be; one that holds an index is continued.
         layers: the captured layers, 0-based.
+        target: says which model's states these are; states of another are refused.
 
     Raises:
         CheckpointError: the directory holds states of another target, dtype or layers.
+        ConfigError: it cannot be created or written to.
     """
 
     def __init__(
@@ -57,31 +63,27 @@ class HiddenStatesWriter:
         hidden_size: int,
         dtype: torch.dtype,
         rows_per_file: int,
+        target: str = "",
     ):
         self.directory, self.rows_per_file = Path(directory), rows_per_file
         self._kind = {
             **_FORMAT, "layers": list(layers), "hidden_size": hidden_size,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."), "target": target,
         }  # fmt: skip
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._shards: list[list[Any]] = []  # [file name, rows]
-        self._done: list[dict[str, Any]] = []
-        if (self.directory / INDEX).exists():
-            self._continue()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._index()
+        except OSError as error:
+            raise ConfigError(
+                f"output_directory={str(directory)!r} cannot be written to ({error}). Give a "
+                "directory that can."
+            ) from error
         self._open: dict[int, _Sample] = {}
+        self._done: list[dict[str, Any]] = []  # finished, not in the index yet
         self._columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
         self._num_rows = 0
-        self._is_dirty = False
-
-    def _continue(self) -> None:
-        index = _read_index(self.directory)
-        for name, ours in self._kind.items():
-            if index[name] != ours:
-                raise CheckpointError(
-                    f"{self.directory / INDEX} has {name}={index[name]!r}, this run writes "
-                    f"{ours!r}. Give another output_directory, or the settings it was begun with."
-                )
-        self._shards, self._done = index["shards"], index["samples"]
+        self._shard = _shard_name()
 
     def add(
         self, sample: int, start: int, tokens: Sequence[int], following: Sequence[int],
@@ -101,28 +103,25 @@ class HiddenStatesWriter:
                 f"sample {sample} has {state.next_position} rows; {start} leaves a gap"
             )
         count = len(tokens) - known
-        positions = torch.arange(state.next_position, start + len(tokens), dtype=torch.int32)
         rows = (
             torch.tensor(tokens[known:], dtype=torch.int32),
             torch.tensor(following[known:], dtype=torch.int32),
-            positions,
+            torch.arange(state.next_position, start + len(tokens), dtype=torch.int32),
             hidden[known:].clone(),
             last_hidden[known:].clone(),
         )
         for column, part in zip(self._columns.values(), rows, strict=True):
             column.append(part)
-        shard, segments = len(self._shards), state.segments
-        if segments and segments[-1][0] == shard and sum(segments[-1][1:]) == self._num_rows:
-            segments[-1][2] += count
+        last = state.segments[-1] if state.segments else None
+        if last is not None and last[0] == self._shard and last[1] + last[2] == self._num_rows:
+            last[2] += count
         else:
-            segments.append([shard, self._num_rows, count])
+            state.segments.append([self._shard, self._num_rows, count])
         state.next_position += count
         self._num_rows += count
-        if self._num_rows >= self.rows_per_file:
-            self._write_shard()
 
     def finish(self, sample: int, prompt: Sequence[int], finish_reason: str) -> None:
-        """The sample's rows are all there: it enters the index."""
+        """The sample's rows are all there: it enters the index with them."""
         state = self._open.pop(sample, None)
         if state is None:
             return
@@ -133,39 +132,60 @@ class HiddenStatesWriter:
             "finish_reason": finish_reason,
             "segments": state.segments,
         })  # fmt: skip
-        self._is_dirty = True
 
     def drop(self, sample: int) -> None:
         """A sample that will not be finished."""
         self._open.pop(sample, None)
 
+    def write_full_shard(self) -> None:
+        """Writes what is held if it is a shard's worth."""
+        if self._num_rows >= self.rows_per_file:
+            self.flush()
+
     def flush(self) -> None:
-        """Writes everything held and the index."""
+        """Writes everything held, and the index."""
+        if not self._num_rows and not self._done:
+            return
         if self._num_rows:
-            self._write_shard()
-        elif self._is_dirty:
-            self._write_index()
+            tensors = {column: torch.cat(parts) for column, parts in self._columns.items()}
+            beside = self.directory / f".{self._shard}.part"
+            save_file(tensors, beside, metadata={"format": "pt"})
+            os.replace(beside, self.directory / self._shard)
+        with self._locked():
+            index = self._index()
+            if self._num_rows:
+                index["shards"][self._shard] = self._num_rows
+            index["samples"] += self._done
+            beside = self.directory / f".{INDEX}.part"
+            beside.write_text(json.dumps(index), encoding="utf-8")
+            os.replace(beside, self.directory / INDEX)
+        self._done, self._columns = [], {column: [] for column in _COLUMNS}
+        self._num_rows, self._shard = 0, _shard_name()
 
-    def _write_shard(self) -> None:
-        name = f"hidden_states-{len(self._shards):05d}.safetensors"
-        tensors = {column: torch.cat(parts) for column, parts in self._columns.items()}
-        beside = self.directory / f".{name}.part"
-        save_file(tensors, beside, metadata={"format": "pt"})
-        os.replace(beside, self.directory / name)
-        self._shards.append([name, self._num_rows])
-        self._columns = {column: [] for column in _COLUMNS}
-        self._num_rows = 0
-        self._write_index()
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self.directory / LOCK, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
-    def _write_index(self) -> None:
-        # Of finished samples, those whose last rows are still held wait for the next shard.
-        written = len(self._shards)
-        samples = [s for s in self._done if all(part[0] < written for part in s["segments"])]
-        index = {**self._kind, "shards": self._shards, "samples": samples}
-        beside = self.directory / f".{INDEX}.part"
-        beside.write_text(json.dumps(index), encoding="utf-8")
-        os.replace(beside, self.directory / INDEX)
-        self._is_dirty = len(samples) < len(self._done)
+    def _index(self) -> dict[str, Any]:
+        """The index as it is on disk, checked to be of this kind; a new one if there is none."""
+        if not (self.directory / INDEX).exists():
+            return {**self._kind, "shards": {}, "samples": []}
+        index = _read_index(self.directory)
+        for name, ours in self._kind.items():
+            if index[name] != ours:
+                raise CheckpointError(
+                    f"{self.directory / INDEX} has {name}={index[name]!r}, this run writes "
+                    f"{ours!r}. Give another output_directory, or the settings it was begun with."
+                )
+        gone = [name for name in index["shards"] if not (self.directory / name).exists()]
+        if gone:
+            raise CheckpointError(
+                f"{self.directory / INDEX} names {gone[0]}, which is not there. Restore it, or "
+                "give another output_directory."
+            )
+        return index
 
 
 class SavedHiddenStates:
@@ -186,7 +206,7 @@ class SavedHiddenStates:
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
         for shard, first, count in self._index["samples"][i]["segments"]:
-            path = self.directory / self._index["shards"][shard][0]
+            path = self.directory / shard
             try:
                 with safe_open(path, framework="pt", device="cpu") as file:
                     for name, column in parts.items():
@@ -203,6 +223,10 @@ class SavedHiddenStates:
         return prompt_digest(prompt) in self._prompts
 
 
+def _shard_name() -> str:
+    return f"hidden_states-{uuid.uuid4().hex[:12]}.safetensors"
+
+
 def prompt_digest(prompt: Sequence[int]) -> str:
     return hashlib.sha256(" ".join(map(str, prompt)).encode()).hexdigest()
 
@@ -211,7 +235,7 @@ def _read_index(directory: Path) -> dict[str, Any]:
     path = directory / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-        keys = (*_FORMAT, "layers", "hidden_size", "dtype", "shards", "samples")
+        keys = (*_FORMAT, "layers", "hidden_size", "dtype", "target", "shards", "samples")
         missing = [key for key in keys if key not in index]
         wrong = {k: index[k] for k in _FORMAT if k in index and index[k] != _FORMAT[k]}
     except (OSError, ValueError, TypeError) as error:

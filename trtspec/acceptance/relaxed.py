@@ -49,7 +49,8 @@ def relaxed_matches(logits: Tensor, drafts: Tensor, deltas: Tensor, top_k: int) 
     total = logits.logsumexp(-1)
     best = (logits.amax(-1) - total).exp()
     close = (own[..., 0] - total).exp() >= best - deltas[:, None]
-    return is_in_top_k & close & (drafts >= 0) & (deltas[:, None] >= 0)
+    is_possible = own[..., 0] > float("-inf")  # not masked by a grammar
+    return is_in_top_k & close & is_possible & (drafts >= 0) & (deltas[:, None] >= 0)
 
 
 def relaxed_acceptance(

@@ -34,6 +34,7 @@ def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
     facts = describe_head(report, config)
     if as_json:
         found = {name.lower().replace(" ", "_"): value for name, value in facts.items()}
+        found.pop("target", None)
         write_json({"head": str(directory), "target": target, **found, "problems": report.problems})
         return EXIT_FAILED if report.problems else 0
     console = make_console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from dataclasses import replace
@@ -27,9 +28,9 @@ from ..hidden_states import HiddenStatesWriter
 from ..metadata.attention import NUM_RESERVED_BLOCKS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, keep_kv_finite
 from ..models.draft_head import DraftHead
-from ..models.head_config import default_layers_to_capture
+from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..models.head_weights import load_head
 from ..models.tokenizer import load_tokenizer
 from ..models.weights import load_decoder
@@ -104,6 +105,10 @@ def build_executor(
     if not isinstance(kv_cache_config, KvCacheConfig):
         raise ConfigError(f"kv_cache_config={kv_cache_config!r}: give a KvCacheConfig.")
     where = resolve_device(device)
+    if isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
+        directory = Path(speculative_config.output_directory or "")
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(f"output_directory={str(directory)!r} is a file: give a directory.")
     target_dir = resolve_model(model)
     config = load_config(target_dir)
     torch_dtype = resolve_dtype(dtype, config, where)
@@ -112,6 +117,8 @@ def build_executor(
     draft_model: Decoder | DraftHead | None = None
     drafter_config: DecoderConfig | None = None
     capture: tuple[int, ...] = ()
+    if isinstance(speculative_config, MTPDecodingConfig):
+        _check_thinking_tokens(speculative_config, config.vocab_size)
     if isinstance(speculative_config, DraftTargetDecodingConfig):
         assert speculative_config.speculative_model is not None
         draft_dir = resolve_model(speculative_config.speculative_model)
@@ -174,7 +181,7 @@ def build_executor(
         assert speculative_config.output_directory is not None
         writer = HiddenStatesWriter(
             speculative_config.output_directory, capture, config.hidden_size, torch_dtype,
-            speculative_config.tokens_per_file,
+            speculative_config.tokens_per_file, _fingerprint(target),
         )  # fmt: skip
         saver = HiddenStatesSaver(writer, config.hidden_size)
     executor = PyExecutor(
@@ -209,6 +216,7 @@ def _load_draft_model(
 ) -> Decoder:
     """The draft model in KV group 1, once its vocabulary is known to be the target's."""
     draft = load_decoder(draft_dir, dtype, device, backend, kv_group=1)
+    keep_kv_finite(draft)
     if draft.config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"The draft model's vocabulary has {draft.config.vocab_size} entries, the target's "
@@ -247,6 +255,11 @@ def _load_head(
 
 def _layers_to_save(spec: SaveHiddenStatesDecodingConfig, config: DecoderConfig) -> tuple[int, ...]:
     asked = spec.eagle3_layers_to_capture
+    if asked is None and config.num_layers < MIN_LAYERS_FOR_DEFAULT:
+        raise ConfigError(
+            f"The default capture (layers 1, L/2-1, L-4) needs {MIN_LAYERS_FOR_DEFAULT} layers; "
+            f"the model has {config.num_layers}. Give eagle3_layers_to_capture."
+        )
     layers = default_layers_to_capture(config.num_layers) if asked is None else tuple(asked)
     if not all(0 <= layer < config.num_layers for layer in layers):
         raise ConfigError(
@@ -254,6 +267,22 @@ def _layers_to_save(spec: SaveHiddenStatesDecodingConfig, config: DecoderConfig)
             f"eagle3_layers_to_capture in 0 … {config.num_layers - 1}."
         )
     return layers
+
+
+def _fingerprint(target: Decoder) -> str:
+    """Tells one target's weights from another's: a hash of its sizes and some of its embedding."""
+    rows = target.embed_tokens.weight[:64].float().cpu().numpy().tobytes()
+    sizes = f"{target.config.num_layers} {target.config.vocab_size} {target.config.hidden_size}"
+    return hashlib.sha256(sizes.encode() + rows).hexdigest()[:16]
+
+
+def _check_thinking_tokens(spec: MTPDecodingConfig, vocab_size: int) -> None:
+    for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+        if spec.use_relaxed_acceptance_for_thinking and getattr(spec, name) >= vocab_size:
+            raise ConfigError(
+                f"MTPDecodingConfig.{name}={getattr(spec, name)} is not in the model's vocabulary "
+                f"0 … {vocab_size - 1}: give the model's own thinking tokens."
+            )
 
 
 def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:

@@ -38,7 +38,7 @@ from .drafting import ask_drafter, draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .inputs import assemble, build_inputs
 from .request import Request, RequestState, ScheduledBatch
-from .saving import HiddenStatesSaver
+from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -176,6 +176,7 @@ class PyExecutor:
         if request is None or request.is_finished:
             return False
         self._finish(request, "cancelled")
+        self._flush_when_idle()
         return True
 
     def cancel_at_next_step(self, request_id: int) -> None:
@@ -217,8 +218,7 @@ class PyExecutor:
         keep_in_flight = 1 if self.overlap and batch else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
-        if self.saver is not None and not self.has_work:
-            self.saver.flush()
+        self._flush_when_idle()
         if not batch or batch.generations:
             self._decode_seconds += time.perf_counter() - started
         else:
@@ -420,7 +420,10 @@ class PyExecutor:
 
     def _save_rows(self, pending: _Pending, row: int, num_tokens_before: int) -> None:
         """Hands one request's rows to the saver, now that the token after them is known."""
+        request = pending.batch.requests[row]
         if self.saver is None or pending.hidden_states is None:
+            return
+        if request.finish_reason in NOT_WHOLE:  # by its stop check: its sample is dropped
             return
         chunks = pending.batch.contexts
         first = sum(chunk.end - chunk.start for chunk in chunks[:row])
@@ -429,13 +432,19 @@ class PyExecutor:
         else:
             first, start, count = first + row - len(chunks), num_tokens_before - 1, 1
         states = pending.hidden_states[first : first + count]
-        self.saver.add(pending.batch.requests[row], start, states)
+        self.saver.add(request, start, states)
+
+    def _flush_when_idle(self) -> None:
+        """Samples are on disk when the last request is done, also if nobody steps again. What is
+        in flight then belongs to requests that have ended."""
+        if self.saver is not None and not (self.scheduler.waiting or self.scheduler.running):
+            self.saver.flush()
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.is_finished:
             return
         request.finish_reason = reason
-        if self.saver is not None and reason in ("cancelled", "error"):
+        if self.saver is not None and reason in NOT_WHOLE:
             self.saver.finish(request)
         self.scheduler.finish(request)
         self._finished.append(request)

@@ -7,7 +7,8 @@ from torch import Tensor
 from ..hidden_states import HiddenStatesWriter
 from .request import Request
 
-_NOT_WHOLE = ("cancelled", "error")
+NOT_WHOLE = ("cancelled", "error")
+"""Finish reasons of requests that are no samples."""
 
 
 class HiddenStatesSaver:
@@ -19,18 +20,18 @@ class HiddenStatesSaver:
     def add(self, request: Request, start: int, rows: Tensor) -> None:
         """Rows [n, (layers + 1) * D] of the request's tokens from position `start` on; the token
         after the last of them is known by now."""
-        text, end = request.token_ids, start + rows.shape[0]
+        text = _tokens(request, start, start + rows.shape[0] + 1)
         captured = rows.shape[1] - self.hidden_size
         self.writer.add(
-            request.request_id, start, text[start:end], text[start + 1 : end + 1],
-            rows[:, :captured], rows[:, captured:],
-        )  # fmt: skip
+            request.request_id, start, text[:-1], text[1:], rows[:, :captured], rows[:, captured:]
+        )
         if request.is_finished:
             self.finish(request)
+        self.writer.write_full_shard()
 
     def finish(self, request: Request) -> None:
         """The request's sample is whole, or is dropped if it was cancelled or failed."""
-        if request.finish_reason is None or request.finish_reason in _NOT_WHOLE:
+        if request.finish_reason is None or request.finish_reason in NOT_WHOLE:
             self.writer.drop(request.request_id)
         else:
             prompt = request.prompt_token_ids
@@ -38,3 +39,10 @@ class HiddenStatesSaver:
 
     def flush(self) -> None:
         self.writer.flush()
+
+
+def _tokens(request: Request, start: int, end: int) -> list[int]:
+    """Tokens [start, end) of prompt and output together, without joining the two."""
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    split = len(prompt)
+    return prompt[start:end] + output[max(0, start - split) : max(0, end - split)]

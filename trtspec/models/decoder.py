@@ -36,6 +36,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.layer, self.kv_group, self.backend = layer, kv_group, backend
+        self.keeps_kv_finite = False
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.window = config.head_dim, config.window(layer)
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -48,6 +49,8 @@ class Attention(nn.Module):
         """hidden [T, input_size] -> [T, D]; rope is the rotation of this pass's positions."""
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
+        if self.keeps_kv_finite:
+            qkv = torch.nan_to_num(qkv, 0.0, 0.0, 0.0)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(qkv[:, :q_heads])
             k = self.k_norm(qkv[:, q_heads : q_heads + kv_heads])
@@ -65,6 +68,14 @@ class Attention(nn.Module):
             window=self.window,
         )
         return self.o_proj(out.reshape(-1, q_heads * self.head_dim))
+
+
+def keep_kv_finite(drafter: nn.Module) -> None:
+    """A drafter that overflows must not leave NaN in KV blocks that others get next: a masked
+    read multiplies it by zero, which is NaN again. (A target's NaN fails its request instead.)"""
+    for module in drafter.modules():
+        if isinstance(module, Attention):
+            module.keeps_kv_finite = True
 
 
 class MLP(nn.Module):

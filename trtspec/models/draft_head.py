@@ -1,7 +1,7 @@
 """What every draft head has: the target's vocabulary and positions, own or shared ends.
 
 A draft head is a network that reads the target's hidden states. It implements the `DraftModel`
-protocol of `workers/base.py`. Sources: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840),
+protocol of `workers/protocols.py`. Sources: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840),
 DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2).
 """
 

@@ -21,6 +21,7 @@ from .hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .mtp import MTPLayout, mtp_decoder_config
 
 Sources = dict[str, TensorSource]
+MIN_LAYERS_FOR_DEFAULT = 6
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -253,10 +254,11 @@ def _layers_to_capture(
         origin = f"{_IDS} {list(raw[_IDS])} (inputs)"
     elif target is not None:
         layers, origin = default_layers_to_capture(target.num_layers), "default"
-        if target.num_layers < 6:
+        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
             raise CheckpointError(
                 f"{where} names no layers to capture, and the default (1, L/2-1, L-4) needs a "
-                f"target of 6 layers; it has {target.num_layers}. Give eagle3_layers_to_capture."
+                f"target of {MIN_LAYERS_FOR_DEFAULT} layers; it has {target.num_layers}. "
+                "Give eagle3_layers_to_capture."
             )
     else:
         layers, origin = (), "default (1, L/2-1, L-4 of the target)"
@@ -281,6 +283,6 @@ def _ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
     good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if not good or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
         raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be a list of layer numbers. Correct it."
+            f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
         )
     return tuple(value)

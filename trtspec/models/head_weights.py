@@ -19,6 +19,7 @@ from ..attention.torch_sdpa import TorchAttention
 from ..errors import CheckpointError
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
+from .decoder import keep_kv_finite
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .eagle import Eagle3Head, EagleHead
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
@@ -114,6 +115,7 @@ def load_head(
         place_tensors(head, placements(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
     finish(head, device)
+    keep_kv_finite(head)
     head.share(target)
     return head.eval()
 

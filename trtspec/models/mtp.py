@@ -2,7 +2,8 @@
 
     x   = eh_proj(cat(enorm(e), hnorm(h)))    e = embedding of the next token; h as given
     out = decoder layer(x)
-    logits = lm_head(norm(out));  norm(out), or `out` where norm_output is False, is fed on
+    logits = lm_head(norm(out))
+    fed on:  norm(out), or with norm_output=False `out`
 
 `h` is the target's final hidden state at depth 0 and the previous depth's output after that
 (DeepSeek-V3, section 2.2). MiMo concatenates the other way round.

@@ -39,7 +39,7 @@ from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
 from .protocols import DraftInputs
 
 
-class RelaxedAcceptance(SpecWorkerBase):
+class RelaxedAcceptanceMixin(SpecWorkerBase):
     """Relaxed acceptance while a request thinks; strict where the config does not ask for it.
 
     State: `thinking_deltas` [S+1] float32.
@@ -123,11 +123,11 @@ class RelaxedAcceptance(SpecWorkerBase):
         return spec.state["thinking_deltas"], spec.slot_ids
 
 
-class MTPEagleWorker(RelaxedAcceptance, Eagle3OneModelWorker):
+class MTPEagleWorker(RelaxedAcceptanceMixin, Eagle3OneModelWorker):
     """Modes MTP_EAGLE_ONE_MODEL and, passes driven by the executor, MTP_EAGLE."""
 
 
-class MTPWorker(RelaxedAcceptance):
+class MTPWorker(RelaxedAcceptanceMixin):
     """Mode MTP: layer k drafts token k.
 
     State: `window_hidden` [S+1, K-1, D] and `window_tokens` [S+1, K-1] int64: the target's hidden
@@ -169,11 +169,15 @@ class MTPWorker(RelaxedAcceptance):
 
         positions = rows.metadata.position_ids[rows.certain]  # [B]
         room = meta.max_seq_len - 1 - positions - inputs.num_accepted_tokens
+        wanted = self.max_draft_len if spec.runtime_draft_len is None else spec.runtime_draft_len
         drafts = []
-        for step in range(self.max_draft_len):
+        for step in range(self.max_draft_len):  # every depth: its KV is kept whole
             out, hidden = model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
-            logits = model.compute_logits(out[last], step)
-            proposal = self.draft_sampler_greedy(logits, model.d2t)
+            if step < wanted:
+                logits = model.compute_logits(out[last], step)
+                proposal = self.draft_sampler_greedy(logits, model.d2t)
+            else:  # what deeper rows compute from this guess is computed again next time
+                proposal = torch.zeros_like(inputs.num_accepted_tokens)
             drafts.append(torch.where(room > step, proposal, -1))
             ids = torch.roll(ids, -1)
             ids[last] = proposal.to(ids.dtype)
