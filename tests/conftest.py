@@ -1,6 +1,12 @@
-"""Makes `tests/tiny.py` importable from every test folder."""
+"""Makes `tests/tiny.py` importable from every test folder, and Triton kernels runnable on CPU."""
 
+import os
 import sys
 from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))

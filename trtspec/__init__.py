@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import (
         AutoDecodingConfig,
+        CudaGraphConfig,
         DecodingBaseConfig,
         Drafter,
         DraftTargetDecodingConfig,
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "config": (
         "AutoDecodingConfig",
+        "CudaGraphConfig",
         "DecodingBaseConfig",
         "DraftTargetDecodingConfig",
         "Drafter",
@@ -59,6 +61,7 @@ __all__ = [
     "LLM",
     "AutoDecodingConfig",
     "CompletionOutput",
+    "CudaGraphConfig",
     "DecodingBaseConfig",
     "DraftTargetDecodingConfig",
     "Drafter",

@@ -378,6 +378,38 @@ class KvCacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """Batch sizes for which a generation step is captured as one CUDA graph, on first use.
+
+    Args:
+        batch_sizes: None is 1, 2, 4, 8 and multiples of 8 up to the engine's max_batch_size.
+        enable_padding: a batch between two sizes is filled up to the larger; False runs it
+            eagerly.
+    """
+
+    batch_sizes: Sequence[int] | None = None
+    enable_padding: bool = True
+
+    def __post_init__(self) -> None:
+        require_bool(self, "enable_padding")
+        if self.batch_sizes is None:
+            return
+        sizes: Any = self.batch_sizes
+        good = isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) > 0
+        if not good or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+            raise ConfigError(
+                f"CudaGraphConfig.batch_sizes={sizes!r}: give a list of ints >= 1, or None."
+            )
+
+    def buckets(self, max_batch_size: int) -> list[int]:
+        """The sizes in use, ascending; by default up to max_batch_size exactly."""
+        if self.batch_sizes is not None:
+            return sorted({min(n, max_batch_size) for n in self.batch_sizes})
+        sizes = {1, 2, 4, *range(8, max_batch_size + 1, 8), max_batch_size}
+        return sorted(n for n in sizes if n <= max_batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
     """What the executor schedules with; resolved once by the builder, never edited."""
 
@@ -386,6 +418,7 @@ class ExecutorConfig:
     max_seq_len: int
     enable_chunked_prefill: bool = False
     overlap: bool = True
+    cuda_graph: CudaGraphConfig | None = None
 
     def __post_init__(self) -> None:
         require_int(self, "max_batch_size", 1, None)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .config import DecodingBaseConfig, KvCacheConfig
+from .config import CudaGraphConfig, DecodingBaseConfig, KvCacheConfig
 from .errors import RequestError
-from .executor.build import build_executor
+from .executor.build import DEFAULT_CUDA_GRAPHS, build_executor
 from .executor.request import Request
 from .metadata.mode import SpeculativeDecodingMode
 from .models.tokenizer import load_tokenizer
@@ -40,6 +40,8 @@ class LLM:
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
+        cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
+        attn_backend: "auto", "torch" or, on CUDA, "triton".
 
     Raises:
         ConfigError, CheckpointError: with what was given, what is allowed and what to do.
@@ -58,6 +60,8 @@ class LLM:
         kv_cache_config: KvCacheConfig | None = None,
         enable_chunked_prefill: bool = False,
         disable_overlap_scheduler: bool | None = None,
+        cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS,
+        attn_backend: str = "auto",
     ):
         self.model_dir = resolve_model(model)
         """HF-format directory in use; `AutoModelForCausalLM.from_pretrained` loads it."""
@@ -72,6 +76,8 @@ class LLM:
             kv_cache_config=kv_cache_config,
             enable_chunked_prefill=enable_chunked_prefill,
             disable_overlap_scheduler=disable_overlap_scheduler,
+            cuda_graph_config=cuda_graph_config,
+            attn_backend=attn_backend,
         )
         self.tokenizer = load_tokenizer(self.model_dir)
         self.executor.stop_check = self._hit_stop_string

@@ -17,6 +17,9 @@ class AttentionBackend(ABC):
     supports_multi_token_generation: ClassVar[bool]
     """Generation requests may have several rows each, verified in one call."""
 
+    lengths_on_device: ClassVar[bool] = False
+    """Generation rows depend on no length of the host's, so that a captured graph stays right."""
+
     @abstractmethod
     def forward(
         self,

@@ -13,6 +13,7 @@ accepted count arrives. Rejected rows are never cleared, only overwritten.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ class KVCacheManager:
         )  # fmt: skip
         self._pools = [BlockPool(num_blocks) for _ in specs]
         self._tables: dict[int, list[list[int]]] = {}
+        self._clock = itertools.count(1)
+        self._versions: dict[int, int] = {}  # request -> time of its tables' last change
 
     @property
     def num_free_blocks(self) -> int:
@@ -81,6 +84,7 @@ class KVCacheManager:
         for table, pool, count in zip(tables, self._pools, missing, strict=True):
             if count > 0:
                 table.extend(pool.allocate(count))
+                self._versions[request_id] = next(self._clock)
         self._tables[request_id] = tables
         return True
 
@@ -91,13 +95,19 @@ class KVCacheManager:
             if len(table) > keep:
                 pool.free(table[keep:])
                 del table[keep:]
+                self._versions[request_id] = next(self._clock)
 
     def free(self, request_id: int) -> None:
         """Gives back all blocks of a request; a request without blocks is fine."""
         tables = self._tables.pop(request_id, None)
+        self._versions.pop(request_id, None)
         if tables:
             for table, pool in zip(tables, self._pools, strict=True):
                 pool.free(table)
+
+    def version(self, request_id: int) -> int:
+        """Changes whenever one of the request's block tables does."""
+        return self._versions.get(request_id, 0)
 
     def scrub(self, request_id: int) -> None:
         """Zeros a request's blocks (and the scratch block's neighbours are untouched).

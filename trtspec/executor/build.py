@@ -14,6 +14,7 @@ from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
 from ..cache.manager import KVCacheManager, KVGroupSpec
 from ..config import (
+    CudaGraphConfig,
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
 DEFAULT_DRAFT_LEN = 4
+DEFAULT_CUDA_GRAPHS = CudaGraphConfig()
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -92,6 +94,8 @@ def build_executor(
     kv_cache_config: KvCacheConfig | None = None,
     enable_chunked_prefill: bool = False,
     disable_overlap_scheduler: bool | None = None,
+    cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS,
+    attn_backend: str = "auto",
 ) -> PyExecutor:
     """Loads the models and sizes the cache. Arguments as in `LLM`.
 
@@ -112,7 +116,7 @@ def build_executor(
     target_dir = resolve_model(model)
     config = load_config(target_dir)
     torch_dtype = resolve_dtype(dtype, config, where)
-    backend = TorchAttention()
+    backend = _attention_backend(attn_backend, where)
     target = load_decoder(target_dir, torch_dtype, where, backend)
     draft_model: Decoder | DraftHead | None = None
     drafter_config: DecoderConfig | None = None
@@ -169,6 +173,7 @@ def build_executor(
         max_seq_len=seq_len,
         enable_chunked_prefill=enable_chunked_prefill,
         overlap=overlap,
+        cuda_graph=_graph_config(cuda_graph_config, backend, where),
     )
     mode = (
         SpeculativeDecodingMode.NONE
@@ -195,6 +200,38 @@ def build_executor(
             worker.force_num_accepted_tokens,
         )
     return executor
+
+
+def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """ "auto" is Triton's kernel on CUDA, where triton is installed, else torch's operations."""
+    if name not in ("auto", "torch", "triton"):
+        raise ConfigError(f"attn_backend={name!r}: use 'auto', 'torch' or 'triton'.")
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return TorchAttention()
+    try:
+        from ..attention.triton_paged import TritonAttention
+    except ImportError as error:
+        if name == "triton":
+            raise ConfigError(
+                f"attn_backend='triton' needs the package triton ({error}): pip install "
+                "'trtspec[cuda]', or use attn_backend='torch'."
+            ) from error
+        logger.warning("triton is not installed: attention runs in torch, without CUDA graphs.")
+        return TorchAttention()
+    if device.type != "cuda":
+        raise ConfigError("attn_backend='triton' needs device='cuda'; on CPU use 'torch'.")
+    return TritonAttention()
+
+
+def _graph_config(
+    config: CudaGraphConfig | None, backend: AttentionBackend, device: torch.device
+) -> CudaGraphConfig | None:
+    """Graphs need attention whose lengths come from the device."""
+    if config is not None and not isinstance(config, CudaGraphConfig):
+        raise ConfigError(f"cuda_graph_config={config!r}: give a CudaGraphConfig, or None.")
+    if device.type != "cuda" or not backend.lengths_on_device:
+        return None
+    return config
 
 
 def require_batch(max_batch_size: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
-
-import torch
 
 from ..cache.slots import SlotState
 from ..config import Drafter
@@ -17,20 +16,23 @@ from ..workers.protocols import DraftInputs
 from .request import Request
 
 
-@torch.inference_mode()
-def draft_in_passes(worker: SpecWorkerBase, inputs: DraftInputs, state: SlotState) -> None:
+def draft_in_passes(
+    worker: SpecWorkerBase, inputs: DraftInputs, state: SlotState
+) -> Iterator[None]:
     """Modes EAGLE3 and MTP_EAGLE: the same passes as the one-model worker's, each launched from
-    here after the step, and their proposals left in the slots."""
+    here after the step. One pass for each item; the last leaves the proposals in the slots."""
     assert isinstance(worker, Eagle3OneModelWorker)
-    spec = inputs.spec_metadata
+    spec, count = inputs.spec_metadata, worker.num_passes(inputs)
     assert spec.slot_ids is not None
     chain = worker.first_pass(inputs)
-    for _ in range(1, worker.num_passes(inputs)):
+    for _ in range(1, count):
+        yield
         chain = worker.next_pass(chain)
     drafts = chain.draft_tokens(worker.max_draft_len)
     if spec.runtime_draft_len is not None:
         drafts[:, spec.runtime_draft_len :] = -1
     state.next_tokens[spec.slot_ids, 1:] = drafts
+    yield
 
 
 def ask_drafter(

@@ -170,6 +170,8 @@ def _gather_ids(inputs: StepInputs, rows: int, device: torch.device) -> Tensor:
         total += n
         ends.append(total - 1)
     generations = torch.arange(total, total + inputs.num_generations * rows, device=device)
+    if not ends:
+        return generations
     return torch.cat([rows_to_tensor(ends, torch.int64, device), generations])
 
 

@@ -16,7 +16,7 @@ import operator
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,8 @@ from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
 from .drafting import ask_drafter, draft_in_passes
 from .forward_step import StepOutputs, forward_step
-from .inputs import assemble, build_inputs
+from .graphs import CudaGraphs
+from .inputs import StepInputs, assemble, build_inputs
 from .request import Request, RequestState, ScheduledBatch
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
@@ -103,6 +104,12 @@ class PyExecutor:
             buffer = torch.zeros(shape, dtype=dtype, device=device)
             self.state.captured = CapturedHiddenStates(layers_to_capture, buffer)
         self.saver = saver
+        self.graphs: CudaGraphs | None = None
+        if device.type == "cuda" and config.cuda_graph is not None:
+            self.graphs = CudaGraphs(
+                config.cuda_graph, config.max_batch_size, config.max_seq_len, kv_cache, self.state,
+                device, self._step, self._draft_passes,
+            )  # fmt: skip
         self._runtime_draft_len = self.max_draft_len
         self.stop_check: StopCheck | None = None
         self._requests: dict[int, Request] = {}
@@ -244,16 +251,14 @@ class PyExecutor:
                 self._admit(chunk.request)
         num_drafts = self._num_drafts_to_verify(batch)
         draft_len = self._draft_len_of(batch)
-        inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
-        tensors = assemble(
-            inputs, self.state, self.kv_cache, self.mode, self.max_draft_len,
-            self.config.max_seq_len, draft_len,
-        )  # fmt: skip
-        outputs = forward_step(
-            self.target, self.worker, self.draft_model, tensors, self.state, self.mode
-        )
-        if outputs.draft_inputs is not None:
-            draft_in_passes(self.worker, outputs.draft_inputs, self.state)
+        outputs = None
+        if self.graphs is not None and not batch.contexts:
+            outputs = self.graphs.run(batch.generations, num_drafts, draft_len)
+        if outputs is None:
+            inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
+            outputs = self._step(inputs, draft_len)
+            for _ in self._draft_passes(outputs):
+                pass
         for request in batch.requests:
             request.num_drafts = draft_len
         for chunk in batch.contexts:
@@ -266,6 +271,22 @@ class PyExecutor:
         for request in batch.requests:
             request.num_in_flight += 1
         return self._copy_to_host(batch, outputs, num_drafts + 1)
+
+    @torch.inference_mode()
+    def _step(self, inputs: StepInputs, draft_len: int) -> StepOutputs:
+        """The device's share of a step; also what a graph captures."""
+        tensors = assemble(
+            inputs, self.state, self.kv_cache, self.mode, self.max_draft_len,
+            self.config.max_seq_len, draft_len,
+        )  # fmt: skip
+        return forward_step(
+            self.target, self.worker, self.draft_model, tensors, self.state, self.mode
+        )
+
+    @torch.inference_mode()
+    def _draft_passes(self, outputs: StepOutputs) -> Iterator[None]:
+        if outputs.draft_inputs is not None:
+            yield from draft_in_passes(self.worker, outputs.draft_inputs, self.state)
 
     def _admit(self, request: Request) -> None:
         params = request.sampling_params

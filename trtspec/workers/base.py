@@ -363,6 +363,9 @@ class SpecWorkerBase(nn.Module, ABC):
 def certain_rows(meta: AttentionMetadata) -> Tensor:
     """[B] int64: a context's last row, a generation's first: the last token known to be right
     before this step's choice."""
+    if not meta.context_lens:  # nothing to send: the device counts by itself
+        device = meta.position_ids.device
+        return torch.arange(meta.num_generations, device=device) * meta.rows_per_generation
     ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
     firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
     rows = torch.cat([ends, firsts + meta.num_context_tokens])

@@ -192,31 +192,31 @@ class _Rows:
     """
 
     def __init__(self, meta: AttentionMetadata, window: int):
-        starts = meta.context_starts or (0,) * meta.num_contexts
-        per_request = [min(window, start) for start in starts] + [window] * meta.num_generations
-        own = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
-        starts_of_own = list(accumulate(own, initial=meta.num_seqs * window))
-        order: list[int] = []  # row here -> row of [windows of all requests, rows of the pass]
-        certain: list[int] = []
-        for i, (before, count) in enumerate(zip(per_request, own, strict=True)):
-            order += range((i + 1) * window - before, (i + 1) * window)
-            order += range(starts_of_own[i], starts_of_own[i] + count)
-            is_context = i < meta.num_contexts
-            certain.append(len(order) - 1 if is_context else len(order) - count)
         device = meta.position_ids.device
-        self.order = to_device(torch.tensor(order, dtype=torch.int64), device)
-        self.certain = to_device(torch.tensor(certain, dtype=torch.int64), device)  # [B]
-        firsts = to_device(
-            torch.tensor(starts_of_own[:-1], dtype=torch.int64) - meta.num_seqs * window, device
-        )
-        self.metadata = self._metadata(meta, window, firsts, tuple(per_request))
+        self.num_seqs, self.rows = meta.num_seqs, meta.rows_per_generation
+        self.order: Tensor | None = None  # row here -> row of [windows of all, rows of the pass]
+        starts = meta.context_starts or (0,) * meta.num_contexts
+        per_context = [min(window, start) for start in starts]
+        if meta.num_contexts:
+            order, certain, firsts = _mixed_rows(meta, window, per_context)
+            self.order = to_device(torch.tensor(order, dtype=torch.int64), device)
+            self.certain = to_device(torch.tensor(certain, dtype=torch.int64), device)  # [B]
+            first_rows = to_device(torch.tensor(firsts, dtype=torch.int64), device)
+        else:  # nothing to send: the device counts by itself
+            seqs = torch.arange(meta.num_seqs, device=device)
+            self.certain, first_rows = seqs * (window + self.rows) + window, seqs * self.rows
+        self.metadata = self._metadata(meta, window, first_rows, per_context)
 
     def join(self, windows: Tensor, own: Tensor) -> Tensor:
         """windows [B, W, …] and the pass's rows [T, …] -> rows in this order."""
-        return torch.cat([windows.flatten(0, 1).to(own.dtype), own])[self.order]
+        windows = windows.to(own.dtype)
+        if self.order is None:
+            parts = [windows, own.view(self.num_seqs, self.rows, *own.shape[1:])]
+            return torch.cat(parts, dim=1).flatten(0, 1)
+        return torch.cat([windows.flatten(0, 1), own])[self.order]
 
     def _metadata(
-        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_request: tuple[int, ...]
+        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_context: list[int]
     ) -> AttentionMetadata:
         before = torch.arange(-window, 0, device=firsts.device)
         positions = meta.position_ids[firsts][:, None] + before  # [B, W]
@@ -231,17 +231,31 @@ class _Rows:
         contexts = meta.num_contexts
         return replace(
             meta,
-            context_lens=tuple(
-                n + w for n, w in zip(meta.context_lens, per_request[:contexts], strict=True)
-            ),
+            context_lens=tuple(n + w for n, w in zip(meta.context_lens, per_context, strict=True)),
             context_starts=tuple(
                 s - w
-                for s, w in zip(
-                    meta.context_starts or (0,) * contexts, per_request[:contexts], strict=True
-                )
+                for s, w in zip(meta.context_starts or (0,) * contexts, per_context, strict=True)
             ),
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
             slot_mappings=slots,
             derived={},
         )
+
+
+def _mixed_rows(
+    meta: AttentionMetadata, window: int, per_context: list[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """For contexts and generations together: the order of rows, the certain row of each request
+    in it, and the first row of each request in the target's pass."""
+    before = per_context + [window] * meta.num_generations
+    own = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
+    starts = list(accumulate(own, initial=0))
+    order: list[int] = []
+    certain: list[int] = []
+    for i, (kept, count) in enumerate(zip(before, own, strict=True)):
+        order += range((i + 1) * window - kept, (i + 1) * window)
+        begin = meta.num_seqs * window + starts[i]
+        order += range(begin, begin + count)
+        certain.append(len(order) - (1 if i < meta.num_contexts else count))
+    return order, certain, starts[:-1]

@@ -1,0 +1,91 @@
+"""The Triton kernel against its twin: on a GPU as compiled, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
+from trtspec.ops.slots import draft_step_metadata, slot_mapping
+
+triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GRID = [
+    # rows, q heads, kv heads, dim, page, lengths, window
+    *product([1, 4], [(6, 2)], [16], [4, 32], [[1, 7, 130]], [None]),
+    (8, (4, 4), 64, 32, [70, 5], None),
+    (3, (9, 3), 64, 16, [200], 17),
+    (1, (8, 1), 128, 64, [65, 64, 63], 64),
+    (2, (2, 1), 256, 32, [33], None),
+    (1, (6, 2), 48, 8, [9, 100], 5),
+    (2, (6, 2), 8, 8, [9, 100], None),
+]
+
+
+def make_pass(
+    lengths: list[int], rows: int, kv_heads: int, dim: int, page: int, max_seq_len: int
+) -> AttentionMetadata:
+    """Generation rows at the ends of texts of `lengths`, random caches, scattered blocks."""
+    generator = torch.Generator().manual_seed(len(lengths) * 31 + rows)
+    pages = [-(-(n + rows) // page) for n in lengths]
+    total = NUM_RESERVED_BLOCKS + sum(pages)
+    order = list(range(NUM_RESERVED_BLOCKS, total))
+    random.Random(0).shuffle(order)
+    table = torch.zeros(len(lengths), max(pages) + 2, dtype=torch.int32)
+    for i, count in enumerate(pages):
+        table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+    caches = [torch.randn(1, total, page, kv_heads, dim, generator=generator) for _ in range(2)]
+    for cache in caches:
+        cache[:, 0] = 0
+    positions = torch.tensor([[n + r for r in range(rows)] for n in lengths])
+    group = KVGroup(*(cache.to(DEVICE) for cache in caches))
+    meta = AttentionMetadata(
+        context_lens=(), num_generations=len(lengths), rows_per_generation=rows,
+        position_ids=positions.flatten().to(DEVICE),
+        kv_lens=(positions[:, -1] + 1).to(torch.int32).to(DEVICE),
+        max_kv_len=max(lengths) + rows, kv_groups=(group,), block_tables=(table.to(DEVICE),),
+        slot_mappings=(torch.empty(0, dtype=torch.int64),), max_seq_len=max_seq_len,
+    )  # fmt: skip
+    return draft_step_metadata(meta, positions.to(DEVICE), 0)
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim", "page", "lengths", "window"), GRID)
+def test_equals_torch(
+    rows: int, heads: tuple[int, int], dim: int, page: int, lengths: list[int], window: int | None
+) -> None:
+    q_heads, kv_heads = heads
+    meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=4096)
+    generator = torch.Generator().manual_seed(1)
+    count = len(lengths) * rows
+    q, k, v = (
+        torch.randn(count, h, dim, generator=generator).to(DEVICE)
+        for h in (q_heads, kv_heads, kv_heads)
+    )
+    outs = []
+    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+        outs.append(backend.forward(q, k, v, meta, kv_group=0, layer=0, window=window))
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
+
+
+def test_rows_past_the_maximum_length_are_inert() -> None:
+    meta = make_pass([30, 5], 4, 2, 16, 8, max_seq_len=32)
+    assert meta.position_ids.tolist()[:4] == [30, 31, 0, 0]
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(8, h, 16, generator=generator).to(DEVICE) for h in (4, 2, 2))
+    ours, twin = (
+        backend.forward(q, k, v, meta, kv_group=0, layer=0, window=None)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+    assert torch.isfinite(ours).all()
+
+
+def test_slots_of_positions_without_a_block_are_nowhere() -> None:
+    table = torch.tensor([[5, 0]], dtype=torch.int32)
+    positions = torch.tensor([[3, 4]])
+    assert slot_mapping(table, positions, positions >= 0, 4).tolist() == [[23, -1]]

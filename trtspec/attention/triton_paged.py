@@ -1,0 +1,208 @@
+"""Paged attention for generation rows in Triton: lengths and block tables come from the device.
+
+Split-KV ("flash decoding"): the keys of each request and KV head are cut into a fixed number of
+parts, one program each, so that one long request fills the GPU; a second kernel joins the parts.
+All query rows of a request that share a KV head are one tile. Contexts, whose lengths the host
+knows, go to torch's scaled_dot_product_attention (`torch_sdpa.py`).
+
+Nothing depends on the host's idea of a length, so a captured graph stays right as texts grow.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..metadata.attention import AttentionMetadata
+from .torch_sdpa import TorchAttention
+
+BLOCK_N = 64  # keys a program looks at in one turn
+TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+
+
+class TritonAttention(TorchAttention):
+    name: ClassVar[str] = "triton"
+    lengths_on_device: ClassVar[bool] = True
+
+    def _generation(
+        self,
+        q: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        meta: AttentionMetadata,
+        kv_group: int,
+        window: int | None,
+    ) -> Tensor:
+        return paged_attention(
+            q,
+            k_slots,
+            v_slots,
+            meta.block_tables[kv_group][meta.num_contexts :],
+            meta.position_ids[meta.num_context_tokens :],
+            meta.rows_per_generation,
+            meta.kv_groups[kv_group].page_size,
+            window,
+        )
+
+
+def paged_attention(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    block_tables: Tensor,
+    position_ids: Tensor,
+    rows: int,
+    page_size: int,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of generation rows over a paged cache.
+
+    Args:
+        q: [G * rows, Hq, D].
+        k_slots, v_slots: [slots, Hkv, D], indexed by block * page_size + offset.
+        block_tables: [G, M] int32.
+        position_ids: [G * rows] int64; a row sees the keys at positions up to its own.
+        window: how many of the last of those it sees; None is all.
+
+    Returns:
+        [G * rows, Hq, D].
+    """
+    num_seqs, table_width = block_tables.shape
+    q_heads, dim = q.shape[1], q.shape[2]
+    kv_heads = k_slots.shape[1]
+    per_kv = q_heads // kv_heads
+    block_m = max(16, triton.next_power_of_2(rows * per_kv))
+    block_d = max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
+    longest = triton.cdiv(table_width * page_size, BLOCK_N)
+    splits = max(1, min(longest, TARGET_PROGRAMS // max(1, num_seqs * kv_heads), 64))
+    out = torch.empty_like(q)
+    shape = num_seqs, kv_heads, splits, block_m
+    partial = torch.empty((*shape, block_d), dtype=torch.float32, device=q.device)
+    stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    _partial_kernel[(num_seqs, kv_heads, splits)](
+        q, k_slots, v_slots, block_tables, position_ids, partial, stats,
+        dim**-0.5 * 1.4426950408889634,
+        q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
+        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
+        rows=rows, per_kv=per_kv, dim=dim, page_size=page_size, splits=splits,
+        window=-1 if window is None else window,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _join_kernel[(num_seqs, kv_heads)](
+        partial, stats, position_ids, out, out.stride(0), out.stride(1),
+        rows=rows, per_kv=per_kv, dim=dim, splits=splits,
+        window=-1 if window is None else window,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _split(positions, is_row, window: tl.constexpr, splits: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First and last key that any row sees, and the keys of one part."""
+    last = tl.max(tl.where(is_row, positions, 0), 0)
+    first = last * 0
+    if window > 0:
+        first = tl.maximum(tl.min(tl.where(is_row, positions, 1 << 30), 0) - window + 1, 0)
+        first = first // BLOCK_N * BLOCK_N
+    part = tl.cdiv(tl.cdiv(last + 1 - first, splits), BLOCK_N) * BLOCK_N
+    return first, last, part
+
+
+@triton.jit
+def _partial_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, partial_ptr, stats_ptr, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width,
+    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
+    splits: tl.constexpr, window: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one request and KV head; its rows' softmax sums in base 2."""
+    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    row, head = m // per_kv, kv_head * per_kv + m % per_kv
+    is_row = row < rows
+    d = tl.arange(0, BLOCK_D)
+    positions = tl.load(position_ptr + seq * rows + row, mask=is_row, other=0).to(tl.int32)
+    first, last, part = _split(positions, is_row, window, splits, BLOCK_N)
+    start = first + split * part
+    end = tl.minimum(start + part, last + 1)
+    if start > last:
+        return
+    q = tl.load(
+        q_ptr + (seq * rows + row)[:, None] * q_row + head[:, None] * q_head + d[None, :],
+        mask=is_row[:, None] & (d[None, :] < dim), other=0.0,
+    )  # fmt: skip
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for begin in range(start, end, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        page = n // page_size
+        block = tl.load(
+            table_ptr + seq * table_row + page, mask=(n < end) & (page < table_width), other=0
+        )
+        slot = block.to(tl.int64) * page_size + n % page_size
+        inside = (n[:, None] < end) & (d[None, :] < dim)
+        k = tl.load(
+            k_ptr + slot[:, None] * k_row + kv_head * k_head + d[None, :], mask=inside, other=0.0
+        )
+        v = tl.load(
+            v_ptr + slot[:, None] * v_row + kv_head * v_head + d[None, :], mask=inside, other=0.0
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
+        if window > 0:
+            seen = seen & (n[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        # A row that has seen nothing yet has no best: keep its weights at zero, not NaN.
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    place = ((seq * tl.num_programs(1) + kv_head) * splits + split) * BLOCK_M + m
+    tl.store(partial_ptr + place[:, None] * BLOCK_D + d[None, :], acc)
+    tl.store(stats_ptr + place * 2, best)
+    tl.store(stats_ptr + place * 2 + 1, total)
+
+
+@triton.jit
+def _join_kernel(
+    partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head,
+    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
+    window: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The parts that hold keys, put together."""
+    seq, kv_head = tl.program_id(0), tl.program_id(1)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row, head = m // per_kv, kv_head * per_kv + m % per_kv
+    is_row = row < rows
+    positions = tl.load(position_ptr + seq * rows + row, mask=is_row, other=0).to(tl.int32)
+    first, last, part = _split(positions, is_row, window, splits, BLOCK_N)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(0, tl.cdiv(last + 1 - first, part)):
+        place = ((seq * tl.num_programs(1) + kv_head) * splits + split) * BLOCK_M + m
+        part_best = tl.load(stats_ptr + place * 2)
+        part_total = tl.load(stats_ptr + place * 2 + 1)
+        part_acc = tl.load(partial_ptr + place[:, None] * BLOCK_D + d[None, :])
+        new_best = tl.maximum(best, part_best)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        keep, add = tl.exp2(best - base), tl.exp2(part_best - base)
+        total = total * keep + part_total * add
+        acc = acc * keep[:, None] + part_acc * add[:, None]
+        best = new_best
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + (seq * rows + row)[:, None] * out_row + head[:, None] * out_head + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_row[:, None] & (d[None, :] < dim),
+    )

@@ -1,0 +1,180 @@
+"""CUDA graphs: a generation step is one launch.
+
+A graph is captured for a batch size (a bucket), the drafts verified and proposed, and greedy or
+sampled. It holds everything between the host's two copies: gathering inputs from the slots, the
+target, acceptance, all draft passes, and leaving the next step's inputs in the slots. The host
+sends slot ids and block tables, and those only when they changed.
+
+Rows that fill a bucket are inert: they stand on the scratch slot, whose blocks are none, so their
+keys go to the scratch block and nobody reads their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.manager import KVCacheManager
+from ..cache.slots import SlotState
+from ..config import CudaGraphConfig
+from .forward_step import StepOutputs
+from .inputs import StepInputs
+from .request import Request
+
+Step = Callable[[StepInputs, int], StepOutputs]
+"""Runs one step: inputs, and the drafts to propose."""
+Passes = Callable[[StepOutputs], Iterator[None]]
+"""The draft passes that follow a step in a two-engine mode, one for each item; else none."""
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    batch_size: int
+    num_drafts: int  # K', verified
+    draft_len: int  # proposed
+    all_greedy: bool
+    has_filters: bool
+
+
+@dataclass
+class _Captured:
+    graphs: list[torch.cuda.CUDAGraph]  # the step; in two-engine modes also each draft pass
+    outputs: StepOutputs
+
+
+class CudaGraphs:
+    """Captures on first use, replays after that. One memory pool for all graphs."""
+
+    def __init__(
+        self,
+        config: CudaGraphConfig,
+        max_batch_size: int,
+        max_seq_len: int,
+        kv_cache: KVCacheManager,
+        state: SlotState,
+        device: torch.device,
+        step: Step,
+        passes: Passes,
+    ):
+        self.kv_cache, self.state, self.device = kv_cache, state, device
+        self.step, self.passes = step, passes
+        self.enable_padding = config.enable_padding
+        self.max_seq_len, self.scratch_slot = max_seq_len, max_batch_size
+        self.batch_sizes = config.buckets(max_batch_size)
+        pages = kv_cache.blocks_for(max_seq_len)
+        self.widths = [pages] * len(kv_cache.groups)
+        shape = self.batch_sizes[-1], 1 + sum(self.widths)
+        # Per row: slot, then the block table of each group. What the host sends, and nothing else.
+        self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.inputs[:, 0] = self.scratch_slot
+        self._sent: list[tuple[int, int, int]] = []
+        self._graphs: dict[GraphKey, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def bucket(self, batch_size: int) -> int | None:
+        """The smallest captured size that holds the batch; None if there is none."""
+        size = next((size for size in self.batch_sizes if size >= batch_size), None)
+        return size if self.enable_padding or size == batch_size else None
+
+    def run(self, requests: list[Request], num_drafts: int, draft_len: int) -> StepOutputs | None:
+        """One generation step of these requests, or None where no bucket holds them."""
+        bucket = self.bucket(len(requests))
+        if bucket is None:
+            return None
+        key = GraphKey(
+            bucket, num_drafts, draft_len,
+            all(r.sampling_params.is_greedy for r in requests),
+            any(r.sampling_params.has_filters for r in requests),
+        )  # fmt: skip
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        self._send(requests, bucket)
+        captured = self._graphs[key]
+        for graph in captured.graphs:
+            graph.replay()
+        return first_rows(captured.outputs, len(requests))
+
+    def _send(self, requests: list[Request], bucket: int) -> None:
+        """Slots and block tables of the rows that are not on the device already."""
+        rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
+        rows += [(self.scratch_slot, -1, 0)] * (bucket - len(rows))
+        if self._sent[:bucket] == rows:
+            return
+        self._sent = rows
+        tables = self.kv_cache.block_tables([r.request_id for r in requests])
+        host = torch.zeros((bucket, self.inputs.shape[1]), dtype=torch.int32, pin_memory=True)
+        host[:, 0] = self.scratch_slot
+        host[: len(requests), 0] = torch.tensor([r.slot for r in requests])
+        start = 1
+        for table, width in zip(tables, self.widths, strict=True):
+            host[: len(requests), start : start + table.shape[1]] = table
+            start += width
+        self.inputs[:bucket].copy_(host, non_blocking=True)
+
+    def _capture(self, key: GraphKey) -> _Captured:
+        """Captures one graph. Its rows are all inert meanwhile, so that warming up moves nobody."""
+        self.inputs[:, 0] = self.scratch_slot
+        self.inputs[:, 1:] = 0
+        self._sent = []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                num_passes = sum(1 for _ in self.passes(self._run_step(key)))
+        torch.cuda.current_stream().wait_stream(stream)
+        graphs = [torch.cuda.CUDAGraph() for _ in range(1 + num_passes)]
+        with torch.cuda.graph(graphs[0], pool=self._pool):
+            outputs = self._run_step(key)
+        passes = self.passes(outputs)
+        for graph in graphs[1:]:
+            with torch.cuda.graph(graph, pool=self._pool):
+                next(passes)
+        return _Captured(graphs, outputs)
+
+    def _run_step(self, key: GraphKey) -> StepOutputs:
+        # The scratch slot's text would grow by every step it stands in for.
+        self.state.past_lens[self.scratch_slot :].zero_()
+        return self.step(self._step_inputs(key), key.draft_len)
+
+    def _step_inputs(self, key: GraphKey) -> StepInputs:
+        rows = self.inputs[: key.batch_size]
+        tables, start = [], 1
+        for width in self.widths:
+            tables.append(rows[:, start : start + width])
+            start += width
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        return StepInputs(
+            slot_ids=rows[:, 0].to(torch.int64),
+            block_tables=tuple(tables),
+            context_ids=none,
+            context_positions=none,
+            context_rows=none,
+            context_ends=none,
+            next_prompt_tokens=None,
+            context_lens=(),
+            context_starts=(),
+            num_generations=key.batch_size,
+            num_drafts=key.num_drafts,
+            max_kv_len=self.max_seq_len,
+            request_ids=[-1] * key.batch_size,
+            all_greedy=key.all_greedy,
+            has_filters=key.has_filters,
+        )
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+
+def first_rows(outputs: StepOutputs, count: int) -> StepOutputs:
+    """The outputs of the requests, without those that fill the bucket."""
+    hidden: Tensor | None = outputs.hidden_states
+    return StepOutputs(
+        outputs.new_tokens[:count],
+        outputs.new_tokens_lens[:count],
+        outputs.bad_requests[:count],
+        None if hidden is None else hidden[:count],
+    )
