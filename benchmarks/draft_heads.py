@@ -1,10 +1,12 @@
 """What a step costs with each draft head, one-model and two-engine, on random weights.
 
-    python benchmarks/draft_heads.py [--device cuda] [--k 3] [--steps 60] [--prompt 256]
+    python benchmarks/draft_heads.py [--device cuda] [--k 3] [--blocks 8] [--prompt 256] [--batch 1]
 
 The target has SmolLM2-135M's shape, the EAGLE-3 head 16,000 draft tokens, MTP layers are copies
 of the target's kind. Random heads accept next to nothing: a step's cost does not depend on it.
-Checkpoints are written once into a temporary directory. Medians of interleaved steps.
+Checkpoints are written once into a temporary directory. The engines take turns, a block of steps
+each; medians of blocks. On a GPU steps overlap as they do in use, and the captured graph's own time
+(by events, over replays) stands beside the wall clock.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -96,10 +97,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--blocks", type=int, default=8, help="of 10 steps, for each engine")
     parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=1)
     args = parser.parse_args()
-    k = args.k
+    k, most = args.k, args.prompt + (args.k + 1) * (10 * args.blocks + 30)
     with tempfile.TemporaryDirectory() as root:
         target, head = build_target(Path(root, "target"), k), build_eagle3_head(Path(root, "head"))
         configs: dict[str, DecodingBaseConfig | None] = {
@@ -112,41 +114,60 @@ def main() -> None:
             "mtp_eagle": MTPDecodingConfig(num_nextn_predict_layers=k, mtp_eagle_one_model=False),
             "mtp": MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True),
         }
-        steps: dict[str, Callable[[], float]] = {}
+        engines = {}
         for name, config in configs.items():
             llm = LLM(
-                target, config, device=args.device, dtype="bfloat16", max_batch_size=1,
-                max_seq_len=args.prompt + 4 * (k + 1) * args.steps,
-                kv_cache_config=KvCacheConfig(max_tokens=args.prompt + 4 * (k + 1) * args.steps),
-                disable_overlap_scheduler=True,
+                target, config, device=args.device, dtype="bfloat16", max_batch_size=args.batch,
+                max_seq_len=most, kv_cache_config=KvCacheConfig(max_tokens=args.batch * most),
             )  # fmt: skip
-            steps[name] = _stepper(llm, args.prompt)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(args.steps):
-            for name, step in steps.items():
-                times[name].append(step())
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{where}, SmolLM2-135M's shape, bf16, batch 1, K = {k}, prompt {args.prompt}, eager")
-    plain = median(times["plain"][5:])
-    for name, values in times.items():
-        ms = median(values[5:])
-        print(f"{name:22s} {ms * 1e3:7.2f} ms a step   {ms / plain:5.2f} x plain")
+            engines[name] = llm
+            for i in range(args.batch):
+                prompt = [(7 * j + i) % VOCAB for j in range(args.prompt)]
+                llm.executor.enqueue(prompt, SamplingParams(max_tokens=10**6, ignore_eos=True))
+            while any(not r.is_generation for r in llm.executor._requests.values()):
+                llm.executor.step()
+            _block(llm)  # captures the graph
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(args.blocks):
+            for name, llm in engines.items():
+                times[name].append(_block(llm))
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        print(f"{where}, SmolLM2-135M's shape, bf16, batch {args.batch}, K = {k}, "
+              f"prompt {args.prompt}, nothing accepted")  # fmt: skip
+        plain = median(times["plain"])
+        for name, values in times.items():
+            ms = median(values)
+            graph = _graph_ms(engines[name])
+            own = "" if graph is None else f"   graph {graph:6.3f} ms"
+            print(f"{name:22s} {ms:7.3f} ms a step   {ms / plain:5.2f} x plain{own}")
 
 
-def _stepper(llm: LLM, prompt_len: int) -> Callable[[], float]:
-    executor = llm.executor
-    prompt = [(7 * i) % VOCAB for i in range(prompt_len)]
-    executor.enqueue(prompt, SamplingParams(max_tokens=10**6, ignore_eos=True))
-    executor.step()
+def _block(llm: LLM, steps: int = 10) -> float:
+    """ms a step, wall clock."""
+    if llm.device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        llm.executor.step()
+    if llm.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps * 1e3
 
-    def step() -> float:
-        started = time.perf_counter()
-        executor.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - started
 
-    return step
+def _graph_ms(llm: LLM, replays: int = 200) -> float | None:
+    """What the captured step takes on the GPU alone; None without graphs."""
+    graphs = llm.executor.graphs
+    if graphs is None or not graphs._graphs:
+        return None
+    captured = next(iter(graphs._graphs.values()))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+    start.record()
+    for _ in range(replays):
+        for graph in captured.graphs:
+            graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / replays
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ..metadata.attention import AttentionMetadata
+from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 
 
 class AttentionBackend(ABC):
-    """Writes this pass's K and V to the cache and attends; lengths come from device tensors."""
+    """Attends over the paged cache; lengths come from device tensors."""
 
     name: ClassVar[str]
     supports_multi_token_generation: ClassVar[bool]
@@ -21,6 +22,21 @@ class AttentionBackend(ABC):
     """Generation rows depend on no length of the host's, so that a captured graph stays right."""
 
     @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        meta: AttentionMetadata,
+        *,
+        kv_group: int,
+        layer: int,
+        window: int | None,
+    ) -> Tensor:
+        """q [T, Hq, D] -> [T, Hq, D], over the cache, which holds this pass's K and V already.
+
+        A row sees the positions of its own request up to and including its own, and with
+        `window` only the last `window` of those.
+        """
+
     def forward(
         self,
         q: Tensor,
@@ -32,8 +48,19 @@ class AttentionBackend(ABC):
         layer: int,
         window: int | None,
     ) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
+        """`attend` for callers that have not written k and v [T, Hkv, D] to the cache yet."""
+        slots = self.write_slots(meta, kv_group)
+        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        k_slots.index_copy_(0, slots, k)
+        v_slots.index_copy_(0, slots, v)
+        return self.attend(q, meta, kv_group=kv_group, layer=layer, window=window)
 
-        A row sees the positions of its own request up to and including its own, and with
-        `window` only the last `window` of those.
-        """
+    @staticmethod
+    def write_slots(meta: AttentionMetadata, kv_group: int) -> Tensor:
+        """[T] int64: where each row's K and V go; the scratch block for slot -1."""
+        key = ("write", kv_group)
+        if key not in meta.derived:
+            slots = meta.slot_mappings[kv_group]
+            scratch = SCRATCH_BLOCK * meta.kv_groups[kv_group].page_size
+            meta.derived[key] = torch.where(slots < 0, scratch, slots)
+        return meta.derived[key]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.attention import AttentionMetadata
 from .base import AttentionBackend
 
 
@@ -26,23 +26,16 @@ class TorchAttention(AttentionBackend):
     name: ClassVar[str] = "torch"
     supports_multi_token_generation: ClassVar[bool] = True
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         meta: AttentionMetadata,
         *,
         kv_group: int,
         layer: int,
         window: int | None,
     ) -> Tensor:
-        group = meta.kv_groups[kv_group]
-        k_slots, v_slots = group.layer_slots[layer]
-        slots = self._write_slots(meta, kv_group)
-        k_slots.index_copy_(0, slots, k)
-        v_slots.index_copy_(0, slots, v)
-
+        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
             out = self._context(
@@ -124,15 +117,6 @@ class TorchAttention(AttentionBackend):
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
         return out.reshape(num_seqs * rows, q_heads, dim)
-
-    @staticmethod
-    def _write_slots(meta: AttentionMetadata, kv_group: int) -> Tensor:
-        key = ("write", kv_group)
-        if key not in meta.derived:
-            slots = meta.slot_mappings[kv_group]
-            scratch = SCRATCH_BLOCK * meta.kv_groups[kv_group].page_size
-            meta.derived[key] = torch.where(slots < 0, scratch, slots)
-        return meta.derived[key]
 
 
 def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:

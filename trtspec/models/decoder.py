@@ -16,7 +16,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.activation import silu_and_mul
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import apply_rope, rotation
+from ..ops.rope import rope_and_write, rotation
 from .config import DecoderConfig
 from .rope import build_cos_sin
 
@@ -49,23 +49,16 @@ class Attention(nn.Module):
         """hidden [T, input_size] -> [T, D]; rope is the rotation of this pass's positions."""
         q_heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
-        if self.keeps_kv_finite:
-            qkv = torch.nan_to_num(qkv, 0.0, 0.0, 0.0)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(qkv[:, :q_heads])
-            k = self.k_norm(qkv[:, q_heads : q_heads + kv_heads])
-            qk = torch.cat([q, k], dim=1)
-        else:
-            qk = qkv[:, : q_heads + kv_heads]
-        qk = apply_rope(qk, *rope)  # [T, Hq + Hkv, head_dim]
-        out = self.backend.forward(
-            qk[:, :q_heads],
-            qk[:, q_heads:],
-            qkv[:, q_heads + kv_heads :],
-            meta,
-            kv_group=self.kv_group,
-            layer=self.layer,
-            window=self.window,
+            q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+        slots = self.backend.write_slots(meta, self.kv_group)
+        k_slots, v_slots = meta.kv_groups[self.kv_group].layer_slots[self.layer]
+        q = rope_and_write(
+            qkv, *rope, q_heads, k_slots, v_slots, slots, keeps_finite=self.keeps_kv_finite
+        )
+        out = self.backend.attend(
+            q, meta, kv_group=self.kv_group, layer=self.layer, window=self.window
         )
         return self.o_proj(out.reshape(-1, q_heads * self.head_dim))
 
@@ -97,9 +90,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, meta)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rope: Rotation, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream is the sum of the two tensors, so that each sum is made together
+        with the norm that follows it. [T, D] each; the first layer gets no residual."""
+        if residual is None:
+            normed, residual = self.input_layernorm(hidden), hidden
+        else:
+            normed, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(normed, rope, meta)
+        normed, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(normed), residual
 
 
 class HiddenStateCapture(Protocol):
@@ -149,11 +151,13 @@ class Decoder(nn.Module):
         ids = input_ids.clamp(0, self.config.vocab_size - 1)
         hidden = self.embed_tokens(ids)
         rope = rotation(self.cos_sin[position_ids], hidden.dtype)
+        residual: Tensor | None = None
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, meta)
+            hidden, residual = layer(hidden, residual, rope, meta)
             if capture is not None and capture.is_layer_capture(i):
-                capture.maybe_capture_hidden_states(i, hidden)
-        return self.norm(hidden)
+                capture.maybe_capture_hidden_states(i, hidden, residual)
+        assert residual is not None
+        return self.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> logits [R, V], model dtype."""

@@ -47,13 +47,14 @@ class Eagle3Layer(nn.Module):
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, rope: Rotation, meta: AttentionMetadata
-    ) -> Tensor:
-        """embeddings, hidden [T, H] -> [T, H]."""
+    ) -> tuple[Tensor, Tensor]:
+        """embeddings, hidden [T, H] -> (hidden, residual), whose sum is the layer's output."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        hidden = residual + self.self_attn(both, rope, meta)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(both, rope, meta)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
 
 
 class Eagle3Head(DraftHead):
@@ -96,10 +97,10 @@ class Eagle3Head(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         embeddings = self.embed(input_ids)
         rope = self.rope(position_ids, embeddings)
-        hidden = self.layers[0](embeddings, hidden_states, rope, attn_metadata)
+        hidden, residual = self.layers[0](embeddings, hidden_states, rope, attn_metadata)
         for layer in self.layers[1:]:
-            hidden = layer(hidden, rope, attn_metadata)
-        normed = self.norm(hidden)
+            hidden, residual = layer(hidden, residual, rope, attn_metadata)
+        normed, hidden = self.norm.add(hidden, residual)
         return normed, normed if self.config.norm_output else hidden
 
 
@@ -128,6 +129,9 @@ class EagleHead(DraftHead):
         embeddings = self.embed(input_ids)
         rope = self.rope(position_ids, embeddings)
         hidden = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, rope, attn_metadata)
+            hidden, residual = layer(hidden, residual, rope, attn_metadata)
+        assert residual is not None
+        hidden = hidden + residual
         return hidden, hidden

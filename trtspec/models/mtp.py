@@ -84,11 +84,12 @@ class MTPLayer(DecoderLayer):
 
     def forward(  # type: ignore[override]
         self, embeddings: Tensor, hidden: Tensor, rope: Rotation, meta: AttentionMetadata
-    ) -> Tensor:
-        """embeddings, hidden [T, H] -> [T, H], before the final norm."""
+    ) -> tuple[Tensor, Tensor]:
+        """embeddings, hidden [T, H] -> (the final norm of the layer's output, the output)."""
         e, h = self.enorm(embeddings), self.hnorm(hidden)
         both = torch.cat([h, e] if self.hidden_first else [e, h], dim=-1)
-        return super().forward(self.eh_proj(both), rope, meta)
+        out, residual = super().forward(self.eh_proj(both), None, rope, meta)
+        return self.norm.add(out, residual)
 
 
 class MTPHead(DraftHead):
@@ -133,10 +134,8 @@ class MTPHead(DraftHead):
         assert layer.embed_tokens is not None
         ids = input_ids.clamp(0, self.config.decoder.vocab_size - 1)
         embeddings = layer.embed_tokens(ids)
-        hidden = layer(
-            embeddings, hidden_states, self.rope(position_ids, embeddings), attn_metadata
-        )
-        normed = layer.norm(hidden)
+        rope = self.rope(position_ids, embeddings)
+        normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .dispatch import triton_kernels
+
 
 class RMSNorm(nn.Module):
     """Over the last dimension; input and output in the model's dtype."""
@@ -17,3 +19,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual)."""
+        kernels = triton_kernels(x)
+        if kernels is not None:
+            return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        total = x + residual
+        return self.forward(total), total

@@ -1,0 +1,70 @@
+"""Triton's small operations against their torch twins; in the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trtspec.ops.rope import apply_rope, rotation
+
+triton_ops = pytest.importorskip("trtspec.ops.triton_ops", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter truncates where a GPU rounds, so bf16 is for the GPU alone.
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
+    rounding = 2e-2 if twin.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours, twin, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 48, 576])
+def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
+    x, residual = (_random(5, 2 * size, dtype=dtype, seed=i)[:, :size] for i in (1, 2))
+    weight = _random(size, dtype=dtype, seed=3)
+    normed, total = triton_ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    _close(normed, F.rms_norm(x + residual, (size,), weight, 1e-5))
+    normed, total = triton_ops.add_rms_norm(x, None, weight, 1e-5)
+    assert torch.equal(total, x)
+    _close(normed, F.rms_norm(x, (size,), weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [8, 80, 1536])
+def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
+    x = 4 * _random(3, 2 * inner, dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    _close(triton_ops.silu_and_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
+@pytest.mark.parametrize("keeps_finite", [False, True])
+def test_rope_and_write(
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, keeps_finite: bool
+) -> None:
+    q_heads, kv_heads = heads
+    rows, slots = 5, torch.tensor([7, 3, 0, 9, 4], device=DEVICE)
+    qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
+    if keeps_finite:
+        qkv[1, q_heads, 3], qkv[2, -1, 1], qkv[3, 0, 0] = float("nan"), float("inf"), float("-inf")
+    angles = _random(rows, dim // 2, dtype=torch.float32, seed=4)
+    cos, sin = rotation(torch.cat([angles.cos(), angles.sin()], dim=-1), dtype)
+    k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+    q = triton_ops.rope_and_write(qkv, cos, sin, q_heads, k_slots, v_slots, slots, keeps_finite)
+    clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
+    turned = apply_rope(clean[:, : q_heads + kv_heads], cos, sin)
+    _close(q, turned[:, :q_heads])
+    _close(k_slots[slots], turned[:, q_heads:])
+    assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])
+    untouched = [i for i in range(12) if i not in slots.tolist()]
+    assert not k_slots[untouched].any() and not v_slots[untouched].any()
