@@ -1,9 +1,10 @@
 """What a step costs with each draft head, one-model and two-engine, on random weights.
 
-    python benchmarks/draft_heads.py [--device cuda] [--k 3] [--blocks 8] [--prompt 256] [--batch 1]
+    python benchmarks/draft_heads.py [--preset llama-3.1-8b] [--k 3] [--prompt 256] [--batch 1]
 
-The target has SmolLM2-135M's shape, the EAGLE-3 head 16,000 draft tokens, MTP layers are copies
-of the target's kind. Random heads accept next to nothing: a step's cost does not depend on it.
+The target has the preset's shape (SmolLM2-135M or Llama-3.1-8B), the EAGLE-3 head 16,000 or 32,000
+draft tokens, MTP layers are of the target's kind. Random heads accept next to nothing: a step's
+cost does not depend on it.
 Checkpoints are written once into a temporary directory. The engines take turns, a block of steps
 each; medians of blocks. On a GPU steps overlap as they do in use, and the captured graph's own time
 (by events, over replays) stands beside the wall clock.
@@ -15,6 +16,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,71 +33,102 @@ from trtspec import (
 )
 from trtspec.config import DecodingBaseConfig
 
-SIZE, INNER, LAYERS, HEADS, KV_HEADS, VOCAB, DRAFT_VOCAB = 576, 1536, 30, 9, 3, 49152, 16000
-CONFIG = {
-    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-    "tie_word_embeddings": True, "dtype": "bfloat16",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Shape:
+    size: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    draft_vocab: int
+    rope_theta: float
+    tied: bool
+
+    @property
+    def config(self) -> dict[str, object]:
+        return {
+            "model_type": "llama", "vocab_size": self.vocab, "hidden_size": self.size,
+            "intermediate_size": self.inner, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tied, "dtype": "bfloat16",
+        }  # fmt: skip
 
 
-def _layer(prefix: str, width: int = SIZE) -> dict[str, tuple[int, ...]]:
-    dim = SIZE // HEADS
+PRESETS = {
+    "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 16000, 1e5, True),
+    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 32000, 5e5, False),
+}
+
+
+def _layer(shape: Shape, prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    size, dim = shape.size, shape.size // shape.heads
     return {
-        f"{prefix}self_attn.q_proj.weight": (HEADS * dim, width),
-        f"{prefix}self_attn.k_proj.weight": (KV_HEADS * dim, width),
-        f"{prefix}self_attn.v_proj.weight": (KV_HEADS * dim, width),
-        f"{prefix}self_attn.o_proj.weight": (SIZE, HEADS * dim),
-        f"{prefix}mlp.gate_proj.weight": (INNER, SIZE),
-        f"{prefix}mlp.up_proj.weight": (INNER, SIZE),
-        f"{prefix}mlp.down_proj.weight": (SIZE, INNER),
-        f"{prefix}input_layernorm.weight": (SIZE,),
-        f"{prefix}post_attention_layernorm.weight": (SIZE,),
+        f"{prefix}self_attn.q_proj.weight": (size, width),
+        f"{prefix}self_attn.k_proj.weight": (shape.kv_heads * dim, width),
+        f"{prefix}self_attn.v_proj.weight": (shape.kv_heads * dim, width),
+        f"{prefix}self_attn.o_proj.weight": (size, size),
+        f"{prefix}mlp.gate_proj.weight": (shape.inner, size),
+        f"{prefix}mlp.up_proj.weight": (shape.inner, size),
+        f"{prefix}mlp.down_proj.weight": (size, shape.inner),
+        f"{prefix}input_layernorm.weight": (size,),
+        f"{prefix}post_attention_layernorm.weight": (size,),
     }
 
 
 def _save(path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, object]) -> Path:
-    generator = torch.Generator().manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
     tensors: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        tensors[name] = (torch.ones(shape) if len(shape) == 1 else noise).bfloat16()
+        if len(shape) == 1:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        else:
+            noise = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+            tensors[name] = noise.bfloat16().cpu()
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     if "fc.weight" in tensors:
-        tensors["d2t"] = torch.arange(DRAFT_VOCAB) * 2  # every third token
+        tensors["d2t"] = torch.arange(shapes["lm_head.weight"][0]) * 2  # every third token
     save_file(tensors, path / "model.safetensors")
     return path
 
 
-def build_target(path: Path, num_mtp_layers: int) -> Path:
+def build_target(path: Path, shape: Shape, num_mtp_layers: int) -> Path:
     """A random target with MTP layers in its checkpoint."""
-    shapes = {"model.embed_tokens.weight": (VOCAB, SIZE), "model.norm.weight": (SIZE,)}
-    for i in range(LAYERS + num_mtp_layers):
-        shapes |= _layer(f"model.layers.{i}.")
-    for i in range(LAYERS, LAYERS + num_mtp_layers):
+    size = shape.size
+    shapes = {"model.embed_tokens.weight": (shape.vocab, size), "model.norm.weight": (size,)}
+    if not shape.tied:
+        shapes["lm_head.weight"] = (shape.vocab, size)
+    for i in range(shape.layers + num_mtp_layers):
+        shapes |= _layer(shape, f"model.layers.{i}.", size)
+    for i in range(shape.layers, shape.layers + num_mtp_layers):
         for name in ("enorm", "hnorm", "shared_head.norm"):
-            shapes[f"model.layers.{i}.{name}.weight"] = (SIZE,)
-        shapes[f"model.layers.{i}.eh_proj.weight"] = (SIZE, 2 * SIZE)
-    return _save(path, shapes, {**CONFIG, "num_nextn_predict_layers": num_mtp_layers})
+            shapes[f"model.layers.{i}.{name}.weight"] = (size,)
+        shapes[f"model.layers.{i}.eh_proj.weight"] = (size, 2 * size)
+    return _save(path, shapes, {**shape.config, "num_nextn_predict_layers": num_mtp_layers})
 
 
-def build_eagle3_head(path: Path) -> Path:
-    """A random EAGLE-3 head for SmolLM2-135M's shape."""
-    shapes = _layer("midlayer.", 2 * SIZE) | {
-        "fc.weight": (SIZE, 3 * SIZE),
-        "midlayer.hidden_norm.weight": (SIZE,),
-        "norm.weight": (SIZE,),
-        "lm_head.weight": (DRAFT_VOCAB, SIZE),
+def build_eagle3_head(path: Path, shape: Shape = PRESETS["smollm2-135m"]) -> Path:
+    """A random EAGLE-3 head for a target of this shape."""
+    size = shape.size
+    shapes = _layer(shape, "midlayer.", 2 * size) | {
+        "fc.weight": (size, 3 * size),
+        "midlayer.hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+        "lm_head.weight": (shape.draft_vocab, size),
     }
-    config = {**CONFIG, "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+    config = {**shape.config, "num_hidden_layers": 1, "draft_vocab_size": shape.draft_vocab}
     return _save(path, shapes, config)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--preset", choices=PRESETS, default="smollm2-135m")
+    parser.add_argument("--modes", help="comma-separated, plain among them; default: all")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=8, help="of 10 steps, for each engine")
     parser.add_argument("--prompt", type=int, default=256)
@@ -103,7 +136,9 @@ def main() -> None:
     args = parser.parse_args()
     k, most = args.k, args.prompt + (args.k + 1) * (10 * args.blocks + 30)
     with tempfile.TemporaryDirectory() as root:
-        target, head = build_target(Path(root, "target"), k), build_eagle3_head(Path(root, "head"))
+        shape = PRESETS[args.preset]
+        target = build_target(Path(root, "target"), shape, k)
+        head = build_eagle3_head(Path(root, "head"), shape)
         configs: dict[str, DecodingBaseConfig | None] = {
             "plain": None,
             "eagle3_one_model": EagleDecodingConfig(max_draft_len=k, speculative_model=head),
@@ -114,6 +149,8 @@ def main() -> None:
             "mtp_eagle": MTPDecodingConfig(num_nextn_predict_layers=k, mtp_eagle_one_model=False),
             "mtp": MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True),
         }
+        chosen = args.modes.split(",") if args.modes else list(configs)
+        configs = {name: configs[name] for name in chosen}
         engines = {}
         for name, config in configs.items():
             llm = LLM(
@@ -122,7 +159,7 @@ def main() -> None:
             )  # fmt: skip
             engines[name] = llm
             for i in range(args.batch):
-                prompt = [(7 * j + i) % VOCAB for j in range(args.prompt)]
+                prompt = [(7 * j + i) % shape.vocab for j in range(args.prompt)]
                 llm.executor.enqueue(prompt, SamplingParams(max_tokens=10**6, ignore_eos=True))
             while any(not r.is_generation for r in llm.executor._requests.values()):
                 llm.executor.step()
@@ -132,7 +169,7 @@ def main() -> None:
             for name, llm in engines.items():
                 times[name].append(_block(llm))
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        print(f"{where}, SmolLM2-135M's shape, bf16, batch {args.batch}, K = {k}, "
+        print(f"{where}, {args.preset}'s shape, bf16, batch {args.batch}, K = {k}, "
               f"prompt {args.prompt}, nothing accepted")  # fmt: skip
         plain = median(times["plain"])
         for name, values in times.items():

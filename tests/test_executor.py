@@ -562,6 +562,9 @@ def test_bad_prompts_start_nothing(
         ),
         ({"device": "tpu"}, "device='tpu'"),
         ({"dtype": "int8"}, "dtype='int8'.*float32"),
+        ({"attn_backend": "xformers"}, "attn_backend='xformers'"),
+        ({"attn_backend": "triton"}, "needs device='cuda'|needs the package"),
+        ({"cuda_graph_config": True}, "cuda_graph_config=True"),
         ({"kv_cache_config": {"max_tokens": 3}}, "KvCacheConfig"),
     ],
 )  # fmt: skip

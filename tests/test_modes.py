@@ -16,7 +16,12 @@ from trtspec import (
     UserProvidedDecodingConfig,
 )
 from trtspec import SpeculativeDecodingMode as Mode
-from trtspec.config import DecodingBaseConfig, KvCacheConfig, resolve_speculative_config
+from trtspec.config import (
+    CudaGraphConfig,
+    DecodingBaseConfig,
+    KvCacheConfig,
+    resolve_speculative_config,
+)
 from trtspec.errors import ConfigError
 from trtspec.workers import (
     DraftTargetWorker,
@@ -204,6 +209,9 @@ def test_every_mode_has_a_worker(
             "tokens_per_file=0",
         ),
         (lambda: KvCacheConfig(max_tokens=0), "max_tokens=0"),
+        (lambda: CudaGraphConfig(batch_sizes=[0]), r"batch_sizes=\[0\]"),
+        (lambda: CudaGraphConfig(batch_sizes=[]), "batch_sizes"),
+        (lambda: CudaGraphConfig(enable_padding=1), "enable_padding=1"),
         (lambda: KvCacheConfig(free_gpu_memory_fraction=0.0), "free_gpu_memory_fraction=0.0"),
         (lambda: resolve_speculative_config("ngram"), "not a decoding config.*NGramDecodingConfig"),
     ],
@@ -234,6 +242,13 @@ def test_relaxed_fields_that_relax_nothing_warn(
 ) -> None:
     MTPDecodingConfig(**fields)
     assert ("relaxes nothing" in caplog.text) == warns
+
+
+def test_graph_sizes() -> None:
+    assert CudaGraphConfig().buckets(1) == [1]
+    assert CudaGraphConfig().buckets(12) == [1, 2, 4, 8, 12]
+    assert CudaGraphConfig().buckets(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert CudaGraphConfig(batch_sizes=[16, 2, 64]).buckets(32) == [2, 16, 32]
 
 
 def test_configs_are_frozen_and_refuse_unknown_arguments() -> None:

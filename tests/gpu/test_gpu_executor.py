@@ -15,6 +15,7 @@ from tiny_heads import mtp_model_dir
 
 from trtspec import (
     LLM,
+    CudaGraphConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
@@ -216,3 +217,73 @@ def test_reduced_precision_runs_to_the_end(target_dir: Path, dtype: str) -> None
     )  # fmt: skip
     for output in llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True)):
         assert len(output.outputs[0].token_ids) == 24 and output.error is None
+
+
+# -- graphs ------------------------------------------------------------------------------------
+def _steady_engine(target_dir: Path, draft_dir: Path, mode: str, temperature: float) -> LLM:
+    """Two requests in the middle of their texts, between two page boundaries."""
+    llm = LLM(
+        target_dir, _config(mode, draft_dir), device="cuda", dtype="bfloat16",
+        max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=150, temperature=temperature, seed=1, ignore_eos=True)
+    for i in range(2):
+        llm.executor.enqueue([3, 4, 5 + i], params)
+    for _ in range(6):
+        llm.executor.step()
+    return llm
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_generation_step_is_one_graph_launch(
+    target_dir: Path, draft_dir: Path, mode: str, temperature: float
+) -> None:
+    """No kernel is launched by itself, nothing is waited for; a two-engine mode launches one
+    graph for the step and one for each draft pass."""
+    llm = _steady_engine(target_dir, draft_dir, mode, temperature)
+    executor = llm.executor
+    batch = executor._schedule()
+    assert len(batch.generations) == 2 and not batch.contexts
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        executor._pending.append(executor._launch(batch))
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) == (4 if mode.endswith("two_engine") else 1)
+    launches = {name: n for name, n in counts.items() if "LaunchKernel" in name}
+    assert not launches, launches
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_and_eager_steps_say_the_same(
+    target_dir: Path, draft_dir: Path, expected: list[list[int]], mode: str
+) -> None:
+    """Five requests in a graph for eight: rows that fill it disturb nobody and count nowhere."""
+    stats = []
+    for config in (CudaGraphConfig(batch_sizes=[8]), None):
+        llm = LLM(
+            target_dir, _config(mode, draft_dir), device="cuda", dtype="float32",
+            max_batch_size=8, max_seq_len=96, cuda_graph_config=config,
+            kv_cache_config=KvCacheConfig(max_tokens=2048, tokens_per_block=8),
+        )  # fmt: skip
+        outputs = llm.generate(_prompts(6)[:5], SamplingParams(max_tokens=24, ignore_eos=True))
+        assert [o.outputs[0].token_ids for o in outputs] == expected[:5]
+        stats.append([o.spec_stats for o in outputs])
+        graphs = llm.executor.graphs
+        assert (graphs is None) == (config is None)
+        assert graphs is None or graphs.num_graphs > 0
+    assert stats[0] == stats[1]
+
+
+def test_torch_attention_runs_without_graphs(
+    target_dir: Path, draft_dir: Path, expected: list[list[int]]
+) -> None:
+    llm = LLM(
+        target_dir, _config("eagle3", draft_dir), device="cuda", dtype="float32",
+        max_seq_len=96, attn_backend="torch", kv_cache_config=KvCacheConfig(max_tokens=2048),
+    )  # fmt: skip
+    assert llm.executor.graphs is None
+    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == expected
