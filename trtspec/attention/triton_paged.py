@@ -92,11 +92,12 @@ def paged_attention(
         window=-1 if window is None else window,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4, num_stages=2,
     )  # fmt: skip
-    _join_kernel[(num_seqs, kv_heads)](
+    _join_kernel[(num_seqs, kv_heads, rows * per_kv)](
         partial, stats, position_ids, out, out.stride(0), out.stride(1),
         rows=rows, per_kv=per_kv, dim=dim, splits=splits,
         window=-1 if window is None else window,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
+        SPLITS=triton.next_power_of_2(splits), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -178,31 +179,26 @@ def _join_kernel(
     partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head,
     rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
     window: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The parts that hold keys, put together."""
-    seq, kv_head = tl.program_id(0), tl.program_id(1)
-    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    row, head = m // per_kv, kv_head * per_kv + m % per_kv
-    is_row = row < rows
-    positions = tl.load(position_ptr + seq * rows + row, mask=is_row, other=0).to(tl.int32)
-    first, last, part = _split(positions, is_row, window, splits, BLOCK_N)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(0, tl.cdiv(last + 1 - first, part)):
-        place = ((seq * tl.num_programs(1) + kv_head) * splits + split) * BLOCK_M + m
-        part_best = tl.load(stats_ptr + place * 2)
-        part_total = tl.load(stats_ptr + place * 2 + 1)
-        part_acc = tl.load(partial_ptr + place[:, None] * BLOCK_D + d[None, :])
-        new_best = tl.maximum(best, part_best)
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        keep, add = tl.exp2(best - base), tl.exp2(part_best - base)
-        total = total * keep + part_total * add
-        acc = acc * keep[:, None] + part_acc * add[:, None]
-        best = new_best
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(
-        out_ptr + (seq * rows + row)[:, None] * out_row + head[:, None] * out_head + d[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & (d[None, :] < dim),
+    """The parts of one query row that hold keys, put together; all of them at once."""
+    seq, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows_of_tile = tl.arange(0, BLOCK_M) // per_kv
+    is_row = rows_of_tile < rows
+    positions = tl.load(position_ptr + seq * rows + rows_of_tile, mask=is_row, other=0)
+    first, last, part = _split(positions.to(tl.int32), is_row, window, splits, BLOCK_N)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    is_part = s < tl.cdiv(last + 1 - first, part)
+    place = ((seq * tl.num_programs(1) + kv_head) * splits + s) * BLOCK_M + m
+    best = tl.load(stats_ptr + place * 2, mask=is_part, other=float("-inf"))
+    total = tl.load(stats_ptr + place * 2 + 1, mask=is_part, other=0.0)
+    values = tl.load(
+        partial_ptr + place[:, None] * BLOCK_D + d[None, :], mask=is_part[:, None], other=0.0
     )
+    weights = tl.where(is_part, tl.exp2(best - tl.max(best, 0)), 0.0)
+    out = tl.sum(values * weights[:, None], 0) / tl.sum(total * weights, 0)
+    row, head = m // per_kv, kv_head * per_kv + m % per_kv
+    tl.store(
+        out_ptr + (seq * rows + row) * out_row + head * out_head + d,
+        out.to(out_ptr.dtype.element_ty), mask=d < dim,
+    )  # fmt: skip
