@@ -252,7 +252,9 @@ class PyExecutor:
         num_drafts = self._num_drafts_to_verify(batch)
         draft_len = self._draft_len_of(batch)
         outputs = None
-        if self.graphs is not None and not batch.contexts:
+        # A guided decoder is host code, which a replay would not run again.
+        can_replay = not batch.contexts and self.worker.guided_decoder is None
+        if self.graphs is not None and can_replay:
             outputs = self.graphs.run(batch.generations, num_drafts, draft_len)
         if outputs is None:
             inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
