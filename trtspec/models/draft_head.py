@@ -7,6 +7,7 @@ DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class HeadTarget(Protocol):
     lm_head: Any  # maps [R, D] to [R, V]; has a `weight`, None where it is packed
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """Base of the heads. `embed_tokens` and `lm_head` are the target's until own ones are built."""
 
     advances_positions = True
@@ -106,6 +107,7 @@ class DraftHead(nn.Module):
     def rope(self, position_ids: Tensor, like: Tensor) -> Rotation:
         return rotation(self.cos_sin[position_ids], like.dtype)
 
+    @abstractmethod
     def forward(
         self,
         input_ids: Tensor,
@@ -126,4 +128,3 @@ class DraftHead(nn.Module):
         Returns:
             (what `compute_logits` reads, what the next step reads), each [T, H].
         """
-        raise NotImplementedError

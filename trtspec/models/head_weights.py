@@ -6,7 +6,7 @@ has one, `trtspec inspect-head` shows them all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,11 @@ from .hf_config import parse_config, read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .weights import Placement, finish, place_tensors, placements, shape_problem
 
-_HEAD_CLASSES = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MTPHead}
+_HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {
+    "eagle3": Eagle3Head,
+    "eagle": EagleHead,
+    "mtp": MTPHead,
+}
 _VOCABULARY_MAPS = ("d2t", "t2d")
 
 
