@@ -24,6 +24,7 @@ GRID = [
     (2, (2, 1), 256, 32, [33], None),
     (1, (6, 2), 48, 8, [9, 100], 5),
     (2, (6, 2), 8, 8, [9, 100], None),
+    (65, (8, 1), 64, 16, [20], None),  # too many rows for one tile: torch's operations
 ]
 
 

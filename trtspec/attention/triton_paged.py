@@ -21,6 +21,7 @@ from ..metadata.attention import AttentionMetadata
 from .torch_sdpa import TorchAttention
 
 BLOCK_N = 64  # keys a program looks at in one turn
+MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 
@@ -37,6 +38,9 @@ class TritonAttention(TorchAttention):
         kv_group: int,
         window: int | None,
     ) -> Tensor:
+        per_kv = q.shape[1] // k_slots.shape[1]
+        if meta.rows_per_generation * per_kv * q.shape[2] > MAX_TILE:  # a draft of dozens
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window)
         return paged_attention(
             q,
             k_slots,
