@@ -5,9 +5,9 @@ mask built from the rows' positions, so post-acceptance lengths never need the h
 
 On CPU in bf16, a row's result must not depend on how many rows are verified together, or greedy
 text with and without speculation would differ at near-ties. Each row is therefore its own batch
-entry (K and V are shared by stride 0, not copied): measured bit-identical for 1 to 9 rows, where
-folding the rows into one matrix differs in one element of a few thousand. In fp32 such ties do
-not matter and rows are folded (docs/decisions/003).
+entry (K and V are shared by stride 0, not copied) and is shown a number of keys that follows from
+its own position; folding the rows into one matrix differs in one element of a few thousand. In
+fp32 such ties do not matter and rows are folded (docs/decisions/003).
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
 from .base import AttentionBackend
+
+_ALIGNED_GROUP = 8
+"""On CPU in bf16 the query heads of a group are filled up to a multiple of this. Each thread of
+torch's kernel has its scratch memory behind the one before; with other counts it is not aligned to
+a cache line, and then its sums differ from the first thread's in the last bit, once in a thousand
+rows."""
 
 
 class TorchAttention(AttentionBackend):
@@ -111,12 +117,40 @@ class TorchAttention(AttentionBackend):
                 for x in (keys, values)
             )
             grouped = q.view(num_seqs * rows, kv_heads, per_kv, dim)
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-            return out.reshape(num_seqs * rows, q_heads, dim)
+            unused = -per_kv % _ALIGNED_GROUP
+            if unused:
+                grouped = F.pad(grouped, (0, 0, 0, unused))
+            out = torch.cat([
+                F.scaled_dot_product_attention(
+                    grouped[part], keys[part, :, :n], values[part, :, :n],
+                    attn_mask=mask[part, ..., :n],
+                )
+                for part, n in _own_lengths(meta, kv_group, length=keys.shape[2])
+            ])  # fmt: skip
+            return out[:, :, :per_kv].reshape(num_seqs * rows, q_heads, dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
         return out.reshape(num_seqs * rows, q_heads, dim)
+
+
+def _own_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:
+    """Runs of a lone request's rows with the number of keys they are shown, masked ones included.
+
+    That number must follow from a row's own position: how a sum over keys is cut into blocks
+    depends on it, and so does the last bit. Of several requests all rows are shown `length`.
+    """
+    if meta.num_generations != 1:
+        return [(slice(None), length)]
+    key = ("own lengths", kv_group)
+    if key not in meta.derived:
+        page = meta.kv_groups[kv_group].page_size
+        positions = meta.position_ids[meta.num_context_tokens :].tolist()
+        shown = [min((p // page + 1) * page, length) for p in positions]
+        starts = [i for i, n in enumerate(shown) if i == 0 or n != shown[i - 1]]
+        ends = [*starts[1:], len(shown)]
+        meta.derived[key] = [(slice(i, j), shown[i]) for i, j in zip(starts, ends, strict=True)]
+    return meta.derived[key]
 
 
 def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:
