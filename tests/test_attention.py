@@ -95,7 +95,7 @@ def test_ragged_pass(
     assert not group.k_cache[1, NULL_BLOCK].any(), "the null block was written"
 
 
-@pytest.mark.parametrize("past", [10, 100, 700])
+@pytest.mark.parametrize("past", [10, 100, 700, 1050])
 def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int) -> None:
     """Row r of a (K+1)-row pass is bit for bit the row of a one-row pass at its position."""
     torch.manual_seed(1)
@@ -128,7 +128,7 @@ def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int) -> None:
             q[span], k[span], v[span], meta, kv_group=0, layer=0, window=None
         )
 
-    for _ in range(120):  # one row in a thousand differed where groups of 3 heads were not padded
+    for _ in range(200):  # one row in a thousand differed where groups of 3 heads were not padded
         k, v = (torch.randn(total, 3, 64, dtype=torch.bfloat16) for _ in range(2))
         q = 2 * torch.randn(total, 9, 64, dtype=torch.bfloat16)
         together = rows(past, 7)
