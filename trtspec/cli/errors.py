@@ -30,7 +30,6 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     RequestError,
     DrafterError,
     KVCacheError,
-    NotImplementedError,
     OSError,
     ImportError,
 )
