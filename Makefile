@@ -1,5 +1,5 @@
-# Everything runs from .venv, which `make setup` creates; test-gpu alone uses the PYTHON given.
-# TORCH names the build of torch to install: one without CUDA is enough for all but test-gpu. On
+# Everything runs from .venv, which `make setup` creates; test-gpu and bench-gpu alone use the PYTHON
+# given. TORCH names the build of torch to install: one without CUDA is enough for all but these. On
 # a machine with a GPU: make setup TORCH='torch>=2.11,<2.14'
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint style bench test-gpu clean
+.PHONY: help setup demo test lint style bench test-gpu bench-gpu clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: $(STAMP)  ## Tokens per second on this CPU, without and with speculation
 
 test-gpu:  ## Run the GPU tests with PYTHON (no .venv)
 	$(PYTHON) -m pytest -m gpu
+
+bench-gpu:  ## What a step costs on the GPU, with PYTHON; ARGS="--help" lists what can be asked
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_step.py $(ARGS)
 
 clean:  ## Remove caches and build outputs (.venv stays)
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

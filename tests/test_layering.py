@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "trtspec"
 LAYERS = [
-    ["errors"],
+    ["errors", "utils"],
     ["metadata"],
     ["ops"],
     ["config"],

@@ -257,11 +257,10 @@ def test_a_random_eagle3_head_changes_no_token(
     model_dir: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-    from draft_heads import build_eagle3_head
+    from random_models import PRESETS, Model, save
 
-    config = EagleDecodingConfig(
-        max_draft_len=3, speculative_model=build_eagle3_head(tmp_path / "head")
-    )
+    head = save(tmp_path / "head", Model(PRESETS["smollm2-135m"]).eagle3_head())
+    config = EagleDecodingConfig(max_draft_len=3, speculative_model=head)
     llm = LLM(model_dir, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected

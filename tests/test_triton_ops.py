@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trtspec.ops.rope import apply_rope, rotation
+from trtspec.ops.norm import RMSNorm
+from trtspec.ops.rope import Rope, apply_rope
 
 triton_ops = pytest.importorskip("trtspec.ops.triton_ops", reason="needs triton")
 
@@ -27,15 +28,9 @@ def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 48, 576])
-def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
-    x, residual = (_random(5, 2 * size, dtype=dtype, seed=i)[:, :size] for i in (1, 2))
-    weight = _random(size, dtype=dtype, seed=3)
-    normed, total = triton_ops.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    _close(normed, F.rms_norm(x + residual, (size,), weight, 1e-5))
-    normed, total = triton_ops.add_rms_norm(x, None, weight, 1e-5)
-    assert torch.equal(total, x)
-    _close(normed, F.rms_norm(x, (size,), weight, 1e-5))
+def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+    x, weight = _random(5, 2 * size, dtype=dtype)[:, :size], _random(size, dtype=dtype, seed=3)
+    _close(triton_ops.rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,20 +44,33 @@ def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
 @pytest.mark.parametrize("keeps_finite", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
 def test_rope_and_write(
-    dtype: torch.dtype, heads: tuple[int, int], dim: int, keeps_finite: bool
+    dtype: torch.dtype, heads: tuple[int, int], dim: int, keeps_finite: bool, has_norms: bool
 ) -> None:
     q_heads, kv_heads = heads
     rows, slots = 5, torch.tensor([7, 3, 0, 9, 4], device=DEVICE)
     qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     if keeps_finite:
         qkv[1, q_heads, 3], qkv[2, -1, 1], qkv[3, 0, 0] = float("nan"), float("inf"), float("-inf")
-    angles = _random(rows, dim // 2, dtype=torch.float32, seed=4)
-    cos, sin = rotation(torch.cat([angles.cos(), angles.sin()], dim=-1), dtype)
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    positions = torch.tensor([3, 19, 0, 7, 7], device=DEVICE)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
+    norms = None
+    if has_norms:
+        norms = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+        for i, norm in enumerate(norms):
+            norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
     k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
-    q = triton_ops.rope_and_write(qkv, cos, sin, q_heads, k_slots, v_slots, slots, keeps_finite)
+    q = triton_ops.rope_and_write(qkv, rope, q_heads, k_slots, v_slots, slots, norms, keeps_finite)
     clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
-    turned = apply_rope(clean[:, : q_heads + kv_heads], cos, sin)
+    qk = clean[:, : q_heads + kv_heads]
+    if norms is not None:
+        weights = [norm.weight for norm in norms]
+        parts = qk.split([q_heads, kv_heads], dim=1)
+        normed = [F.rms_norm(p, (dim,), w, 1e-5) for p, w in zip(parts, weights, strict=True)]
+        qk = torch.cat(normed, dim=1)
+    turned = apply_rope(qk, *rope.rotation(dtype))
     _close(q, turned[:, :q_heads])
     _close(k_slots[slots], turned[:, q_heads:])
     assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])

@@ -41,7 +41,9 @@ class LLM:
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
-        attn_backend: "auto", "torch" or, on CUDA, "triton".
+        attn_backend: "auto" (Triton's kernel on CUDA, else torch's operations), "torch" or, on
+            CUDA, "triton" or "flashinfer". The last compiles a kernel when a shape is first used,
+            for which it needs nvcc.
 
     Raises:
         ConfigError, CheckpointError: with what was given, what is allowed and what to do.

@@ -203,23 +203,34 @@ def build_executor(
 
 
 def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """ "auto" is Triton's kernel on CUDA, where triton is installed, else torch's operations."""
-    if name not in ("auto", "torch", "triton"):
-        raise ConfigError(f"attn_backend={name!r}: use 'auto', 'torch' or 'triton'.")
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
+    """ "auto" is Triton's kernel on CUDA, where triton is installed, else torch's operations.
+
+    Raises:
+        ConfigError: the name is unknown, or what it asks for cannot run here.
+    """
+    if name not in ("auto", "torch", "triton", "flashinfer"):
+        raise ConfigError(f"attn_backend={name!r}: use 'auto', 'torch', 'triton' or 'flashinfer'.")
+    asked = name
+    if name == "auto":  # the one place where auto's choice is made
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
         return TorchAttention()
+    if device.type != "cuda":
+        raise ConfigError(f"attn_backend={name!r} needs device='cuda'; on CPU use 'torch'.")
     try:
         from ..attention.triton_paged import TritonAttention
     except ImportError as error:
-        if name == "triton":
+        if asked != "auto":
             raise ConfigError(
-                f"attn_backend='triton' needs the package triton ({error}): pip install "
+                f"attn_backend={name!r} needs the package triton ({error}): pip install "
                 "'trtspec[cuda]', or use attn_backend='torch'."
             ) from error
         logger.warning("triton is not installed: attention runs in torch, without CUDA graphs.")
         return TorchAttention()
-    if device.type != "cuda":
-        raise ConfigError("attn_backend='triton' needs device='cuda'; on CPU use 'torch'.")
+    if name == "flashinfer":
+        from ..attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
     return TritonAttention()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..cache.slots import SlotState
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
+from ..ops.drafting import save_step
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import StepTensors
@@ -40,7 +41,8 @@ def forward_step(
     spec.prepare()
     hidden = target(tensors.input_ids, meta.position_ids, meta, capture=spec)
     assert spec.gather_ids is not None and spec.slot_ids is not None
-    logits = target.compute_logits(hidden[spec.gather_ids])
+    # A step without contexts has logits at every row: nothing to gather.
+    logits = target.compute_logits(hidden[spec.gather_ids] if meta.num_contexts else hidden)
     arguments = (
         tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
     )  # fmt: skip
@@ -54,12 +56,15 @@ def forward_step(
     # A context's KV now ends with this chunk; a generation's with its last accepted token but
     # the bonus, which is the next step's input. A chunk inside the prompt leaves a next token
     # that nobody reads: the following chunk overwrites it.
-    contexts, rows = meta.num_contexts, meta.rows_per_generation
-    past = meta.position_ids[spec.gather_ids[:contexts]] + 1
-    first_rows = meta.position_ids[meta.num_context_tokens :: rows]
-    past = torch.cat([past, first_rows + lens[contexts:]])
-    state.past_lens[spec.slot_ids] = past
-    state.next_tokens[spec.slot_ids] = outputs["next_new_tokens"]
+    contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
+    save_step(
+        spec.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],
+        new_tokens[contexts:], state.past_lens, state.next_tokens,
+    )  # fmt: skip
+    if contexts:
+        slots = spec.slot_ids[:contexts]
+        state.past_lens[slots] = meta.position_ids[spec.gather_ids[:contexts]] + 1
+        state.next_tokens[slots] = new_tokens[:contexts]
     assert spec.bad_requests is not None
     saved = None
     if mode.is_save_hidden_states():

@@ -8,6 +8,7 @@ tokens) into a few small copies. `assemble` is device work: it gathers what only
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.slots import guard_positions, slot_mapping
+from ..ops.drafting import StepRows, gather_step_inputs
 from .request import ScheduledBatch
 
 
@@ -103,91 +104,95 @@ def assemble(
         runtime_draft_len: drafts to propose for the next step, None is K.
     """
     contexts, rows = len(inputs.context_lens), inputs.num_drafts + 1
-    slots = inputs.slot_ids[contexts:]
-    device = slots.device
-    tokens = state.next_tokens[slots, :rows]  # [G, K'+1]
-    past = state.past_lens[slots]  # [G]
-    positions = past[:, None] + torch.arange(rows, device=device)
-    guarded, inside = guard_positions(positions, max_seq_len)
-    page_size = kv_cache.page_size
-    position_ids = torch.cat([inputs.context_positions, guarded.flatten()])
-    slot_mappings = tuple(
-        torch.cat([
-            _context_slots(table, inputs, page_size),
-            slot_mapping(table[contexts:], guarded, inside, page_size).flatten(),
-        ])
-        for table in inputs.block_tables
-    )  # fmt: skip
+    step, drafts = gather_step_inputs(
+        inputs.slot_ids[contexts:],
+        state.next_tokens,
+        state.past_lens,
+        _per_slot(state),
+        [table[contexts:] for table in inputs.block_tables],
+        kv_cache.page_size,
+        rows,
+        max_seq_len,
+        first_row=sum(inputs.context_lens),
+    )
+    if contexts:
+        step = _with_contexts(step, inputs, state, kv_cache.page_size, max_seq_len)
     attn_metadata = AttentionMetadata(
         context_lens=inputs.context_lens,
         context_starts=inputs.context_starts,
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
-        position_ids=position_ids,
-        kv_lens=torch.cat([inputs.context_ends, past + rows])
-        .clamp(max=max_seq_len)
-        .to(torch.int32),
+        position_ids=step.position_ids,
+        kv_lens=step.kv_lens,
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,
         block_tables=inputs.block_tables,
-        slot_mappings=slot_mappings,
+        slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
-    gather_ids = _gather_ids(inputs, rows, device)
+    temperatures, top_ks, top_ps, seeds = step.sampling
     spec_metadata = SpecMetadata(
         max_num_requests=state.seeds.shape[0] - 1,
         max_draft_len=max_draft_len,
         max_total_draft_tokens=max_draft_len,
         spec_dec_mode=mode,
         num_generations=inputs.num_generations,
-        num_tokens=position_ids.shape[0],
+        num_tokens=step.position_ids.shape[0],
         request_ids=inputs.request_ids,
         seq_lens=[*inputs.context_lens, *([rows] * inputs.num_generations)],
-        draft_tokens=tokens[:, 1:],
-        gather_ids=gather_ids,
+        draft_tokens=drafts,
+        gather_ids=step.gather_ids,
         slot_ids=inputs.slot_ids,
         next_prompt_tokens=inputs.next_prompt_tokens,
-        sampling=_sampling_rows(inputs, state, position_ids[gather_ids] + 1, rows),
+        sampling=SamplingMetadata(
+            temperatures,
+            top_ks,
+            top_ps,
+            seeds,
+            positions=step.next_positions,
+            all_greedy=inputs.all_greedy,
+            has_filters=inputs.has_filters,
+        ),
         captured=state.captured,
         runtime_draft_len=runtime_draft_len,
         state=state.worker,
-        device=device,
+        device=inputs.slot_ids.device,
     )
-    input_ids = torch.cat([inputs.context_ids, tokens.flatten().to(torch.int64)])
-    return StepTensors(input_ids, attn_metadata, spec_metadata)
+    return StepTensors(step.input_ids, attn_metadata, spec_metadata)
+
+
+def _per_slot(state: SlotState) -> tuple[Tensor, ...]:
+    """What each logits row gets of its slot."""
+    return state.temperatures, state.top_ks, state.top_ps, state.seeds
+
+
+def _with_contexts(
+    step: StepRows, inputs: StepInputs, state: SlotState, page_size: int, max_seq_len: int
+) -> StepRows:
+    """The generations' rows with the contexts' in front; a context has logits at its last row."""
+    slots = inputs.slot_ids[: len(inputs.context_lens)]
+    ends = [end - 1 for end in accumulate(inputs.context_lens)]
+    last_rows = rows_to_tensor(ends, torch.int64, slots.device)
+    positions = inputs.context_positions
+    kv_lens = inputs.context_ends.clamp(max=max_seq_len).to(torch.int32)
+    return StepRows(
+        input_ids=torch.cat([inputs.context_ids, step.input_ids]),
+        position_ids=torch.cat([positions, step.position_ids]),
+        slot_mappings=tuple(
+            torch.cat([_context_slots(table, inputs, page_size), generations])
+            for table, generations in zip(inputs.block_tables, step.slot_mappings, strict=True)
+        ),
+        kv_lens=torch.cat([kv_lens, step.kv_lens]),
+        gather_ids=torch.cat([last_rows, step.gather_ids]),
+        next_positions=torch.cat([positions[last_rows] + 1, step.next_positions]),
+        sampling=tuple(
+            torch.cat([values[slots], generations])
+            for values, generations in zip(_per_slot(state), step.sampling, strict=True)
+        ),
+    )
 
 
 def _context_slots(table: Tensor, inputs: StepInputs, page_size: int) -> Tensor:
     """[T_ctx] int64. Context positions are inside the maximum and reserved; the host saw to it."""
     block = table[inputs.context_rows, inputs.context_positions // page_size].to(torch.int64)
     return block * page_size + inputs.context_positions % page_size
-
-
-def _gather_ids(inputs: StepInputs, rows: int, device: torch.device) -> Tensor:
-    """Rows of the pass that get logits: each context's last, all of each generation."""
-    ends, total = [], 0
-    for n in inputs.context_lens:
-        total += n
-        ends.append(total - 1)
-    generations = torch.arange(total, total + inputs.num_generations * rows, device=device)
-    if not ends:
-        return generations
-    return torch.cat([rows_to_tensor(ends, torch.int64, device), generations])
-
-
-def _sampling_rows(
-    inputs: StepInputs, state: SlotState, positions: Tensor, rows: int
-) -> SamplingMetadata:
-    """Per-slot parameters spread over logits rows: 1 per context, K'+1 per generation."""
-    contexts = len(inputs.context_lens)
-    generations = inputs.slot_ids[contexts:].repeat_interleave(rows)
-    slots = torch.cat([inputs.slot_ids[:contexts], generations])
-    return SamplingMetadata(
-        temperatures=state.temperatures[slots],
-        top_ks=state.top_ks[slots],
-        top_ps=state.top_ps[slots],
-        seeds=state.seeds[slots],
-        positions=positions,
-        all_greedy=inputs.all_greedy,
-        has_filters=inputs.has_filters,
-    )

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..metadata.attention import AttentionMetadata
-from ..ops.activation import silu_and_mul
+from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import rope_and_write, rotation
+from ..ops.rope import Rope
 from .config import DecoderConfig
 from .rope import build_cos_sin
-
-Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, 1, head_dim]
 
 
 class Attention(nn.Module):
@@ -45,22 +42,35 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden: Tensor, rope: Rotation, meta: AttentionMetadata) -> Tensor:
-        """hidden [T, input_size] -> [T, D]; rope is the rotation of this pass's positions."""
-        q_heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(hidden).view(-1, q_heads + 2 * kv_heads, self.head_dim)
+    def forward(
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        residual: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        in_place: bool = True,
+    ) -> Tensor:
+        """residual + attention over the normed inputs, [T, D].
+
+        Args:
+            inputs: of [T, input_size] together, before their `norms`.
+            in_place: the sum takes the residual's memory.
+        """
+        qk_norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
-        slots = self.backend.write_slots(meta, self.kv_group)
+            qk_norms = self.q_norm, self.k_norm
         k_slots, v_slots = meta.kv_groups[self.kv_group].layer_slots[self.layer]
-        q = rope_and_write(
-            qkv, *rope, q_heads, k_slots, v_slots, slots, keeps_finite=self.keeps_kv_finite
-        )
+        q = qkv_rope_and_write(
+            inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
+            self.backend.write_slots(meta, self.kv_group),
+            qk_norms=qk_norms, keeps_finite=self.keeps_kv_finite,
+        )  # fmt: skip
         out = self.backend.attend(
             q, meta, kv_group=self.kv_group, layer=self.layer, window=self.window
         )
-        return self.o_proj(out.reshape(-1, q_heads * self.head_dim))
+        out = out.reshape(-1, self.num_heads * self.head_dim)
+        return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
 
 def keep_kv_finite(drafter: nn.Module) -> None:
@@ -78,30 +88,25 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden)))
+    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """hidden + MLP(norm(hidden)), [T, D], in hidden's memory."""
+        inner = swiglu(hidden, self.gate_up_proj, norm)
+        return linear((inner,), self.down_proj, residual=hidden, in_place=True)
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, backend, kv_group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, hidden: Tensor, residual: Tensor | None, rope: Rotation, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream is the sum of the two tensors, so that each sum is made together
-        with the norm that follows it. [T, D] each; the first layer gets no residual."""
-        if residual is None:
-            normed, residual = self.input_layernorm(hidden), hidden
-        else:
-            normed, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(normed, rope, meta)
-        normed, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(normed), residual
+    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
+        """The residual stream [T, D] -> the stream after this layer, in the same memory."""
+        norms = () if self.input_layernorm is None else (self.input_layernorm,)
+        hidden = self.self_attn((hidden,), norms, hidden, rope, meta)
+        return self.mlp(hidden, self.post_attention_layernorm)
 
 
 class HiddenStateCapture(Protocol):
@@ -150,15 +155,13 @@ class Decoder(nn.Module):
         """
         ids = input_ids.clamp(0, self.config.vocab_size - 1)
         hidden = self.embed_tokens(ids)
-        rope = rotation(self.cos_sin[position_ids], hidden.dtype)
-        residual: Tensor | None = None
+        rope = Rope(self.cos_sin, position_ids)
         for i, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, rope, meta)
+            hidden = layer(hidden, rope, meta)
             if capture is not None and capture.is_layer_capture(i):
-                capture.maybe_capture_hidden_states(i, hidden, residual)
-        assert residual is not None
-        return self.norm.add(hidden, residual)[0]
+                capture.maybe_capture_hidden_states(i, hidden)
+        return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> logits [R, V], model dtype."""
-        return self.lm_head(hidden)
+        return linear((hidden,), self.lm_head)

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..metadata.attention import AttentionMetadata
+from ..ops.fused import linear
 from ..ops.linear import Linear
-from ..ops.rope import rotation
+from ..ops.rope import Rope
 from .config import DecoderConfig
-from .decoder import Rotation
 from .rope import build_cos_sin
 
 
@@ -96,7 +96,7 @@ class DraftHead(nn.Module, ABC):
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
         """[R, H] -> [R, Vd], model dtype."""
         assert self.lm_head is not None
-        return self.lm_head(hidden)
+        return linear((hidden,), self.lm_head)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, H]. Ids outside the vocabulary are read as its nearest end: such rows are
@@ -104,8 +104,8 @@ class DraftHead(nn.Module, ABC):
         assert self.embed_tokens is not None
         return self.embed_tokens(input_ids.clamp(0, self.config.decoder.vocab_size - 1))
 
-    def rope(self, position_ids: Tensor, like: Tensor) -> Rotation:
-        return rotation(self.cos_sin[position_ids], like.dtype)
+    def rope(self, position_ids: Tensor) -> Rope:
+        return Rope(self.cos_sin, position_ids)
 
     @abstractmethod
     def forward(

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..metadata.attention import AttentionMetadata
+from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
+from ..ops.rope import Rope
 from .config import DecoderConfig
-from .decoder import MLP, Attention, DecoderLayer, Rotation
+from .decoder import MLP, Attention, DecoderLayer
 from .draft_head import DraftHead, HeadConfig
 
 
@@ -46,15 +48,13 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, embeddings: Tensor, hidden: Tensor, rope: Rotation, meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """embeddings, hidden [T, H] -> (hidden, residual), whose sum is the layer's output."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        attended = self.self_attn(both, rope, meta)
-        normed, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(normed), residual
+        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
+    ) -> Tensor:
+        """embeddings, hidden [T, H] -> the layer's output."""
+        residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        norms = self.input_layernorm, self.hidden_norm
+        hidden = self.self_attn((embeddings, hidden), norms, residual, rope, meta, in_place=False)
+        return self.mlp(hidden, self.post_attention_layernorm)
 
 
 class Eagle3Head(DraftHead):
@@ -85,7 +85,7 @@ class Eagle3Head(DraftHead):
             parts = hidden_states.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             hidden_states = torch.cat(normed, dim=-1)
-        return self.fc(hidden_states)
+        return linear((hidden_states,), self.fc)
 
     def forward(
         self,
@@ -95,12 +95,11 @@ class Eagle3Head(DraftHead):
         attn_metadata: AttentionMetadata,
         step: int,
     ) -> tuple[Tensor, Tensor]:
-        embeddings = self.embed(input_ids)
-        rope = self.rope(position_ids, embeddings)
-        hidden, residual = self.layers[0](embeddings, hidden_states, rope, attn_metadata)
+        rope = self.rope(position_ids)
+        hidden = self.layers[0](self.embed(input_ids), hidden_states, rope, attn_metadata)
         for layer in self.layers[1:]:
-            hidden, residual = layer(hidden, residual, rope, attn_metadata)
-        normed, hidden = self.norm.add(hidden, residual)
+            hidden = layer(hidden, rope, attn_metadata)
+        normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
 
 
@@ -113,10 +112,9 @@ class EagleHead(DraftHead):
         super().__init__(config, num_positions, kv_group)
         decoder = config.decoder
         self.fc = Linear(2 * decoder.hidden_size, decoder.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(
-            DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)
-        )
-        self.layers[0].input_layernorm = nn.Identity()
+        layers = [DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)]
+        layers[0].input_layernorm = None
+        self.layers = nn.ModuleList(layers)
 
     def forward(
         self,
@@ -126,12 +124,8 @@ class EagleHead(DraftHead):
         attn_metadata: AttentionMetadata,
         step: int,
     ) -> tuple[Tensor, Tensor]:
-        embeddings = self.embed(input_ids)
-        rope = self.rope(position_ids, embeddings)
-        hidden = self.fc(torch.cat([embeddings, hidden_states], dim=-1))
-        residual: Tensor | None = None
+        rope = self.rope(position_ids)
+        hidden = linear((self.embed(input_ids), hidden_states), self.fc)
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rope, attn_metadata)
-        assert residual is not None
-        hidden = hidden + residual
+            hidden = layer(hidden, rope, attn_metadata)
         return hidden, hidden

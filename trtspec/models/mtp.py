@@ -14,16 +14,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
+from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
+from ..ops.rope import Rope
 from .config import DecoderConfig
-from .decoder import DecoderLayer, Rotation
+from .decoder import DecoderLayer
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 
 
@@ -83,13 +84,14 @@ class MTPLayer(DecoderLayer):
         self.hidden_first = config.hidden_first
 
     def forward(  # type: ignore[override]
-        self, embeddings: Tensor, hidden: Tensor, rope: Rotation, meta: AttentionMetadata
+        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """embeddings, hidden [T, H] -> (the final norm of the layer's output, the output)."""
-        e, h = self.enorm(embeddings), self.hnorm(hidden)
-        both = torch.cat([h, e] if self.hidden_first else [e, h], dim=-1)
-        out, residual = super().forward(self.eh_proj(both), None, rope, meta)
-        return self.norm.add(out, residual)
+        inputs, norms = (embeddings, hidden), (self.enorm, self.hnorm)
+        if self.hidden_first:
+            inputs, norms = inputs[::-1], norms[::-1]
+        out = super().forward(linear(inputs, self.eh_proj, norms), rope, meta)
+        return self.norm(out), out
 
 
 class MTPHead(DraftHead):
@@ -120,7 +122,7 @@ class MTPHead(DraftHead):
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
         lm_head = self.layer_of_step(step).lm_head
         assert lm_head is not None
-        return lm_head(hidden)
+        return linear((hidden,), lm_head)
 
     def forward(
         self,
@@ -134,7 +136,7 @@ class MTPHead(DraftHead):
         assert layer.embed_tokens is not None
         ids = input_ids.clamp(0, self.config.decoder.vocab_size - 1)
         embeddings = layer.embed_tokens(ids)
-        rope = self.rope(position_ids, embeddings)
+        rope = self.rope(position_ids)
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden
 

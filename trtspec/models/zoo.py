@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
+from ..utils import cache_dir
 from .gguf import convert_gguf
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,6 @@ MODELS = {
         size="93 MB",
     )
 }
-
-
-def cache_dir() -> Path:
-    """`$TRTSPEC_CACHE`, or `~/.cache/trtspec`. Not created here."""
-    chosen = os.environ.get("TRTSPEC_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "trtspec"
 
 
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:

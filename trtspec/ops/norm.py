@@ -18,12 +18,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
         kernels = triton_kernels(x)
         if kernels is not None:
-            return kernels.add_rms_norm(x, residual, self.weight, self.eps)
-        total = x + residual
-        return self.forward(total), total
+            return kernels.rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -6,36 +6,45 @@ import torch
 from torch import Tensor
 
 from .dispatch import triton_kernels
+from .norm import RMSNorm
 
 
-def rotation(cos_sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rotations of one pass, made once and used by every layer.
+class Rope:
+    """The rotations of one pass: a table, and each row's place in it.
 
     Args:
-        cos_sin: [T, D] float32, the cosines of the D/2 frequencies, then the sines.
-
-    Returns:
-        (cos, sin), each [T, 1, D] in `dtype`; the first half of sin is negated.
+        cos_sin: [positions, D] float32, the cosines of the D/2 frequencies, then the sines.
+        position_ids: [T] int64.
     """
-    cos, sin = cos_sin.to(dtype)[:, None].chunk(2, dim=-1)
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+    def __init__(self, cos_sin: Tensor, position_ids: Tensor):
+        self.cos_sin, self.position_ids = cos_sin, position_ids
+        self._rotation: tuple[Tensor, Tensor] | None = None
+
+    def rotation(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [T, 1, D] in `dtype`; the first half of sin is negated. Made once and
+        used by every layer."""
+        if self._rotation is None:
+            cos, sin = self.cos_sin[self.position_ids].to(dtype)[:, None].chunk(2, dim=-1)
+            self._rotation = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return self._rotation
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, H, D] by `rotation`'s (cos, sin)."""
+    """Rotates x [T, H, D] by `Rope.rotation`'s (cos, sin)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def rope_and_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_heads: int, k_slots: Tensor, v_slots: Tensor,
-    slots: Tensor, *, keeps_finite: bool = False,
+    qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor, *,
+    qk_norms: tuple[RMSNorm, RMSNorm] | None = None, keeps_finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rotates queries and keys, and puts keys and values into the paged cache.
 
     Args:
         qkv: [T, Hq + 2 Hkv, D].
-        cos, sin: [T, 1, D] of `rotation`.
         k_slots, v_slots: [slots, Hkv, D]; slots: [T] int64, all of them valid.
+        qk_norms: over the heads of queries and of keys, before the rotation.
         keeps_finite: NaN and infinities are read as 0.
 
     Returns:
@@ -43,11 +52,17 @@ def rope_and_write(
     """
     kernels = triton_kernels(qkv)
     if kernels is not None:
-        return kernels.rope_and_write(qkv, cos, sin, q_heads, k_slots, v_slots, slots, keeps_finite)
+        return kernels.rope_and_write(
+            qkv, rope, q_heads, k_slots, v_slots, slots, qk_norms, keeps_finite
+        )
     if keeps_finite:
         qkv = torch.nan_to_num(qkv, 0.0, 0.0, 0.0)
     kv_heads = k_slots.shape[1]
-    qk = apply_rope(qkv[:, : q_heads + kv_heads], cos, sin)
+    qk = qkv[:, : q_heads + kv_heads]
+    if qk_norms is not None:
+        q_norm, k_norm = qk_norms
+        qk = torch.cat([q_norm(qk[:, :q_heads]), k_norm(qk[:, q_heads:])], dim=1)
+    qk = apply_rope(qk, *rope.rotation(qkv.dtype))
     k_slots.index_copy_(0, slots, qk[:, q_heads:])
     v_slots.index_copy_(0, slots, qkv[:, q_heads + kv_heads :])
     return qk[:, :q_heads]

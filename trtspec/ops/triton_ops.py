@@ -6,43 +6,36 @@ is launches.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .norm import RMSNorm
+    from .rope import Rope
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """x, residual [..., D] -> (norm of their sum, their sum). The sum is rounded first."""
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] -> its norm over the last dimension."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
-    out = torch.empty_like(flat)
-    total = flat if residual is None else torch.empty_like(flat)
-    _add_rms_norm_kernel[(flat.shape[0],)](
-        flat, flat if residual is None else residual.reshape(-1, size), weight, out, total,
-        flat.stride(0), 0 if residual is None else residual.reshape(-1, size).stride(0), size, eps,
-        HAS_RESIDUAL=residual is not None, BLOCK=triton.next_power_of_2(size),
-        num_warps=4 if size <= 2048 else 8,
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    _rms_norm_kernel[(flat.shape[0],)](
+        flat, weight, out, flat.stride(0), size, eps,
+        BLOCK=triton.next_power_of_2(size), num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
-    return out.view(x.shape), total.view(x.shape)
+    return out.view(x.shape)
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, x_row, residual_row, size, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_row, size, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < size
-    x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_row + d, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * size + d, x, mask=inside)
-    x = x.to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(
@@ -75,54 +68,60 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr):
 
 
 def rope_and_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_heads: int, k_slots: Tensor, v_slots: Tensor,
-    slots: Tensor, keeps_finite: bool,
+    qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor,
+    qk_norms: tuple[RMSNorm, RMSNorm] | None, keeps_finite: bool,
 ) -> Tensor:  # fmt: skip
-    """Rotates queries and keys, and puts keys and values into the cache.
-
-    Args:
-        qkv: [T, Hq + 2 Hkv, D]; cos, sin: [T, 1, D], as `ops/rope.py` makes them.
-        k_slots, v_slots: [slots, Hkv, D]; slots: [T] int64, all of them valid.
-        keeps_finite: NaN and infinities are read as 0.
-
-    Returns:
-        The rotated queries, [T, Hq, D].
-    """
+    """As `ops/rope.py` says: qkv [T, Hq + 2 Hkv, D] -> the rotated queries [T, Hq, D]."""
     rows, heads, dim = qkv.shape
-    kv_heads = k_slots.shape[1]
     q = torch.empty((rows, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    q_norm, k_norm = qk_norms or (None, None)
     _rope_and_write_kernel[(rows, heads)](
-        qkv, cos, sin, slots, q, k_slots, v_slots,
+        qkv, rope.cos_sin, rope.position_ids, slots, q, k_slots, v_slots,
+        q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
+        0.0 if q_norm is None else q_norm.eps,
         qkv.stride(0), qkv.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1),
-        q_heads=q_heads, kv_heads=kv_heads, dim=dim, KEEPS_FINITE=keeps_finite,
-        BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        q_heads=q_heads, kv_heads=k_slots.shape[1], dim=dim, HAS_NORMS=qk_norms is not None,
+        KEEPS_FINITE=keeps_finite, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return q
 
 
 @triton.jit
 def _rope_and_write_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, q_ptr, k_ptr, v_ptr,
+    qkv_ptr, table_ptr, position_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     x_row, x_head, k_row, k_head, v_row, v_head,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
+    q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, HAS_NORMS: tl.constexpr,
     KEEPS_FINITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = q_ptr.dtype.element_ty
+    half: tl.constexpr = dim // 2
     d = tl.arange(0, BLOCK)
     inside = d < dim
+    opposite = (d + half) % dim
     source = qkv_ptr + row * x_row + head * x_head
     x = tl.load(source + d, mask=inside, other=0.0)
-    other = tl.load(source + (d + dim // 2) % dim, mask=inside, other=0.0)
+    other = tl.load(source + opposite, mask=inside, other=0.0)
     if KEEPS_FINITE:
         x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
         other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
     if head < q_heads + kv_heads:
-        cos = tl.load(cos_ptr + row * dim + d, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + row * dim + d, mask=inside, other=0.0).to(tl.float32)
-        # Rounded in between, as torch's two operations do.
-        turned = (x.to(tl.float32) * cos).to(q_ptr.dtype.element_ty).to(tl.float32)
-        turned = (turned + other.to(tl.float32) * sin).to(q_ptr.dtype.element_ty)
+        if HAS_NORMS:
+            norm_ptr = q_norm_ptr if head < q_heads else k_norm_ptr
+            value = x.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
+            weight = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)
+            x = (value * scale * weight).to(kind)
+            weight = tl.load(norm_ptr + opposite, mask=inside, other=0.0).to(tl.float32)
+            other = (other.to(tl.float32) * scale * weight).to(kind)
+        table = table_ptr + tl.load(position_ptr + row) * dim + d % half
+        # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
+        cos = tl.load(table, mask=inside, other=0.0).to(kind).to(tl.float32)
+        sin = tl.load(table + half, mask=inside, other=0.0).to(kind).to(tl.float32)
+        sin = tl.where(d < half, -sin, sin)
+        turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
+        turned = (turned + other.to(tl.float32) * sin).to(kind)
         if head < q_heads:
             tl.store(q_ptr + (row * q_heads + head) * dim + d, turned, mask=inside)
         else:

@@ -10,7 +10,8 @@ Nothing here reads a device value on the host, so the same code runs eagerly and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,21 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.accept import last_accepted
-from ..ops.sample import greedy_tokens
+from ..ops.choose import Accepted, RelaxedRule, accept_greedy, choose_drafts
+from ..ops.drafting import next_new_tokens
 from ..sampling.target import sample_target_tokens
 from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
+
+_ACCEPTANCE_METHODS = (
+    "sample_target_tokens", "accept", "apply_forced_acceptance", "after_acceptance",
+)  # fmt: skip
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def has_kernel(method: Method) -> Method:
+    """Marks a method whose work `ops.choose.accept_greedy` can do in its place."""
+    method.has_kernel = True  # type: ignore[attr-defined]
+    return method
 
 
 class SpecWorkerBase(nn.Module, ABC):
@@ -227,6 +239,11 @@ class SpecWorkerBase(nn.Module, ABC):
         if self.guided_decoder is not None:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
+        fused = self._accept_in_one_kernel(logits, drafts, num_contexts, spec_metadata)
+        if fused is not None:
+            spec_metadata.bad_requests = fused.bad_requests
+            spec_metadata.num_accepted_draft_tokens = fused.num_accepted_drafts
+            return fused.tokens, fused.lens
         tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
         accepted, lens = self.accept(logits, tokens, drafts, num_contexts, spec_metadata)
         lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
@@ -237,6 +254,28 @@ class SpecWorkerBase(nn.Module, ABC):
         unused = self.max_draft_len - drafts.shape[1]
         return nn.functional.pad(accepted, (0, unused), value=-1), lens
 
+    def _accept_in_one_kernel(
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> Accepted | None:
+        """All of acceptance for greedy requests, where a kernel serves; the methods it stands for
+        are its twin. None if one of them is somebody's own, or does what the kernel does not."""
+        hooks = (getattr(type(self), name) for name in _ACCEPTANCE_METHODS)
+        sampling, forced = spec_metadata.sampling_rows(), self.force_num_accepted_tokens
+        if not all(getattr(hook, "has_kernel", False) for hook in hooks):
+            return None
+        if (sampling is not None and not sampling.all_greedy) or forced != int(forced):
+            return None
+        rule = self.relaxed_rule(spec_metadata)
+        if rule is not None and num_contexts:
+            return None
+        forced_len = int(forced) + 1 if forced else 0
+        return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
+
+    def relaxed_rule(self, spec_metadata: SpecMetadata) -> RelaxedRule | None:
+        """What relaxes acceptance in this step; None: it is strict."""
+        return None
+
+    @has_kernel
     def accept(
         self,
         logits: Tensor,
@@ -256,17 +295,20 @@ class SpecWorkerBase(nn.Module, ABC):
         """
         return strict_acceptance(tokens, drafts, num_contexts)
 
+    @has_kernel
     def after_acceptance(
         self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> None:
         """State that follows the text: accepted [B, K'+1] int32, lens [B]. Nothing by default."""
 
+    @has_kernel
     def sample_target_tokens(
         self, logits: Tensor, spec_metadata: SpecMetadata
     ) -> tuple[Tensor, Tensor]:
         """logits [R, V] -> (tokens [R] int32, rows with NaN [R] bool), per-request parameters."""
         return sample_target_tokens(logits, spec_metadata.sampling_rows())
 
+    @has_kernel
     def apply_forced_acceptance(
         self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata
     ) -> Tensor:
@@ -321,17 +363,13 @@ class SpecWorkerBase(nn.Module, ABC):
         Args:
             d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
         """
-        tokens = greedy_tokens(logits)
-        if d2t is not None:
-            tokens = tokens + d2t[tokens.to(torch.int64)]
-        return tokens.to(torch.int32)
+        return choose_drafts(logits, d2t)
 
     def build_next_new_tokens(
         self, accepted_tokens: Tensor, num_accepted_tokens: Tensor, next_draft_tokens: Tensor
     ) -> Tensor:
         """[last accepted, next drafts], [B, K+1] int32: the next step's input."""
-        last = last_accepted(accepted_tokens, num_accepted_tokens)
-        return torch.cat([last[:, None], next_draft_tokens], dim=1).to(torch.int32)
+        return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens)
 
     def prepare_context_input_ids(
         self, input_ids: Tensor, accepted_tokens: Tensor, context_lens: Sequence[int],
@@ -364,8 +402,8 @@ def certain_rows(meta: AttentionMetadata) -> Tensor:
     """[B] int64: a context's last row, a generation's first: the last token known to be right
     before this step's choice."""
     if not meta.context_lens:  # nothing to send: the device counts by itself
-        device = meta.position_ids.device
-        return torch.arange(meta.num_generations, device=device) * meta.rows_per_generation
+        end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
+        return torch.arange(0, end, meta.rows_per_generation, device=device)
     ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
     firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
     rows = torch.cat([ends, firsts + meta.num_context_tokens])

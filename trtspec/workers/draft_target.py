@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
-from ..metadata.attention import AttentionMetadata
-from ..ops.accept import last_accepted
-from ..ops.slots import draft_step_metadata
+from ..ops.drafting import draft_step, finish_drafts, last_two_tokens
 from .base import SpecWorkerBase, certain_rows
 from .protocols import DraftInputs, LanguageModel
 
@@ -38,37 +35,17 @@ class DraftTargetWorker(SpecWorkerBase):
             model(inputs.input_ids[:num_tokens], inputs.position_ids[:num_tokens],
                   meta.contexts_only())  # fmt: skip
 
-        rows = certain_rows(meta)
-        tokens = _last_two_tokens(inputs, rows)  # [B, 2]
-        last_position = inputs.position_ids[rows] + inputs.num_accepted_tokens  # of the bonus
-        positions = torch.stack([last_position - 1, last_position], dim=1)  # [B, 2]
-        # Proposal i sits at last_position + i + 1: past the maximum length there is none.
-        room = meta.max_seq_len - 1 - last_position  # [B]
-        drafts = []
+        tokens, positions = last_two_tokens(
+            inputs.input_ids, inputs.position_ids, inputs.accepted_tokens,
+            inputs.num_accepted_tokens, certain_rows(meta),
+        )  # fmt: skip
+        last = positions[:, -1:]  # [B, 1], of the bonus
+        proposals: list[Tensor] = []
         for i in range(self.max_draft_len):
-            logits = self._run(model, tokens, positions, meta, extra_kv=self.max_draft_len)
-            proposal = self.draft_sampler_greedy(logits)
-            drafts.append(torch.where(room > i, proposal, -1))
-            tokens, positions = proposal[:, None], positions[:, -1:] + 1
-        return torch.stack(drafts, dim=1).to(torch.int32)
-
-    @staticmethod
-    def _run(
-        model: LanguageModel,
-        tokens: Tensor,
-        positions: Tensor,
-        meta: AttentionMetadata,
-        extra_kv: int,
-    ) -> Tensor:
-        """tokens, positions [B, R] -> the logits after each request's last row, [B, V]."""
-        step = draft_step_metadata(meta, positions, extra_kv + 1)
-        hidden = model(tokens.reshape(-1), step.position_ids, step)
-        return model.compute_logits(hidden[tokens.shape[1] - 1 :: tokens.shape[1]])
-
-
-def _last_two_tokens(inputs: DraftInputs, rows: Tensor) -> Tensor:
-    """[B, 2]: the token before the bonus (an accepted draft or the step's input), and the bonus."""
-    lens, accepted = inputs.num_accepted_tokens, inputs.accepted_tokens
-    read = inputs.input_ids[rows].to(accepted.dtype)  # [B]
-    before = accepted.gather(1, (lens.to(torch.int64) - 2).clamp_min(0)[:, None])[:, 0]
-    return torch.stack([torch.where(lens > 1, before, read), last_accepted(accepted, lens)], dim=1)
+            ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
+            hidden = model(ids, step.position_ids, step)
+            rows = step.rows_per_generation  # each request's last one proposes
+            logits = model.compute_logits(hidden[rows - 1 :: rows])
+            proposals.append(self.draft_sampler_greedy(logits))
+            tokens, positions = proposals[-1][:, None], last
+        return finish_drafts(proposals, last[:, 0], meta.max_seq_len, self.max_draft_len)

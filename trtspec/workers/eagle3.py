@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..ops.slots import draft_step_metadata
+from ..ops.drafting import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from .base import SpecWorkerBase, certain_rows
 from .protocols import DraftInputs, DraftModel
 
@@ -32,18 +32,13 @@ class DraftChain:
 
     model: DraftModel
     meta: AttentionMetadata  # of the target's pass
-    room: Tensor  # [B] int64: proposals that fit below the maximum length
-    positions: Tensor  # [B] int64, of the row that proposed last
+    positions: Tensor  # [B] int64, of the last accepted token
     hidden: Tensor  # [B, H], fed on to the next pass
     proposals: tuple[Tensor, ...]  # each [B] int32
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """[B, K] int32, -1 past the maximum length and where no pass was run."""
-        proposed = torch.stack(self.proposals, dim=1)
-        step = torch.arange(proposed.shape[1], device=proposed.device)
-        drafts = torch.where(step < self.room[:, None], proposed, -1)
-        unused = max_draft_len - drafts.shape[1]
-        return torch.nn.functional.pad(drafts, (0, unused), value=-1).to(torch.int32)
+        return finish_drafts(self.proposals, self.positions, self.meta.max_seq_len, max_draft_len)
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
@@ -67,39 +62,33 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
         """Reads every row of the target's pass; the last accepted one proposes."""
         model, meta, hidden_states = draft_source(inputs)
-        rows = certain_rows(meta)
-        last = inputs.num_accepted_tokens.to(torch.int64) - 1  # [B] rows past the certain one
+        accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
+        # `rows` [B] read the last accepted tokens and propose; `positions` are those tokens' own.
+        if meta.num_contexts:
+            certain = certain_rows(meta)
+            ids, rows = shifted_input_ids(self, inputs, meta), certain + lens - 1
+            positions = meta.position_ids[certain] + lens
+        else:
+            ids, rows, positions = shift_for_drafting(
+                accepted, lens, meta.position_ids, meta.rows_per_generation
+            )
         out, fed_on = model(
-            shifted_input_ids(self, inputs, meta),
-            meta.position_ids,
-            model.project_target_hidden(hidden_states),
-            meta,
-            step=0,
+            ids, meta.position_ids, model.project_target_hidden(hidden_states), meta, step=0
         )
-        positions = meta.position_ids[rows] + last
-        chain = DraftChain(
-            model=model,
-            meta=meta,
-            # Proposal i has position `positions` + 2 + i: the row's own token, and the next.
-            room=meta.max_seq_len - 2 - positions,
-            positions=positions,
-            hidden=fed_on[rows + last],
-            proposals=(),
-        )
-        return self._propose(chain, out[rows + last])
+        proposing, hidden = gather_rows(rows, out, fed_on)
+        chain = DraftChain(model=model, meta=meta, positions=positions, hidden=hidden, proposals=())
+        return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
         """One row per request: the last proposal with what the last pass fed on."""
-        positions = chain.positions + 1
-        step = draft_step_metadata(chain.meta, positions[:, None], self.max_draft_len)
-        out, fed_on = chain.model(
-            chain.proposals[-1].to(torch.int64),
-            step.position_ids,
-            chain.hidden,
-            step,
-            step=len(chain.proposals),
-        )
-        return self._propose(replace(chain, positions=positions, hidden=fed_on), out)
+        passes = len(chain.proposals)
+        # The row of pass 1 stands where the last accepted token does, and reads what follows it.
+        ids, meta = draft_step(
+            chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
+            self.max_draft_len, advance=passes - 1,
+        )  # fmt: skip
+        out, fed_on = chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
+        return self._propose(replace(chain, hidden=fed_on), out)
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:
         """hidden [B, H] -> the chain with one more proposal."""
@@ -145,9 +134,11 @@ def shifted_input_ids(
     """
     tokens = meta.num_context_tokens
     accepted, contexts = inputs.accepted_tokens, meta.num_contexts
+    following = accepted[contexts:, : meta.rows_per_generation].flatten().to(torch.int64)
+    if not contexts:
+        return following
     ids = worker.prepare_context_input_ids(
         inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
         inputs.spec_metadata.next_prompt_tokens,
     )  # fmt: skip
-    following = accepted[contexts:, : meta.rows_per_generation].flatten()
-    return torch.cat([ids.to(torch.int64), following.to(torch.int64)])
+    return torch.cat([ids.to(torch.int64), following])

@@ -33,8 +33,10 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.sampling import rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
+from ..ops.choose import RelaxedRule, update_window
+from ..ops.drafting import finish_drafts
 from ..ops.slots import slot_mapping
-from .base import SpecWorkerBase
+from .base import SpecWorkerBase, has_kernel
 from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
 from .protocols import DraftInputs
 
@@ -74,6 +76,14 @@ class RelaxedAcceptanceMixin(SpecWorkerBase):
             deltas = state["thinking_deltas"]
             deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
 
+    def relaxed_rule(self, spec_metadata: SpecMetadata) -> RelaxedRule | None:
+        config = self.config
+        if not config.use_relaxed_acceptance_for_thinking:
+            return None
+        deltas, slots = self._deltas(spec_metadata)
+        return RelaxedRule(deltas, slots, config.relaxed_topk, config.end_thinking_phase_token)
+
+    @has_kernel
     def accept(
         self,
         logits: Tensor,
@@ -100,6 +110,7 @@ class RelaxedAcceptanceMixin(SpecWorkerBase):
             torch.cat([lens[:num_contexts], generation_lens]),
         )
 
+    @has_kernel
     def after_acceptance(
         self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> None:
@@ -163,14 +174,13 @@ class MTPWorker(RelaxedAcceptanceMixin):
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
         # [B]: the row of the last accepted token, which proposes.
-        last = rows.certain + inputs.num_accepted_tokens.to(torch.int64) - 1
-        kept = (last[:, None] + torch.arange(-self.window, 0, device=last.device) + 1).clamp_min(0)
-        window_hidden[slots], window_tokens[slots] = hidden[kept], ids[kept]
+        last = rows.certain + inputs.num_accepted_tokens - 1
+        update_window(hidden, ids, last, slots, window_hidden, window_tokens)
 
-        positions = rows.metadata.position_ids[rows.certain]  # [B]
-        room = meta.max_seq_len - 1 - positions - inputs.num_accepted_tokens
+        # [B], of the last accepted token
+        positions = rows.metadata.position_ids[rows.certain] + inputs.num_accepted_tokens
         wanted = self.max_draft_len if spec.runtime_draft_len is None else spec.runtime_draft_len
-        drafts = []
+        proposals: list[Tensor] = []
         for step in range(self.max_draft_len):  # every depth: its KV is kept whole
             out, hidden = model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
             if step < wanted:
@@ -178,10 +188,10 @@ class MTPWorker(RelaxedAcceptanceMixin):
                 proposal = self.draft_sampler_greedy(logits, model.d2t)
             else:  # what deeper rows compute from this guess is computed again next time
                 proposal = torch.zeros_like(inputs.num_accepted_tokens)
-            drafts.append(torch.where(room > step, proposal, -1))
+            proposals.append(proposal)
             ids = torch.roll(ids, -1)
             ids[last] = proposal.to(ids.dtype)
-        return torch.stack(drafts, dim=1).to(torch.int32)
+        return finish_drafts(proposals, positions, meta.max_seq_len, self.max_draft_len)
 
 
 class _Rows:

@@ -1,0 +1,294 @@
+"""What a generation step costs, part by part, against the bytes it has to read.
+
+    make bench-gpu ARGS="--preset llama-3.1-8b --modes plain,eagle3_one_model --k 1,3,5 --json F"
+
+Weights are random: a step costs the same, and acceptance is forced. One engine at a time, for each
+mode and K; it serves every batch size and context length, so its longest text sets the width of
+its block tables (--max-seq-len). One line each:
+
+    step      ms a step by the wall clock, steps overlapping as in use: median of blocks of 10
+    graph     ms of the captured graph alone, by events over the replays
+    target, accept, draft   the graph's parts, by differences of graphs of target + logits, of
+              these + acceptance, and of the whole step
+    floor     ms to read the bytes a step has to (the target's weights and KV once, the draft
+              layers' at each of K passes) at the speed of a large copy
+
+The texts' length is `context` in the middle of the blocks and during all replays. Without a GPU
+there are no graphs, and the parts are timed by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from random_models import PRESETS, Model, in_memory, load_config_file
+from step_report import (
+    Row,
+    further_drafts,
+    header,
+    introduction,
+    print_profile,
+    row_line,
+    slope_line,
+    title_line,
+    write_json,
+)
+from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
+
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    TrtspecError,
+)
+from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR as FORCE
+from trtspec.config import MAX_DRAFT_LEN, DecodingBaseConfig
+from trtspec.executor.build import resolve_device
+
+DRAFTERS = {
+    "plain": "", "eagle3_one_model": "eagle3", "eagle3": "eagle3",
+    "mtp_eagle_one_model": "mtp", "mtp_eagle": "mtp", "mtp": "mtp", "ngram": "",
+}  # fmt: skip
+"""mode -> the kind of its draft layers."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def main() -> None:
+    args = _parse()
+    try:
+        run(args)
+    except TrtspecError as error:
+        sys.exit(f"error: {error}")
+    except torch.cuda.OutOfMemoryError as error:
+        sys.exit(f"error: {str(error).splitlines()[0]} Lower --batch or --context.")
+
+
+def run(args: argparse.Namespace) -> None:
+    device = resolve_device(args.device)
+    raw = load_config_file(args.config) if args.config else PRESETS[args.preset]
+    longest = args.max_seq_len or _longest(args)
+    model = Model(raw, longest, where=str(args.config or args.preset))
+    report = header(args, device, longest)
+    report["config"] = model.raw
+    rows: list[Row] = report["rows"]
+    print(introduction(report))
+    print(title_line(), flush=True)
+    plain: dict[tuple[int, int], float] = {}
+    with tempfile.TemporaryDirectory() as root:
+        for number, (mode, k) in enumerate(_engines(args)):
+            with _engine(Path(root, str(number)), model, mode, k, args, longest) as llm:
+                for batch in args.batch:
+                    for context in args.context:
+                        row = _measure(llm, model, mode, k, batch, context, args, report)
+                        if mode == "plain":
+                            plain[batch, context] = row["step_ms"]
+                        base = row["plain_ms"] = plain.get((batch, context))
+                        row["times_plain"] = None if base is None else row["step_ms"] / base
+                        rows.append(row)
+                        print(row_line(row), flush=True)
+                        report["further_draft_ms"] = further_drafts(rows)
+                        write_json(args.json, report)
+            del llm
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the next engine needs the room
+    for slope in report["further_draft_ms"]:
+        print(slope_line(slope))
+    for row in rows:
+        if "profile" in row:
+            print_profile(row)
+
+
+# -- engines ----------------------------------------------------------------------------------
+def _engines(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """(mode, K), plain first, for the others are compared with it."""
+    first = [("plain", 0)] if "plain" in args.modes else []
+    return first + [(mode, k) for mode in args.modes if mode != "plain" for k in args.k]
+
+
+@contextmanager
+def _engine(
+    root: Path, model: Model, mode: str, k: int, args: argparse.Namespace, longest: int
+) -> Iterator[LLM]:
+    kind, target_dir, head_dir = DRAFTERS[mode], root / "target", root / "head"
+    config: DecodingBaseConfig | None = None
+    if kind == "eagle3":
+        config = EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head_dir, eagle3_one_model=mode != "eagle3"
+        )
+    elif kind == "mtp":
+        config = MTPDecodingConfig(
+            num_nextn_predict_layers=k, use_mtp_vanilla=mode == "mtp",
+            mtp_eagle_one_model=mode != "mtp_eagle",
+        )  # fmt: skip
+    elif mode == "ngram":
+        config = NGramDecodingConfig(max_draft_len=k)
+    num_mtp_layers = {"mtp": k, "mtp_eagle": 1, "mtp_eagle_one_model": 1}.get(mode, 0)
+    checkpoints = {target_dir: model.target(num_mtp_layers)}
+    if kind == "eagle3":
+        checkpoints[head_dir] = model.eagle3_head()
+    largest = max(args.batch)
+    with in_memory(checkpoints, resolve_device(args.device)), _forced(args.accept if k else 0):
+        llm = LLM(
+            target_dir, config, device=args.device, dtype="bfloat16", max_batch_size=largest,
+            max_seq_len=longest, kv_cache_config=KvCacheConfig(max_tokens=largest * (longest + 96)),
+            attn_backend=args.attn_backend,
+        )  # fmt: skip
+    yield llm
+
+
+@contextmanager
+def _forced(accept: float) -> Iterator[None]:
+    """Forced acceptance for engines that are built inside; 0 is off."""
+    before = os.environ.pop(FORCE, None)
+    if accept > 0:
+        os.environ[FORCE] = str(accept)
+    try:
+        yield
+    finally:
+        os.environ.pop(FORCE, None)
+        if before is not None:
+            os.environ[FORCE] = before
+
+
+def _longest(args: argparse.Namespace) -> int:
+    """Tokens that the longest text may grow to, rounded up to a block of the KV cache."""
+    rows, context = max(args.k) + 1, max(args.context)
+    steps = args.blocks * STEPS_PER_BLOCK + WARM_UP_STEPS
+    if args.accept > 0:  # the texts start half of their growth below `context`, if they can
+        grown = steps * (math.ceil(min(args.accept, rows - 1)) + 1)
+        after_blocks = max(context + grown / 2, grown)
+    else:
+        after_blocks = context + steps * rows
+    # Otherwise: the first steps while a batch fills; those under the profiler.
+    other_steps = max(max(args.batch) + 3, 32)
+    needed = max(after_blocks, context + other_steps * rows) + 4 * rows
+    return -(-math.ceil(needed) // 32) * 32
+
+
+# -- one line ---------------------------------------------------------------------------------
+def _measure(
+    llm: LLM, model: Model, mode: str, k: int, batch: int, context: int,
+    args: argparse.Namespace, report: dict[str, Any],
+) -> Row:  # fmt: skip
+    forced = min(args.accept, k)
+    with closing(SteadyBatch(llm.executor, batch, context)) as steady:
+        wall = steady.wall_clock(args.blocks, 1 + forced)
+        split = steady.split(args.replays)
+        row: Row = {
+            "mode": mode, "k": k, "batch": batch, "context": context, "step_ms": wall.ms,
+            "plain_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
+            "tokens_per_second": batch * wall.acceptance_length / wall.ms * 1e3,
+            "acceptance_length": wall.acceptance_length, "kv_tokens": wall.kv_tokens,
+            "forced_acceptance": llm.stats().forced_acceptance,
+        }  # fmt: skip
+        kind = DRAFTERS[mode]
+        bytes_read = {
+            "target_weights": model.target_weight_bytes(),
+            "target_kv": batch * model.kv_bytes(context),
+            "draft_weights": model.draft_weight_bytes(kind, k),
+            "draft_kv": batch * model.kv_bytes(context, k if kind else 0),
+        }
+        row["bytes"] = bytes_read
+        row["floor_ms"] = sum(bytes_read.values()) / report["copy_bytes_per_second"] * 1e3
+        row["times_floor"] = row["step_ms"] / row["floor_ms"]
+        if args.profile:
+            row["profile"] = steady.profile(wall.ms)
+    return row
+
+
+# -- arguments --------------------------------------------------------------------------------
+def _parse() -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--preset", default="smollm2-135m", type=_preset, metavar="NAME",
+                       help=f"one of {', '.join(PRESETS)}")  # fmt: skip
+    model.add_argument("--config", type=Path, metavar="FILE", help="an HF config.json instead")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--modes", type=_modes, default="plain,eagle3_one_model",
+                        help=f"of {','.join(DRAFTERS)}")  # fmt: skip
+    parser.add_argument("--k", type=_k, default="3", help="drafts a step")
+    parser.add_argument("--batch", type=_sizes, default="1,32", help="requests")
+    parser.add_argument("--context", type=_sizes, default="1024", help="tokens of each request")
+    parser.add_argument("--accept", type=_accept, default="2.0", metavar="X",
+                        help="drafts accepted a step by force, a mean; 0: none")  # fmt: skip
+    parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
+    parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
+    parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
+    parser.add_argument("--max-seq-len", type=_size, help="of the engines; default: what is needed")
+    parser.add_argument("--profile", action="store_true", help="list kernels of 20 steps each")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    args = parser.parse_args()
+    needed = _longest(args)
+    if args.max_seq_len is not None and args.max_seq_len < needed:
+        parser.error(f"--max-seq-len {args.max_seq_len}: these texts grow to {needed}; give more.")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no such directory; make it first.")
+    return args
+
+
+def _preset(text: str) -> str:
+    if text not in PRESETS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(PRESETS)}.")
+    return text
+
+
+def _modes(text: str) -> list[str]:
+    modes = text.split(",")
+    unknown = [mode for mode in modes if mode not in DRAFTERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]!r} is not a mode; give a comma list of {', '.join(DRAFTERS)}."
+        )
+    return list(dict.fromkeys(modes))
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int >= 1.")
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    return list(dict.fromkeys(_size(part) for part in text.split(",")))
+
+
+def _k(text: str) -> list[int]:
+    sizes = _sizes(text)
+    if max(sizes) > MAX_DRAFT_LEN:
+        raise argparse.ArgumentTypeError(f"{max(sizes)} is above {MAX_DRAFT_LEN}; lower it.")
+    return sizes
+
+
+def _accept(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0 (0 forces nothing).")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Targets and draft heads in the shapes of real models, with random weights, and their bytes.
+
+A checkpoint here is a config and the shapes of its tensors. `save` writes it out. `in_memory` lets
+an engine load it without a file: the tensors are made on the device as they are asked for, which
+for 8 billion parameters takes seconds in place of minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trtspec.models import head_weights, weights
+from trtspec.models.checkpoint import TensorSource
+from trtspec.models.config import DecoderConfig
+from trtspec.models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from trtspec.models.hf_config import parse_config, read_json_object
+
+Shapes = dict[str, tuple[int, ...]]
+ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
+MAX_DRAFT_VOCAB = 32_000
+
+
+def _llama(size: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int,
+           rope_theta: float, tied: bool, **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": "llama", "hidden_size": size, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "rope_theta": rope_theta,
+        "tie_word_embeddings": tied, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **more,
+    }  # fmt: skip
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49_152, 1e5, True, draft_vocab_size=16_000),
+    "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8, 128_256, 5e5, False, draft_vocab_size=32_000),
+    "qwen3-1.7b": _llama(
+        2048, 6144, 28, 16, 8, 151_936, 1e6, True, model_type="qwen3", head_dim=128,
+        rms_norm_eps=1e-6, draft_vocab_size=32_000,
+    ),
+    "tiny": _llama(64, 128, 2, 4, 2, 512, 1e4, True, draft_vocab_size=128),  # for tests
+}  # fmt: skip
+"""config.json of each, but for `draft_vocab_size`: how many tokens its EAGLE-3 head drafts among.
+RoPE's scaling is left out: it changes the numbers of a table, not the cost of a step."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    config: dict[str, Any]
+    shapes: Shapes
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        """Norms are ones, matrices noise that keeps a vector's size; the same at every call."""
+        shape = self.shapes[name]
+        if name == "d2t":  # draft token i is target token i * stride
+            stride = self.config["vocab_size"] // shape[0]
+            return torch.arange(shape[0]) * (stride - 1)
+        empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        if name.endswith("bias"):
+            return empty.zero_()
+        if len(shape) == 1:
+            return empty.fill_(1)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        return empty.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+
+class Model:
+    """The shape of a target, and the checkpoints of it and its drafters."""
+
+    def __init__(self, config: dict[str, Any], num_positions: int = 0, where: str = "preset"):
+        """
+        Args:
+            config: config.json of a supported family, perhaps with `draft_vocab_size`.
+            num_positions: what is needed; the config's own number is raised to it.
+
+        Raises:
+            CheckpointError: as `trtspec.models.hf_config.load_config`.
+        """
+        raw = {**config, "dtype": "bfloat16"}
+        wanted_draft_vocab = raw.pop("draft_vocab_size", MAX_DRAFT_VOCAB)
+        decoder = parse_config(raw, Path(where))
+        positions = max(decoder.max_position_embeddings, num_positions)
+        self.raw = {**raw, "max_position_embeddings": positions}
+        self.decoder: DecoderConfig = decoder
+        self.draft_vocab = min(wanted_draft_vocab, decoder.vocab_size // 2)
+
+    def target(self, num_mtp_layers: int = 0) -> Checkpoint:
+        """The target, with MTP layers (DeepSeek's names) after its own."""
+        c = self.decoder
+        shapes: Shapes = {
+            "model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
+            "model.norm.weight": (c.hidden_size,),
+        }
+        if not c.tie_word_embeddings:
+            shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+        for i in range(c.num_layers):
+            shapes |= _layer(c, f"model.layers.{i}.", c.hidden_size)
+        for i in range(c.num_layers, c.num_layers + num_mtp_layers):
+            shapes |= self._mtp_layer(f"model.layers.{i}.")
+        return Checkpoint({**self.raw, "num_nextn_predict_layers": num_mtp_layers}, shapes)
+
+    def eagle3_head(self) -> Checkpoint:
+        """One Llama layer as wide as the target, with an lm_head of its own."""
+        c, size = self.decoder, self.decoder.hidden_size
+        config: dict[str, Any] = {
+            "model_type": "llama", "hidden_size": size, "intermediate_size": c.intermediate_size,
+            "num_hidden_layers": 1, "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size, "draft_vocab_size": self.draft_vocab,
+            "rope_theta": c.rope_parameters.get("rope_theta", 1e4), "rms_norm_eps": c.rms_norm_eps,
+            "dtype": "bfloat16",
+        }  # fmt: skip
+        layers = default_layers_to_capture(c.num_layers)
+        if c.num_layers < MIN_LAYERS_FOR_DEFAULT:
+            layers = tuple(range(min(3, c.num_layers)))
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+        plain = parse_config({k: v for k, v in config.items() if k != "eagle_config"}, Path("head"))
+        shapes = _layer(plain, "midlayer.", 2 * size) | {
+            "midlayer.hidden_norm.weight": (size,),
+            "fc.weight": (size, len(layers) * size),
+            "norm.weight": (size,),
+            "lm_head.weight": (self.draft_vocab, size),
+            "d2t": (self.draft_vocab,),
+        }
+        return Checkpoint(config, shapes)
+
+    def _mtp_layer(self, prefix: str) -> Shapes:
+        size = self.decoder.hidden_size
+        norms: Shapes = {
+            f"{prefix}{name}.weight": (size,) for name in ("enorm", "hnorm", "shared_head.norm")
+        }
+        layer = _layer(self.decoder, prefix, size)
+        return layer | norms | {f"{prefix}eh_proj.weight": (size, 2 * size)}
+
+    # -- bytes that a step cannot avoid to read --------------------------------------------------
+    def target_weight_bytes(self) -> int:
+        """Everything but the embedding, of which a step reads a few rows."""
+        c = self.decoder
+        shapes = {n: s for n, s in self.target().shapes.items() if ".layers." in n}
+        return _bytes(shapes) + c.vocab_size * c.hidden_size * ITEM_SIZE
+
+    def draft_weight_bytes(self, kind: str, num_passes: int) -> int:
+        """Of all passes of a step. kind: "eagle3", "mtp", or anything else for no drafter."""
+        c = self.decoder
+        if kind == "mtp":  # the target's lm_head, at each pass
+            ends = c.vocab_size * c.hidden_size * ITEM_SIZE
+            return num_passes * (_bytes(self._mtp_layer("")) + ends)
+        if kind == "eagle3":
+            shapes = {n: s for n, s in self.eagle3_head().shapes.items() if n != "d2t"}
+            fc = {"fc.weight": shapes.pop("fc.weight")}  # in the first pass alone
+            return _bytes(fc) + num_passes * _bytes(shapes)
+        return 0
+
+    def kv_bytes(self, num_tokens: float, num_layers: int | None = None) -> float:
+        """Keys and values of one request of that length: of the target, or of draft layers."""
+        c = self.decoder
+        if num_layers is None:
+            windows = [c.window(i) for i in range(c.num_layers)]
+        else:
+            windows = [None] * num_layers
+        rows = sum(num_tokens if w is None else min(num_tokens, w) for w in windows)
+        return 2 * c.num_kv_heads * c.head_dim * ITEM_SIZE * rows
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    return read_json_object(path, "Give the config.json of a Hugging Face model.")
+
+
+def save(directory: Path, checkpoint: Checkpoint) -> Path:
+    """Writes config.json and model.safetensors into a new directory."""
+    _save_config(directory, checkpoint)
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.shapes}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@contextmanager
+def in_memory(checkpoints: Mapping[Path, Checkpoint], device: torch.device) -> Iterator[None]:
+    """Inside, trtspec loads these (new) directories from memory: they get a config.json alone."""
+
+    def open_checkpoint(
+        path: Path, stack: ExitStack, *, pickle: bool = False
+    ) -> dict[str, TensorSource]:
+        checkpoint = checkpoints[path]
+        return {
+            name: TensorSource(
+                name, path, shape, "I64" if name == "d2t" else "BF16",
+                partial(checkpoint.tensor, name, device),
+            )
+            for name, shape in checkpoint.shapes.items()
+        }  # fmt: skip
+
+    for path, checkpoint in checkpoints.items():
+        _save_config(path, checkpoint)
+    with (
+        patch.object(weights, "open_checkpoint", open_checkpoint),
+        patch.object(head_weights, "open_checkpoint", open_checkpoint),
+    ):
+        yield
+
+
+def _save_config(directory: Path, checkpoint: Checkpoint) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(checkpoint.config))
+
+
+def _layer(c: DecoderConfig, prefix: str, width: int) -> Shapes:
+    """A decoder layer whose attention reads `width` features."""
+    size, inner = c.hidden_size, c.intermediate_size
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    modules = {  # name -> outputs, inputs, has a bias
+        "self_attn.q_proj": (queries, width, c.qkv_bias),
+        "self_attn.k_proj": (keys, width, c.qkv_bias),
+        "self_attn.v_proj": (keys, width, c.qkv_bias),
+        "self_attn.o_proj": (size, queries, c.o_bias),
+        "mlp.gate_proj": (inner, size, c.mlp_bias),
+        "mlp.up_proj": (inner, size, c.mlp_bias),
+        "mlp.down_proj": (size, inner, c.mlp_bias),
+    }
+    shapes: Shapes = {
+        f"{prefix}input_layernorm.weight": (size,),
+        f"{prefix}post_attention_layernorm.weight": (size,),
+    }
+    for name, (rows, columns, has_bias) in modules.items():
+        shapes[f"{prefix}{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{prefix}{name}.bias"] = (rows,)
+    if c.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (c.head_dim,)
+    return shapes
+
+
+def _bytes(shapes: Shapes) -> int:
+    return ITEM_SIZE * sum(math.prod(shape) for shape in shapes.values())

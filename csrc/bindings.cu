@@ -1,0 +1,187 @@
+// Python's view of the kernels, through apache-tvm-ffi. Checks of shapes are in trtspec/ops; here is
+// only what would read or write outside a tensor.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include "trtspec/launchers.h"
+
+namespace {
+
+using trtspec::Epilogue;
+using trtspec::LinearParams;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+void check(bool ok, const char* what) {
+  if (!ok) TVM_FFI_THROW(ValueError) << "trtspec kernels: " << what;
+}
+
+void check(cudaError_t error) {
+  if (error != cudaSuccess) {
+    TVM_FFI_THROW(RuntimeError) << "trtspec kernels: " << cudaGetErrorString(error);
+  }
+}
+
+cudaStream_t stream_of(const TensorView& x) {
+  const DLDevice device = x.device();
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+}
+
+void* data(const Optional<TensorView>& x) {
+  return x.has_value() ? x.value().data_ptr() : nullptr;
+}
+
+void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
+  check(p.rows <= trtspec::kMaxLinearRows, "at most 32 rows");
+  check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
+  check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
+  if (p.rows == 0) return;
+  const DLDataType type = x.dtype();
+  if (type.code == kDLBfloat) {
+    check(trtspec::launch_linear<trtspec::bf16>(epilogue, p, stream_of(x)));
+  } else {
+    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
+    check(trtspec::launch_linear<trtspec::half_t>(epilogue, p, stream_of(x)));
+  }
+}
+
+LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
+                    const Optional<TensorView>& norm0, const Optional<TensorView>& norm1,
+                    double eps, const TensorView& weight, const Optional<TensorView>& bias,
+                    const TensorView& out) {
+  LinearParams p = {};
+  p.x0 = x0.data_ptr(), p.x0_stride = x0.stride(0);
+  p.k_split = static_cast<int>(x0.size(1));
+  p.k = p.k_split;
+  if (x1.has_value()) {
+    p.x1 = x1.value().data_ptr(), p.x1_stride = x1.value().stride(0);
+    p.k += static_cast<int>(x1.value().size(1));
+    check(x1.value().size(0) == x0.size(0), "both inputs need the same rows");
+  }
+  p.norm0 = data(norm0), p.norm1 = data(norm1), p.eps = static_cast<float>(eps);
+  p.weight = weight.data_ptr(), p.bias = data(bias);
+  p.rows = static_cast<int>(x0.size(0)), p.n = static_cast<int>(weight.size(0));
+  check(weight.size(1) == p.k, "the weight's columns must be the inputs'");
+  p.out = out.data_ptr(), p.out_stride = out.stride(0);
+  return p;
+}
+
+void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
+            Optional<TensorView> norm1, double eps, TensorView weight, Optional<TensorView> bias,
+            Optional<TensorView> residual, TensorView out) {
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
+  if (residual.has_value()) {
+    p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
+  }
+  run(residual.has_value() ? Epilogue::kResidual : Epilogue::kPlain, p, x0);
+}
+
+void linear_swiglu(TensorView x, Optional<TensorView> norm, double eps, TensorView weight,
+                   Optional<TensorView> bias, TensorView out) {
+  run(Epilogue::kSwiGLU, inputs(x, {}, norm, {}, eps, weight, bias, out), x);
+}
+
+void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
+                 Optional<TensorView> norm1, double eps, TensorView weight,
+                 Optional<TensorView> bias, TensorView cos_sin, TensorView positions,
+                 TensorView slots, TensorView k_cache, TensorView v_cache, int64_t q_heads,
+                 bool keeps_finite, TensorView out) {
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
+  p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
+  p.positions = static_cast<const int64_t*>(positions.data_ptr());
+  p.slots = static_cast<const int64_t*>(slots.data_ptr());
+  p.k_cache = k_cache.data_ptr(), p.v_cache = v_cache.data_ptr();
+  p.k_slot_stride = k_cache.stride(0), p.k_head_stride = k_cache.stride(1);
+  p.v_slot_stride = v_cache.stride(0), p.v_head_stride = v_cache.stride(1);
+  p.q_heads = static_cast<int>(q_heads), p.kv_heads = static_cast<int>(k_cache.size(1));
+  p.dim = static_cast<int>(k_cache.size(2)), p.keeps_finite = keeps_finite;
+  check(p.dim % 16 == 0 && p.n == (p.q_heads + 2 * p.kv_heads) * p.dim, "heads and head_dim");
+  run(Epilogue::kRope, p, x0);
+}
+
+// Calls `run` with a value of the logits' element type.
+template <typename Run>
+void by_type(const TensorView& logits, Run run) {
+  const DLDataType type = logits.dtype();
+  if (type.code == kDLBfloat) {
+    check(run(trtspec::bf16()));
+  } else if (type.bits == 16) {
+    check(run(trtspec::half_t()));
+  } else {
+    check(type.code == kDLFloat && type.bits == 32, "float32, bfloat16 or float16");
+    check(run(float()));
+  }
+}
+
+// partial [R, chunks, 5] and tickets [>= B] int32.
+trtspec::ChooseParams chooser(const TensorView& logits, int num_contexts, int rows,
+                              const TensorView& partial, const TensorView& tickets) {
+  const int count = static_cast<int>(logits.size(0)), chunks = static_cast<int>(partial.size(1));
+  check(chunks <= trtspec::kMaxChunks && rows <= trtspec::kMaxRowsPerRequest, "too many rows");
+  check(partial.size(0) >= count && sizeof(trtspec::ChunkBest) == 20, "room for partial results");
+  check(tickets.size(0) >= num_contexts + (count - num_contexts) / rows, "a ticket per request");
+  check(count == 0 || logits.stride(1) == 1, "logits must have rows in one piece");
+  return {logits.data_ptr(), logits.stride(0), static_cast<int>(logits.size(1)), num_contexts, rows,
+          chunks, static_cast<trtspec::ChunkBest*>(partial.data_ptr()),
+          static_cast<int*>(tickets.data_ptr())};
+}
+
+void accept_greedy(TensorView logits, TensorView drafts, int64_t num_contexts, int64_t forced_len,
+                   Optional<TensorView> deltas, Optional<TensorView> slots, int64_t top_k,
+                   int64_t end_token, TensorView partial, TensorView tickets, TensorView tokens,
+                   TensorView lens, TensorView num_accepted_drafts, TensorView bad) {
+  const int num_rows = static_cast<int>(logits.size(0));
+  if (num_rows == 0) return;
+  trtspec::AcceptParams p = {};
+  const int rows = static_cast<int>(drafts.size(1)) + 1;
+  p.choose = chooser(logits, static_cast<int>(num_contexts), rows, partial, tickets);
+  p.drafts = static_cast<const int*>(drafts.data_ptr()), p.draft_stride = drafts.stride(0);
+  p.width = static_cast<int>(tokens.size(1)), p.forced_len = static_cast<int>(forced_len);
+  check(p.width >= rows && tokens.stride(0) == p.width, "room for the tokens");
+  p.tokens = static_cast<int*>(tokens.data_ptr()), p.lens = static_cast<int*>(lens.data_ptr());
+  p.num_accepted_drafts = static_cast<int*>(num_accepted_drafts.data_ptr());
+  p.bad = static_cast<bool*>(bad.data_ptr());
+  p.deltas = static_cast<float*>(data(deltas));
+  p.slots = static_cast<const int64_t*>(data(slots));
+  p.top_k = static_cast<int>(top_k), p.end_token = static_cast<int>(end_token);
+  by_type(logits, [&](auto type) {
+    return trtspec::launch_accept<decltype(type)>(p, num_rows, stream_of(logits));
+  });
+}
+
+void choose_drafts(TensorView logits, Optional<TensorView> d2t, TensorView partial,
+                   TensorView tickets, TensorView tokens) {
+  const int num_rows = static_cast<int>(logits.size(0));
+  if (num_rows == 0) return;
+  const trtspec::DraftParams p = {chooser(logits, 0, 1, partial, tickets),
+                                  static_cast<const int64_t*>(data(d2t)),
+                                  static_cast<int*>(tokens.data_ptr())};
+  by_type(logits, [&](auto type) {
+    return trtspec::launch_choose<decltype(type)>(p, num_rows, stream_of(logits));
+  });
+}
+
+void update_window(TensorView hidden, TensorView ids, TensorView last, TensorView slots,
+                   TensorView window_hidden, TensorView window_ids) {
+  check(hidden.IsContiguous() && window_hidden.IsContiguous() && window_ids.IsContiguous(),
+        "contiguous windows");
+  const int size = static_cast<int>(hidden.size(1)) * hidden.dtype().bits / 8;
+  const int width = static_cast<int>(window_ids.size(1)), count = static_cast<int>(last.size(0));
+  if (width == 0 || count == 0) return;
+  check(trtspec::launch_window(
+      {hidden.data_ptr(), static_cast<const int64_t*>(ids.data_ptr()),
+       static_cast<const int64_t*>(last.data_ptr()), static_cast<const int64_t*>(slots.data_ptr()),
+       window_hidden.data_ptr(), static_cast<int64_t*>(window_ids.data_ptr()), size, width},
+      count, stream_of(hidden)));
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_swiglu, linear_swiglu);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_rope, linear_rope);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);

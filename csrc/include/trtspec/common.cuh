@@ -1,0 +1,83 @@
+// Small helpers of all kernels: element types, programmatic dependent launch, launching.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace trtspec {
+
+using bf16 = __nv_bfloat16;
+using half_t = __half;
+
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(half_t x) { return __half2float(x); }
+__device__ inline float to_float(float x) { return x; }
+
+template <typename T>
+__device__ T from_float(float x);
+template <>
+__device__ inline bf16 from_float<bf16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+
+// Programmatic dependent launch. A kernel may start while the one before it still runs; before
+// `wait_for_previous` it may only read what no kernel writes (weights). `let_next_start` comes
+// after that, always: so at most two kernels of a chain overlap, and when a kernel has waited,
+// everything before it is done.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// 16 bytes from global to shared memory, asynchronously; visible to this thread after `copies_wait`.
+__device__ inline void copy_16(void* target, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(target))),
+               "l"(source)
+               : "memory");
+}
+
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kPending of the groups committed last are under way.
+template <int kPending>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Launches with programmatic dependent launch allowed towards the kernel before this one.
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t stream, Args... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+}  // namespace trtspec

@@ -1,0 +1,25 @@
+// What the bindings call: one function per operation and element type, raw pointers only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "choose.cuh"
+#include "skinny_linear.cuh"
+
+namespace trtspec {
+
+constexpr int kMaxLinearRows = 32;
+
+// Rows 1 … kMaxLinearRows; k and k_split multiples of 32.
+template <typename T>
+cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
+// num_rows: of the logits.
+template <typename T>
+cudaError_t launch_accept(const AcceptParams& params, int num_rows, cudaStream_t stream);
+template <typename T>
+cudaError_t launch_choose(const DraftParams& params, int num_rows, cudaStream_t stream);
+
+cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);
+
+}  // namespace trtspec

@@ -1,0 +1,269 @@
+// y = x W^T for few rows of x: bound by reading W once. What stands before and after the product in
+// a decoder layer is done in the same kernel: RMSNorm of x before it; bias, residual, SwiGLU or
+// RoPE with the write into the KV cache after it.
+//
+// One block makes 16 outputs of every row. Its warps divide K among them. A warp multiplies with
+// m16n8k16 tensor-core instructions, the weights as the 16-row operand and the rows of x as columns.
+// The order of a sum over k is free as long as both operands agree, so each lane loads 16 contiguous
+// bytes of a weight row (8 values of k) and the same k of a row of x: no shared memory on the way.
+//
+// A row's result does not depend on how many rows there are: the order of its sum is fixed by K.
+#pragma once
+
+#include "common.cuh"
+
+namespace trtspec {
+
+enum class Epilogue { kPlain, kResidual, kSwiGLU, kRope };
+
+struct LinearParams {
+  // x [rows, k]: columns 0 … k_split-1 from x0, the rest from x1. Strides in elements.
+  const void* x0;
+  const void* x1;
+  int64_t x0_stride, x1_stride;
+  int k_split;
+  const void* norm0;  // [k_split] RMSNorm weights, null: no norm
+  const void* norm1;  // [k - k_split]
+  float eps;
+  const void* weight;  // [n, k]
+  const void* bias;    // [n], null: none
+  int rows, n, k;
+  void* out;  // [rows, n]; SwiGLU [rows, n/2]; RoPE: the queries, [rows, q_heads * dim]
+  int64_t out_stride;
+  const void* residual;  // [rows, n]
+  int64_t residual_stride;
+  // RoPE
+  const float* cos_sin;      // [positions, dim]: cosines of dim/2 frequencies, then sines
+  const int64_t* positions;  // [rows]
+  const int64_t* slots;      // [rows], all valid
+  void* k_cache;             // [slots, kv_heads, dim]
+  void* v_cache;
+  int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
+  int q_heads, kv_heads, dim;
+  int keeps_finite;
+};
+
+__device__ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                    uint32_t a3, uint32_t b0, uint32_t b1, bf16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                    uint32_t a3, uint32_t b0, uint32_t b1, half_t) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Weights are read once: they need not stay in L1.
+__device__ inline uint4 load_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ inline float2 unpack(uint32_t v, bf16) {
+  return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)};
+}
+__device__ inline float2 unpack(uint32_t v, half_t) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&v));
+}
+__device__ inline uint32_t pack(float a, float b, bf16) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ inline uint32_t pack(float a, float b, half_t) {
+  __half2 v = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// Two values of x times two norm weights, and their squares onto `squares`.
+template <typename T>
+__device__ inline uint32_t scale_pair(uint32_t x, uint32_t w, float& squares) {
+  const float2 a = unpack(x, T()), b = unpack(w, T());
+  squares = fmaf(a.x, a.x, fmaf(a.y, a.y, squares));
+  return pack(a.x * b.x, a.y * b.y, T());
+}
+
+constexpr int kTile = 16;  // outputs of a block
+
+// Weight rows of a block's tile: `lo` for the tile's rows 0 … 7, `hi` for 8 … 15. The epilogues that
+// combine two outputs have them in one thread.
+template <Epilogue E>
+__device__ inline void tile_rows(const LinearParams& p, int tile, int row, int& lo, int& hi) {
+  if constexpr (E == Epilogue::kSwiGLU) {
+    lo = tile * 8 + row;
+    hi = p.n / 2 + lo;
+  } else if constexpr (E == Epilogue::kRope) {
+    const int per_head = p.dim / kTile;
+    lo = tile / per_head * p.dim + tile % per_head * 8 + row;
+    hi = lo + p.dim / 2;
+  } else {
+    lo = tile * kTile + row;
+    hi = lo + 8;
+  }
+}
+
+__device__ inline float finite_or_zero(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
+
+// lo and hi are the sums of outputs n_lo and n_hi of row m.
+template <typename T, Epilogue E>
+__device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo,
+                              float hi) {
+  if (p.bias != nullptr) {
+    const T* bias = static_cast<const T*>(p.bias);
+    lo += to_float(bias[min(n_lo, p.n - 1)]);
+    hi += to_float(bias[min(n_hi, p.n - 1)]);
+  }
+  T* out = static_cast<T*>(p.out) + m * p.out_stride;
+  if constexpr (E == Epilogue::kSwiGLU) {
+    if (n_lo < p.n / 2) out[n_lo] = from_float<T>(lo / (1.0f + __expf(-lo)) * hi);
+  } else if constexpr (E == Epilogue::kRope) {
+    const int head = n_lo / p.dim, d = n_lo % p.dim, half_dim = p.dim / 2;
+    if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
+    if (head < p.q_heads + p.kv_heads) {
+      const float* table = p.cos_sin + p.positions[m] * p.dim + d;
+      // Rounded as the model's dtype holds them.
+      const float cosine = to_float(from_float<T>(table[0]));
+      const float sine = to_float(from_float<T>(table[half_dim]));
+      const float turned = lo * cosine - hi * sine;
+      hi = hi * cosine + lo * sine;
+      lo = turned;
+    }
+    T* target = out + n_lo;
+    if (head >= p.q_heads + p.kv_heads) {
+      target = static_cast<T*>(p.v_cache) + p.slots[m] * p.v_slot_stride +
+               (head - p.q_heads - p.kv_heads) * p.v_head_stride + d;
+    } else if (head >= p.q_heads) {
+      target = static_cast<T*>(p.k_cache) + p.slots[m] * p.k_slot_stride +
+               (head - p.q_heads) * p.k_head_stride + d;
+    }
+    target[0] = from_float<T>(lo);
+    target[half_dim] = from_float<T>(hi);
+  } else {
+    if constexpr (E == Epilogue::kResidual) {
+      const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;
+      if (n_lo < p.n) lo += to_float(residual[n_lo]);
+      if (n_hi < p.n) hi += to_float(residual[n_hi]);
+    }
+    if (n_lo < p.n) out[n_lo] = from_float<T>(lo);
+    if (n_hi < p.n) out[n_hi] = from_float<T>(hi);
+  }
+}
+
+// kColumns: tiles of 8 rows of x. kUnroll: steps of 32 values of k whose weights are in flight.
+template <typename T, Epilogue E, bool kNorm, int kColumns, int kWarps, int kUnroll>
+__global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_constant__ LinearParams p) {
+  __shared__ float sums[kWarps][kTile][8 * kColumns + 1];
+  __shared__ float squares_of[kWarps][8 * kColumns];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int n_lo, n_hi;
+  tile_rows<E>(p, blockIdx.x, g, n_lo, n_hi);
+  const T* weight = static_cast<const T*>(p.weight) + t * 8;
+  const T* w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
+  const T* w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+  const int steps = p.k / 32;
+  const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
+
+  uint4 lo[kUnroll], hi[kUnroll];
+  auto fetch = [&](int step) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const bool inside = step + u < end;
+      lo[u] = inside ? load_once(w_lo + (step + u) * 32) : uint4{0, 0, 0, 0};
+      hi[u] = inside ? load_once(w_hi + (step + u) * 32) : uint4{0, 0, 0, 0};
+    }
+  };
+  fetch(begin);
+  wait_for_previous();
+  let_next_start();
+
+  // Two inputs side by side: the warps divide evenly, so a warp reads one of them.
+  const bool second = begin * 32 >= p.k_split;
+  const int first_k = second ? p.k_split : 0;
+  const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * 8 - first_k;
+  const int64_t x_stride = second ? p.x1_stride : p.x0_stride;
+  const T* norm = static_cast<const T*>(second ? p.norm1 : p.norm0) + t * 8 - first_k;
+
+  float acc[kColumns][4] = {};
+  float squares[kColumns] = {};
+  for (int step = begin; step < end; step += kUnroll) {
+    uint4 a[kUnroll], b[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) a[u] = lo[u], b[u] = hi[u];
+    fetch(step + kUnroll);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (step + u >= end) break;
+      const int k = (step + u) * 32;
+      uint4 scale;
+      if constexpr (kNorm) scale = *reinterpret_cast<const uint4*>(norm + k);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int m = c * 8 + g;
+        uint4 v = {0, 0, 0, 0};
+        if (m < p.rows) v = *reinterpret_cast<const uint4*>(x + m * x_stride + k);
+        if constexpr (kNorm) {
+          v.x = scale_pair<T>(v.x, scale.x, squares[c]);
+          v.y = scale_pair<T>(v.y, scale.y, squares[c]);
+          v.z = scale_pair<T>(v.z, scale.z, squares[c]);
+          v.w = scale_pair<T>(v.w, scale.w, squares[c]);
+        }
+        multiply_add(acc[c], a[u].x, b[u].x, a[u].y, b[u].y, v.x, v.y, T());
+        multiply_add(acc[c], a[u].z, b[u].z, a[u].w, b[u].w, v.z, v.w, T());
+      }
+    }
+  }
+
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    sums[warp][g][c * 8 + t * 2] = acc[c][0];
+    sums[warp][g][c * 8 + t * 2 + 1] = acc[c][1];
+    sums[warp][g + 8][c * 8 + t * 2] = acc[c][2];
+    sums[warp][g + 8][c * 8 + t * 2 + 1] = acc[c][3];
+    if constexpr (kNorm) {
+      squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 1);
+      squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 2);
+      if (t == 0) squares_of[warp][c * 8 + g] = squares[c];
+    }
+  }
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
+    const int row = i % 8, m = i / 8;
+    float total_lo = 0.0f, total_hi = 0.0f;
+    if constexpr (kNorm) {
+      const bool two = p.k_split < p.k;
+      float scale = 1.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        if (w == 0 || (two && w == kWarps / 2)) {  // the scale of this input
+          const int last = two ? w + kWarps / 2 : kWarps;
+          float total = 0.0f;
+          for (int v = w; v < last; ++v) total += squares_of[v][m];
+          scale = rsqrtf(total / static_cast<float>(two && w > 0 ? p.k - p.k_split : p.k_split) + p.eps);
+        }
+        total_lo += scale * sums[w][row][m];
+        total_hi += scale * sums[w][row + 8][m];
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        total_lo += sums[w][row][m];
+        total_hi += sums[w][row + 8][m];
+      }
+    }
+    tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
+    finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
+  }
+}
+
+}  // namespace trtspec

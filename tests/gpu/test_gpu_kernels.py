@@ -1,0 +1,300 @@
+"""The kernels of csrc against float64, and against the torch code that they stand in for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec import EagleDecodingConfig, MTPDecodingConfig
+from trtspec.metadata import SpecMetadata
+from trtspec.ops import choose, fused, native
+from trtspec.ops.linear import Linear
+from trtspec.ops.norm import RMSNorm
+from trtspec.ops.rope import Rope, apply_rope
+from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker
+
+HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
+]
+DTYPES = [torch.bfloat16, torch.float16]
+# (in, out): kernels for small and for large weights, sizes that do not divide by tiles of 16.
+SIZES = [(64, 24), (576, 960), (1536, 576), (96, 40), (4096, 1040), (2048, 4098), (14336, 512)]
+ROWS = [1, 3, 8, 9, 16, 17, 32]
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def _linear(size: int, out: int, dtype: torch.dtype, bias: bool = False) -> Linear:
+    layer = Linear(size, out, bias).cuda().to(dtype)
+    assert layer.weight is not None
+    layer.weight.data = _random(out, size, dtype=dtype, seed=1) * size**-0.5
+    if layer.bias is not None:
+        layer.bias.data = _random(out, dtype=dtype, seed=2)
+    return layer
+
+
+def _norm(size: int, dtype: torch.dtype, seed: int = 3) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5).cuda()
+    norm.weight.data = 1 + 0.3 * _random(size, dtype=dtype, seed=seed)
+    return norm
+
+
+def _exact(x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    """float64, normed."""
+    x = x.double()
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+
+
+def _product(x: Tensor, layer: Linear) -> Tensor:
+    assert layer.weight is not None
+    bias = None if layer.bias is None else layer.bias.double()
+    return F.linear(x, layer.weight.double(), bias)
+
+
+def _close(ours: Tensor, exact: Tensor) -> None:
+    rounding = 2.0 ** (-8 if ours.dtype == torch.bfloat16 else -11)
+    worst = (ours.double() - exact).abs().max() / exact.abs().max()
+    assert worst < 4 * rounding, worst
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels called: a test must not pass because a fallback ran."""
+    calls: list[str] = []
+    module = native.kernels(torch.empty(1, device="cuda"))
+
+    class Spy:
+        def __getattr__(self, name: str) -> object:
+            calls.append(name)
+            return getattr(module, name)
+
+    monkeypatch.setattr(native, "kernels", lambda x: Spy() if x.is_cuda else None)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) -> None:
+    plain, biased = (_linear(*size, dtype, bias) for bias in (False, True))
+    norm = _norm(size[0], dtype)
+    for rows in ROWS:
+        x = _random(rows, size[0] + 32, dtype=dtype)[:, : size[0]]  # rows apart in memory
+        residual = _random(rows, size[1], dtype=dtype, seed=4)
+        _close(fused.linear((x,), plain), _product(_exact(x), plain))
+        _close(fused.linear((x,), biased, (norm,)), _product(_exact(x, norm), biased))
+        expected = _product(_exact(x), plain) + residual
+        before = residual.clone()
+        _close(fused.linear((x,), plain, residual=residual), expected)
+        assert torch.equal(residual, before)
+        out = fused.linear((x,), plain, residual=residual, in_place=True)
+        assert out.data_ptr() == residual.data_ptr()
+        _close(out, expected)
+    large = size[0] * size[1] >= fused.LARGE
+    assert len(served) == 4 * sum(rows <= (8 if large else 32) for rows in ROWS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(64, 48), (1152, 960), (8192, 1024), (4096, 96)])
+def test_two_inputs_with_their_own_norms(
+    dtype: torch.dtype, size: tuple[int, int], served: list[str]
+) -> None:
+    layer, half = _linear(*size, dtype), size[0] // 2
+    norms = _norm(half, dtype), _norm(half, dtype, seed=5)
+    for rows in (1, 4, 6):
+        x = [_random(rows, half, dtype=dtype, seed=i) * scale for i, scale in ((0, 1), (1, 30))]
+        for chosen in ((), norms):
+            parts = [_exact(t, n) for t, n in zip(x, chosen or (None, None), strict=True)]
+            _close(fused.linear((x[0], x[1]), layer, chosen), _product(torch.cat(parts, -1), layer))
+    assert served == ["linear"] * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(64, 32), (576, 3072), (2048, 4096)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: list[str]) -> None:
+    layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
+    for rows in (1, 5, 8):
+        x = _random(rows, size[0], dtype=dtype)
+        gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
+        _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
+    assert served == ["linear_swiglu"] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3, 64, 576), (32, 8, 128, 4096), (4, 4, 16, 64)])
+def test_rope_and_cache(
+    dtype: torch.dtype, heads: tuple[int, int, int, int], served: list[str]
+) -> None:
+    q_heads, kv_heads, dim, size = heads
+    layer = _linear(size, (q_heads + 2 * kv_heads) * dim, dtype, bias=True)
+    norm, rows = _norm(size, dtype), 5
+    x = _random(rows, size, dtype=dtype)
+    angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
+    positions = torch.tensor([3, 39, 0, 7, 7], device="cuda")
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], -1), positions)
+    slots = torch.tensor([7, 3, 0, 9, 4], device="cuda")
+    caches = [torch.zeros(12, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"]
+    q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots)
+    assert served == ["linear_rope"]
+    qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)
+    cos, sin = (t.double() for t in rope.rotation(dtype))
+    turned = apply_rope(qkv[:, : q_heads + kv_heads], cos, sin)
+    _close(q, turned[:, :q_heads])
+    _close(caches[0][slots], turned[:, q_heads:])
+    _close(caches[1][slots], qkv[:, q_heads + kv_heads :])
+    untouched = [i for i in range(12) if i not in slots.tolist()]
+    assert not any(cache[untouched].any() for cache in caches)
+    x[2] = float("nan")
+    fused.qkv_rope_and_write(
+        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, keeps_finite=True
+    )
+    assert all(cache.isfinite().all() for cache in caches) and not caches[1][0].any()
+
+
+@pytest.mark.parametrize("size", [(576, 960), (576, 49152), (4096, 2048)])
+def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
+    """What makes bf16 text with speculation that without it, up to attention."""
+    layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
+    x = _random(8, size[0])
+    together = fused.linear((x,), layer, (norm,))
+    for rows in range(1, 8):
+        assert torch.equal(fused.linear((x[:rows],), layer, (norm,)), together[:rows])
+
+
+def test_a_chain_of_kernels_in_a_graph() -> None:
+    """Kernels that start before their predecessors end still read what those wrote."""
+    layers = [_linear(2048, 2048, torch.bfloat16) for _ in range(6)]
+    norm = _norm(2048, torch.bfloat16)
+    x, residual = _random(4, 2048), torch.zeros(4, 2048, dtype=torch.bfloat16, device="cuda")
+
+    def chain() -> Tensor:
+        h = x
+        for layer in layers * 4:
+            h = fused.linear((h,), layer, (norm,), residual=h)
+        return h
+
+    eager = chain().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for seed in range(20):
+        x.copy_(_random(4, 2048, seed=seed))
+        graph.replay()
+        if seed:
+            eager = chain()
+        assert torch.equal(captured, eager)
+    assert not residual.any()
+
+
+def _spec(device: str, **fields: object) -> SpecMetadata:
+    return SpecMetadata(8, 3, 3, device=device, **fields)  # type: ignore[arg-type]
+
+
+def _accepted(
+    worker: Eagle3OneModelWorker | MTPEagleWorker, logits: Tensor, drafts: Tensor, contexts: int,
+    spec: SpecMetadata,
+) -> list[Tensor]:  # fmt: skip
+    tokens, lens = worker.sample_and_accept_draft_tokens(
+        logits, drafts, contexts, contexts + drafts.shape[0], spec
+    )
+    assert spec.bad_requests is not None and spec.num_accepted_draft_tokens is not None
+    return [t.cpu() for t in (tokens, lens, spec.bad_requests, spec.num_accepted_draft_tokens)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("vocab", [11, 1003, 128256])
+@pytest.mark.parametrize(("contexts", "num_drafts"), [(0, 3), (2, 3), (3, 0), (0, 1)])
+def test_acceptance(
+    dtype: torch.dtype, vocab: int, contexts: int, num_drafts: int, served: list[str]
+) -> None:
+    """NaN, infinities and equal maxima among them; the CPU's code is the twin."""
+    worker = Eagle3OneModelWorker(EagleDecodingConfig(max_draft_len=3, speculative_model="x"))
+    rows = contexts + 5 * (num_drafts + 1)
+    for seed in range(6):
+        logits = _random(rows, vocab, dtype=dtype, seed=seed).round()  # many equal maxima
+        if seed == 1:
+            logits[rows // 2, 5] = float("nan")
+            logits[0] = float("nan")
+        if seed == 2:
+            logits[1], logits[rows - 1, 3] = float("-inf"), float("inf")
+        best = torch.nan_to_num(logits, nan=float("-inf")).argmax(-1)[contexts:]
+        drafts = best.view(5, -1)[:, :num_drafts].to(torch.int32).clone()
+        for i in range(min(num_drafts, 3)):
+            drafts[i, i] = -1 if i else (int(drafts[i, i]) + 1) % vocab
+        ours = _accepted(worker, logits, drafts, contexts, _spec("cuda"))
+        twin = _accepted(worker, logits.cpu(), drafts.cpu(), contexts, _spec("cpu"))
+        assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True)), (seed, ours, twin)
+        assert int(ours[1].max()) == num_drafts + 1
+    assert served == ["accept_greedy"] * 6
+
+
+def test_forced_acceptance(monkeypatch: pytest.MonkeyPatch, served: list[str]) -> None:
+    monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "2")
+    worker = Eagle3OneModelWorker(EagleDecodingConfig(max_draft_len=3, speculative_model="x"))
+    logits, drafts = _random(1 + 2 * 4, 50), torch.zeros(2, 3, dtype=torch.int32, device="cuda")
+    ours = _accepted(worker, logits, drafts, 1, _spec("cuda"))
+    twin = _accepted(worker, logits.cpu(), drafts.cpu(), 1, _spec("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
+    assert ours[1].tolist() == [1, 3, 3] and served == ["accept_greedy"]
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_relaxed_acceptance(vocab: int, served: list[str]) -> None:
+    config = MTPDecodingConfig(
+        num_nextn_predict_layers=3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=4,
+        relaxed_delta=0.2, begin_thinking_phase_token=1, end_thinking_phase_token=2,
+    )  # fmt: skip
+    worker, lens = MTPEagleWorker(config), set()
+    for seed in range(20):
+        logits = 2 * _random(6 * 4, vocab, seed=seed, dtype=torch.float32)
+        logits[3, 7] = float("nan")
+        order = torch.nan_to_num(logits, nan=float("-inf")).argsort(-1, descending=True)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        rank = torch.randint(0, 5, (6, 3), device="cuda", generator=generator)
+        drafts = order.view(6, 4, vocab)[:, :3].gather(-1, rank[..., None])[..., 0]
+        drafts = drafts.to(torch.int32)
+        drafts[1, 2] = -1
+        results = []
+        for device in ("cuda", "cpu"):
+            state = {"thinking_deltas": torch.tensor([0.2, -1.0, 0.2, 0.5, 0.2, 0.0, 0.9])}
+            state = {name: value.to(device) for name, value in state.items()}
+            slots = torch.tensor([5, 1, 0, 2, 3, 6], device=device)
+            spec = _spec(device, state=state, slot_ids=slots)
+            results.append(_accepted(worker, logits.to(device), drafts.to(device), 0, spec))
+            results[-1].append(state["thinking_deltas"].cpu())
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), seed
+        lens |= set(results[0][1].tolist())
+    assert lens == {1, 2, 3, 4} and served == ["accept_greedy"] * 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 32000), (40, 999), (300, 64), (3, 7)])
+def test_draft_choice(dtype: torch.dtype, rows: int, vocab: int, served: list[str]) -> None:
+    logits = _random(rows, vocab, dtype=dtype)
+    d2t = torch.arange(vocab, device="cuda") * 2
+    chosen = logits.argmax(-1)
+    assert torch.equal(choose.choose_drafts(logits, None), chosen.to(torch.int32))
+    assert torch.equal(choose.choose_drafts(logits, d2t), (chosen + d2t[chosen]).to(torch.int32))
+    assert served == ["choose_drafts"] * 2
+
+
+@pytest.mark.parametrize("size", [12, 576])
+def test_window(size: int, served: list[str]) -> None:
+    hidden, ids = _random(20, size), torch.arange(20, device="cuda") * 3
+    last, slots = (torch.tensor(x, device="cuda") for x in ([1, 9, 19], [2, 0, 4]))
+    kept = torch.zeros(5, 3, size, dtype=torch.bfloat16, device="cuda")
+    tokens = torch.full((5, 3), -7, device="cuda")
+    choose.update_window(hidden, ids, last, slots, kept, tokens)
+    for row, slot in (([0, 0, 1], 2), ([7, 8, 9], 0), ([17, 18, 19], 4)):
+        assert torch.equal(kept[slot], hidden[row]) and torch.equal(tokens[slot], ids[row])
+    assert not kept[[1, 3]].any() and (tokens[[1, 3]] == -7).all()
+    assert served == ["update_window"]

@@ -1,0 +1,367 @@
+"""FlashInfer's kernels: XQA for generation rows, its paged prefill (FA2) for contexts.
+
+XQA reads lengths, block tables and a mask of the last keys from the device, so a captured graph
+stays right as texts grow. Prefill is planned on the host from the contexts' own lengths, once per
+pass. What these kernels do not take goes to Triton (generations) or torch (contexts), decided by
+shapes alone and logged once.
+
+FlashInfer compiles a kernel when a shape is first used (seconds, then kept on disk): this needs
+nvcc, ninja and a C++ compiler, which is checked when the backend is made. Read from FlashInfer
+0.6.18: `flashinfer/xqa.py` and its `mha.cu`, `flashinfer/prefill.py` and its `scheduler.cuh`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..metadata.attention import AttentionMetadata
+from .triton_paged import TritonAttention
+
+logger = logging.getLogger(__name__)
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)  # of both kernels; XQA claims other multiples of 16, unproven here
+XQA_PAGE_SIZES = (16, 32, 64, 128)
+XQA_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
+XQA_TILE = 32  # query rows times heads of a KV head that one of its programs takes
+XQA_SCRATCH = 64 << 20  # bytes, for the parts of long texts; see `_xqa_refusal` for the need
+XQA_SEMAPHORES = 1 << 16
+PREFILL_WORKSPACE = 128 << 20  # bytes, FlashInfer's recommendation
+PREFILL_TILE = 128  # the most query rows in a tile of FA2's
+
+
+class FlashInferAttention(TritonAttention):
+    name: ClassVar[str] = "flashinfer"
+
+    def __init__(self, device: torch.device):
+        """Allocates the kernels' scratch memory on `device`, before the KV cache is sized.
+
+        Raises:
+            ConfigError: FlashInfer is not installed, or could not compile its kernels here.
+        """
+        self._xqa, self._prefill = _load()
+        properties = torch.cuda.get_device_properties(device)
+        self.capability = properties.major, properties.minor
+        self.num_sms = properties.multi_processor_count
+        # Kernels of one stream share these. XQA counts a semaphore up and back to zero.
+        self._scratch = torch.empty(XQA_SCRATCH, dtype=torch.uint8, device=device)
+        zeros = torch.zeros(XQA_SEMAPHORES, dtype=torch.int32, device=device)
+        self._semaphores = zeros.view(torch.uint32)
+        self._workspace = torch.empty(PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
+        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._takes: dict[tuple[Any, ...], bool] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        meta: AttentionMetadata,
+        *,
+        kv_group: int,
+        layer: int,
+        window: int | None,
+    ) -> Tensor:
+        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        window = _own_window(meta, window)
+        rows = meta.num_context_tokens
+        if not rows or not self._takes_contexts(q, k_slots):
+            return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        page_size = meta.kv_groups[kv_group].page_size
+        pages = tuple(x.unflatten(0, (-1, page_size)) for x in (k_slots, v_slots))
+        plan = self._plan(q, k_slots.shape[1], meta, kv_group, window)
+        plan.wrapper.run(q[:rows], pages, out=out[:rows])
+        if meta.num_generations:
+            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window)
+        return out
+
+    # -- generations -------------------------------------------------------------------------------
+    def _generation(
+        self,
+        q: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        meta: AttentionMetadata,
+        kv_group: int,
+        window: int | None,
+    ) -> Tensor:
+        rows, kv_heads = meta.rows_per_generation, k_slots.shape[1]
+        page_size = meta.kv_groups[kv_group].page_size
+        window = _own_window(meta, window)
+        capacity = meta.block_tables[kv_group].shape[1] * page_size
+        shape = rows, q.shape[1], kv_heads, q.shape[2], page_size, window, q.dtype, capacity < rows
+        if shape not in self._takes:
+            refusal = self._xqa_refusal(*shape)
+            self._takes[shape] = refusal is None
+            _log("XQA", "Triton", refusal, rows=rows, heads=(shape[1], kv_heads), dim=shape[3])
+        if not self._takes[shape]:
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window)
+        lengths, mask = _xqa_rows(meta, capacity)
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        batch = (-1, 1) if rows == 1 else (-1, 1, rows)
+        self._xqa(
+            q.view(*batch, *q.shape[1:]),
+            k_slots.unflatten(0, (-1, page_size)),
+            v_slots.unflatten(0, (-1, page_size)),
+            _xqa_table(meta, kv_group),
+            lengths,
+            out.view(*batch, *q.shape[1:]),
+            self._scratch,
+            self._semaphores,
+            kv_heads,
+            page_size,
+            sliding_win_size=window or 0,
+            sm_count=self.num_sms,
+            q_seq_len=rows,
+            mask=mask,
+        )
+        return out
+
+    def _xqa_refusal(
+        self,
+        rows: int,
+        q_heads: int,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        window: int | None,
+        dtype: torch.dtype,
+        too_narrow: bool,
+    ) -> str | None:
+        """Why XQA cannot serve this shape, or None."""
+        per_kv = q_heads // kv_heads
+        tiles = -(-rows * per_kv // XQA_TILE)
+        # A text is cut into so many parts that all programs are at most the multiprocessors times
+        # the tiles. A part is a tile of 16-bit numbers, its maxima and its sums.
+        part = XQA_TILE * dim * 2 + 2 * 4 * XQA_TILE
+        if self.capability[0] not in XQA_MAJORS:
+            return f"compute capability {self.capability[0]}.{self.capability[1]}"
+        if dtype not in HALF_DTYPES:
+            return f"dtype {str(dtype).removeprefix('torch.')}"
+        if dim not in HEAD_DIMS:
+            return f"head size {dim}"
+        if page_size not in XQA_PAGE_SIZES:
+            return f"{page_size} tokens per block"
+        if per_kv > XQA_TILE:
+            return f"{per_kv} query heads per KV head"
+        # XQA takes the rows for the text's last ones, which those before guarded rows are not:
+        # without a window the mask says so, but their windows would start too early.
+        if window is not None and rows > 1:
+            return f"a window of {window} with several rows"
+        if self.num_sms * tiles > XQA_SEMAPHORES or self.num_sms * tiles * part > XQA_SCRATCH:
+            return f"{rows} rows"
+        if too_narrow:
+            return "a text that has room for fewer tokens than rows"
+        return None
+
+    # -- contexts ----------------------------------------------------------------------------------
+    def _takes_contexts(self, q: Tensor, k_slots: Tensor) -> bool:
+        shape = "contexts", q.shape[1], k_slots.shape[1], q.shape[2], q.dtype
+        if shape not in self._takes:
+            refusal = None
+            if self.capability < (8, 0):
+                refusal = f"compute capability {self.capability[0]}.{self.capability[1]}"
+            elif q.dtype not in HALF_DTYPES:
+                refusal = f"dtype {str(q.dtype).removeprefix('torch.')}"
+            elif q.shape[2] not in HEAD_DIMS:
+                refusal = f"head size {q.shape[2]}"
+            self._takes[shape] = refusal is None
+            _log("prefill", "torch", refusal, heads=(shape[1], shape[2]), dim=shape[3])
+        return self._takes[shape]
+
+    def _plan(
+        self, q: Tensor, kv_heads: int, meta: AttentionMetadata, kv_group: int, window: int | None
+    ) -> _Plan:
+        """The contexts' plan, made by the first layer of a pass that needs it."""
+        heads, dim = q.shape[1], q.shape[2]
+        page_size = meta.kv_groups[kv_group].page_size
+        key = "prefill", kv_group, window, heads, kv_heads, dim, page_size, q.dtype
+        plan = self._plans.get(key)
+        if plan is None:
+            # The parts of texts cut for want of programs, and their sums, in float32.
+            tiles = max(1, 2 * self.num_sms // kv_heads)
+            needed = heads * tiles * PREFILL_TILE * (dim + 1) * 4 + 1024
+            if needed > self._workspace.numel():
+                self._workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
+            plan = self._plans[key] = _Plan(self._prefill(self._workspace, "NHD", backend="fa2"))
+        # A wrapper holds one plan: that of another pass must not be taken for this one's.
+        if plan.made_for is not meta.derived.get(key):
+            plan.make(
+                meta,
+                kv_group,
+                num_qo_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim_qk=dim,
+                page_size=page_size,
+                causal=True,
+                window_left=-1 if window is None else window - 1,
+                q_data_type=q.dtype,
+            )
+            plan.made_for = meta.derived[key] = object()
+        return plan
+
+
+class _Plan:
+    """A FlashInfer prefill wrapper, and the pass it is planned for."""
+
+    def __init__(self, wrapper: Any):
+        self.wrapper = wrapper
+        self.made_for = object()
+        self._sent = torch.cuda.Event()
+
+    def make(self, meta: AttentionMetadata, kv_group: int, **shape: Any) -> None:
+        """Plans every context of the pass, from what the host knows of them."""
+        page_size = shape["page_size"]
+        starts = meta.context_starts or (0,) * meta.num_contexts
+        lengths = [s + n for s, n in zip(starts, meta.context_lens, strict=True)]
+        pages = [-(-n // page_size) for n in lengths]
+        table = meta.block_tables[kv_group]
+        # The host may be a step ahead: the last plan could still wait in the pinned memory that
+        # this one is about to be written to.
+        self._sent.synchronize()
+        self.wrapper.plan(
+            _indptr(meta.context_lens),
+            _indptr(pages),
+            torch.cat([table[i, :count] for i, count in enumerate(pages)]),
+            torch.tensor([(n - 1) % page_size + 1 for n in lengths], dtype=torch.int32),
+            **shape,
+        )
+        self._sent.record()
+
+
+def _indptr(counts: tuple[int, ...] | list[int]) -> Tensor:
+    """[n + 1] int32 on the host: where each one's part starts, and the end."""
+    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+def _own_window(meta: AttentionMetadata, window: int | None) -> int | None:
+    """None for a window that no text outgrows: the kernels without one are simpler."""
+    return None if window is not None and window >= meta.max_seq_len else window
+
+
+def _xqa_table(meta: AttentionMetadata, kv_group: int) -> Tensor:
+    """[G, M] int32. XQA knows no row stride, and a graph's tables are columns of one tensor."""
+    key = "xqa table", kv_group
+    if key not in meta.derived:
+        meta.derived[key] = meta.block_tables[kv_group][meta.num_contexts :].contiguous()
+    return meta.derived[key]
+
+
+def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | None]:
+    """KV lengths [G, 1] uint32, and the mask [G, R, 2 * ceil(R / 32)] uint16 of several rows.
+
+    Bit j of row i: whether row i sees the key that is j-th among the last R keys. XQA shows every
+    row all keys before those.
+
+    Args:
+        capacity: positions that a block table can hold.
+    """
+    key = "xqa rows", capacity
+    if key in meta.derived:
+        return meta.derived[key]
+    num_seqs, rows = meta.num_generations, meta.rows_per_generation
+    mask = None
+    if rows == 1 and capacity >= meta.max_seq_len and meta.kv_lens.dtype == torch.int32:
+        lengths = meta.kv_lens[meta.num_contexts :].contiguous()  # as they are
+    else:
+        positions = meta.position_ids[meta.num_context_tokens :]
+        lengths = torch.empty(num_seqs, dtype=torch.int32, device=positions.device)
+        words = 0 if rows == 1 else -(-rows // 32)
+        bits = lengths.new_empty((num_seqs, rows, words))
+        _rows_kernel[(num_seqs,)](
+            positions, lengths, bits, capacity,
+            rows=rows, words=words, ROWS=triton.next_power_of_2(rows),
+        )  # fmt: skip
+        mask = bits.view(torch.uint16) if words else None
+    meta.derived[key] = lengths.view(torch.uint32)[:, None], mask
+    return meta.derived[key]
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
+    position_ptr, length_ptr, mask_ptr, capacity,
+    rows: tl.constexpr, words: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """KV length and mask of one request's rows, from their positions.
+
+    The length ends with the last row that is inside the maximum. Rows guarded to position 0 thus
+    leave fewer than R rows at the end of the text, and which of the last R keys a row sees is
+    told by its position alone. XQA must not be given less than R keys.
+    """
+    seq = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    is_row = row < rows
+    positions = tl.load(position_ptr + seq * rows + row, mask=is_row, other=0).to(tl.int32)
+    length = tl.minimum(tl.maximum(tl.max(positions, 0) + 1, rows), capacity)
+    tl.store(length_ptr + seq, length)
+    for word in tl.static_range(words):
+        bit = tl.arange(0, 32)
+        last = word * 32 + bit  # among the last keys
+        seen = (last[None, :] < rows) & (length - rows + last[None, :] <= positions[:, None])
+        bits = tl.sum(seen.to(tl.int32) << bit[None, :], 1)
+        tl.store(mask_ptr + (seq * rows + row) * words + word, bits, mask=is_row)
+
+
+def _log(kernel: str, instead: str, refusal: str | None, **shape: Any) -> None:
+    what = ", ".join(f"{name} {value}" for name, value in shape.items())
+    if refusal is None:
+        logger.info("FlashInfer's %s serves %s; it is compiled at first use.", kernel, what)
+    else:
+        logger.warning(
+            "FlashInfer's %s does not serve %s (%s): %s does.", kernel, what, refusal, instead
+        )
+
+
+def _load() -> tuple[Callable[..., None], Callable[..., Any]]:
+    """FlashInfer's `xqa` and its prefill wrapper, where they can be compiled.
+
+    Raises:
+        ConfigError: saying what is missing.
+    """
+    if importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "attn_backend='flashinfer' needs the package flashinfer-python: pip install "
+            "'trtspec[cuda]', or use attn_backend='triton'."
+        )
+    missing = [name for name, found in _build_tools().items() if not found]
+    if missing:
+        raise ConfigError(
+            "attn_backend='flashinfer' compiles its kernels at first use and did not find "
+            f"{', '.join(missing)}: install the CUDA toolkit and set CUDA_HOME (nvcc), put ninja "
+            "and a C++ compiler on PATH, or use attn_backend='triton'."
+        )
+    try:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper, xqa
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"attn_backend='flashinfer': the package flashinfer-python cannot be loaded ({error}). "
+            "Install it anew, pip install 'trtspec[cuda]', or use attn_backend='triton'."
+        ) from error
+    return xqa, BatchPrefillWithPagedKVCacheWrapper
+
+
+def _build_tools() -> dict[str, bool]:
+    """What compiling needs and whether it is there, looked for where FlashInfer looks."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        found = shutil.which("nvcc")
+        home = str(Path(found).parent.parent) if found else "/usr/local/cuda"
+    nvcc = os.environ.get("FLASHINFER_NVCC") or str(Path(home) / "bin" / "nvcc")
+    return {
+        "nvcc": shutil.which(nvcc) is not None,
+        "ninja": shutil.which("ninja") is not None,
+        "a C++ compiler": shutil.which((os.environ.get("CXX") or "c++").split()[-1]) is not None,
+    }

@@ -1,0 +1,125 @@
+"""A matrix product with what stands before and after it in a decoder layer.
+
+For the few rows of a decoding step on Hopper each of these is one kernel of `csrc/`; elsewhere they
+are the operations one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .activation import silu_and_mul
+from .linear import Linear
+from .norm import RMSNorm
+from .rope import Rope, rope_and_write
+
+Inputs = tuple[Tensor, ...]
+"""One tensor [T, D], or two that stand side by side."""
+Norms = tuple[RMSNorm, ...]
+"""One for each input, or none."""
+
+MAX_ROWS = 32
+"""More rows than this are cuBLAS's (the kernels themselves take no more)."""
+MAX_ROWS_OF_LARGE = 8
+LARGE = 4 << 20
+"""Weights of this many values are read by another kernel, which takes `MAX_ROWS_OF_LARGE` rows."""
+
+
+def linear(
+    inputs: Inputs,
+    layer: Any,
+    norms: Norms = (),
+    residual: Tensor | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """layer(normed inputs) + residual, [T, out].
+
+    Args:
+        layer: a `Linear`, or any module that maps [T, in] to [T, out].
+        in_place: the sum takes the residual's memory.
+    """
+    kernels = _kernels(inputs, layer)
+    if kernels is None:
+        x = _side_by_side(inputs, norms)
+        if residual is None:
+            return layer(x)
+        if in_place and x.is_cuda and layer.bias is None:
+            return residual.addmm_(x, layer.weight.t())
+        return residual.add_(layer(x)) if in_place else residual + layer(x)
+    out = residual
+    if out is None or not in_place:
+        out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
+    kernels.linear(*_arguments(inputs, norms), layer.weight, layer.bias, residual, out)
+    return out
+
+
+def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
+    """silu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    kernels = _kernels((x,), layer)
+    if kernels is None or layer.out_features % 16:
+        return silu_and_mul(layer(norm(x)))
+    out = x.new_empty(x.shape[0], layer.out_features // 2)
+    kernels.linear_swiglu(x, norm.weight, norm.eps, layer.weight, layer.bias, out)
+    return out
+
+
+def qkv_rope_and_write(
+    inputs: Inputs, layer: Linear, norms: Norms, rope: Rope, q_heads: int, k_slots: Tensor,
+    v_slots: Tensor, slots: Tensor, *, qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+    keeps_finite: bool = False,
+) -> Tensor:  # fmt: skip
+    """The queries of layer(normed inputs), rotated, [T, Hq, D]; keys and values go into the cache.
+
+    Other arguments as in `rope_and_write`.
+    """
+    dim = k_slots.shape[2]
+    kernels = _kernels(inputs, layer)
+    if kernels is None or qk_norms is not None or dim % 16:
+        qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
+        return rope_and_write(
+            qkv, rope, q_heads, k_slots, v_slots, slots, qk_norms=qk_norms,
+            keeps_finite=keeps_finite,
+        )  # fmt: skip
+    out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
+    kernels.linear_rope(
+        *_arguments(inputs, norms), layer.weight, layer.bias, rope.cos_sin, rope.position_ids,
+        slots, k_slots, v_slots, q_heads, keeps_finite, out,
+    )  # fmt: skip
+    return out.view(-1, q_heads, dim)
+
+
+def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
+    if norms:
+        inputs = tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))
+    return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
+
+
+def _kernels(inputs: Inputs, layer: Any) -> Any:
+    """The module with the kernels if they serve these sizes, else None."""
+    x = inputs[0]
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not isinstance(layer, Linear) or layer.weight is None:
+        return None
+    weight = layer.weight
+    rows = MAX_ROWS_OF_LARGE if weight.numel() >= LARGE else MAX_ROWS
+    if not 0 < x.shape[0] <= rows or not all(_is_readable(t, x) for t in inputs):
+        return None
+    return native.kernels(x)
+
+
+def _is_readable(x: Tensor, first: Tensor) -> bool:
+    """Whether 16 bytes can be read at each 8th column."""
+    strides = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return strides and x.shape == first.shape and x.shape[1] % 32 == 0
+
+
+def _arguments(inputs: Inputs, norms: Norms) -> tuple[Tensor | float | None, ...]:
+    """x0, x1, norm0, norm1, eps as the kernels take them."""
+    x = (*inputs, None)[:2]
+    weights = (*(norm.weight for norm in norms), None, None)[:2]
+    return (*x, *weights, norms[0].eps if norms else 0.0)

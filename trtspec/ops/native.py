@@ -1,0 +1,119 @@
+"""The CUDA C++ kernels of `csrc/`: compiled on first use, kept in the cache directory.
+
+They are loaded through apache-tvm-ffi.
+
+    python -m trtspec.ops.native [9.0a]     compiles ahead of time; needs nvcc, no GPU
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..utils import cache_dir
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (9, 0)
+"""The kernels start before their predecessors end, which needs Hopper or newer."""
+
+
+def kernels(x: Tensor) -> Any:
+    """The compiled module for a CUDA tensor's device; None where the kernels cannot be had."""
+    return _load(x.device.index) if x.is_cuda else None
+
+
+@cache
+def _load(device: int) -> Any:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        logger.info("No CUDA C++ kernels for capability %d.%d: Triton's serve.", *capability)
+        return None
+    try:
+        return importlib.import_module("tvm_ffi").load_module(
+            str(build("{}.{}a".format(*capability)))
+        )
+    except (ConfigError, ImportError) as error:
+        logger.warning("The kernels of csrc are not used, cuBLAS and Triton serve: %s", error)
+        return None
+
+
+def build(architecture: str) -> Path:
+    """Compiles the kernels unless that was done before.
+
+    Args:
+        architecture: as nvcc names it, e.g. "9.0a".
+
+    Returns:
+        The shared library in the cache directory; its name carries a hash of the sources.
+
+    Raises:
+        ConfigError: apache-tvm-ffi or nvcc is missing, the cache cannot be written, or nvcc failed.
+    """
+    try:
+        ffi = importlib.import_module("tvm_ffi.cpp")
+        version = importlib.import_module("tvm_ffi").__version__
+    except ImportError as error:
+        raise ConfigError(
+            f"apache-tvm-ffi is not installed ({error}): pip install 'trtspec[cuda]'."
+        ) from error
+    root = source_dir()
+    sources = sorted(root.glob("*.cu"))
+    digest = hashlib.sha256(f"{version} {torch.version.cuda} {architecture}".encode())
+    for path in [*sources, *sorted(root.rglob("*.cuh")), *sorted(root.rglob("*.h"))]:
+        digest.update(path.read_bytes())
+    directory = cache_dir() / "kernels" / digest.hexdigest()[:16]
+    library = directory / "trtspec_kernels.so"
+    if library.exists():
+        return library
+    logger.info("Compiling the CUDA kernels, once: some 20 s.")
+    before = os.environ.get("TVM_FFI_CUDA_ARCH_LIST")
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = architecture
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        ffi.build(
+            "trtspec_kernels", cuda_files=[str(path) for path in sources],
+            extra_include_paths=[str(root / "include")], build_directory=str(directory),
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(
+            f"The CUDA kernels could not be built in {directory} ({error}): set TRTSPEC_CACHE to a "
+            "directory that can be written, and install nvcc (a CUDA toolkit)."
+        ) from error
+    except RuntimeError as error:  # no toolkit, or the compiler's own words
+        raise ConfigError(
+            "nvcc could not build the CUDA kernels. Is a CUDA toolkit installed, and CUDA_HOME its "
+            f"directory? {str(error).strip()[-2000:]}"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ["TVM_FFI_CUDA_ARCH_LIST"]
+        else:
+            os.environ["TVM_FFI_CUDA_ARCH_LIST"] = before
+    return library
+
+
+def source_dir() -> Path:
+    """`csrc`: beside the package in a checkout, inside it where it was installed."""
+    package = Path(__file__).parents[1]
+    beside = package.parent / "csrc"
+    return beside if beside.is_dir() else package / "csrc"
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        logger.info("%s", build(sys.argv[1] if len(sys.argv) > 1 else "9.0a"))
+    except (ConfigError, subprocess.SubprocessError) as error:
+        sys.exit(f"error: {error}")
