@@ -86,12 +86,14 @@ void linear_swiglu(TensorView x, Optional<TensorView> norm, double eps, TensorVi
 void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
                  Optional<TensorView> norm1, double eps, TensorView weight,
                  Optional<TensorView> bias, TensorView cos_sin, TensorView positions,
-                 TensorView slots, TensorView k_cache, TensorView v_cache, int64_t q_heads,
+                 TensorView slots, int64_t scratch_slot, TensorView k_cache, TensorView v_cache,
+                 int64_t q_heads,
                  bool keeps_finite, TensorView out) {
   LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
   p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
   p.slots = static_cast<const int64_t*>(slots.data_ptr());
+  p.scratch_slot = scratch_slot;
   p.k_cache = k_cache.data_ptr(), p.v_cache = v_cache.data_ptr();
   p.k_slot_stride = k_cache.stride(0), p.k_head_stride = k_cache.stride(1);
   p.v_slot_stride = v_cache.stride(0), p.v_head_stride = v_cache.stride(1);

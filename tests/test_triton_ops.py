@@ -49,7 +49,7 @@ def test_rope_and_write(
     dtype: torch.dtype, heads: tuple[int, int], dim: int, keeps_finite: bool, has_norms: bool
 ) -> None:
     q_heads, kv_heads = heads
-    rows, slots = 5, torch.tensor([7, 3, 0, 9, 4], device=DEVICE)
+    rows, slots = 5, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
     qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     if keeps_finite:
         qkv[1, q_heads, 3], qkv[2, -1, 1], qkv[3, 0, 0] = float("nan"), float("inf"), float("-inf")
@@ -62,7 +62,9 @@ def test_rope_and_write(
         for i, norm in enumerate(norms):
             norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
     k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
-    q = triton_ops.rope_and_write(qkv, rope, q_heads, k_slots, v_slots, slots, norms, keeps_finite)
+    q = triton_ops.rope_and_write(
+        qkv, rope, q_heads, k_slots, v_slots, slots, 11, norms, keeps_finite
+    )
     clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
     qk = clean[:, : q_heads + kv_heads]
     if norms is not None:
@@ -74,5 +76,5 @@ def test_rope_and_write(
     _close(q, turned[:, :q_heads])
     _close(k_slots[slots], turned[:, q_heads:])
     assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])
-    untouched = [i for i in range(12) if i not in slots.tolist()]
+    untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
     assert not k_slots[untouched].any() and not v_slots[untouched].any()

@@ -141,9 +141,11 @@ def test_rope_and_cache(
     angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
     positions = torch.tensor([3, 39, 0, 7, 7], device="cuda")
     rope = Rope(torch.cat([angles.cos(), angles.sin()], -1), positions)
-    slots = torch.tensor([7, 3, 0, 9, 4], device="cuda")
+    slots = torch.tensor([7, 3, -1, 9, 4], device="cuda")
     caches = [torch.zeros(12, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"]
-    q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots)
+    q = fused.qkv_rope_and_write(
+        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, 11
+    )
     assert served == ["linear_rope"]
     qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)
     cos, sin = (t.double() for t in rope.rotation(dtype))
@@ -151,13 +153,13 @@ def test_rope_and_cache(
     _close(q, turned[:, :q_heads])
     _close(caches[0][slots], turned[:, q_heads:])
     _close(caches[1][slots], qkv[:, q_heads + kv_heads :])
-    untouched = [i for i in range(12) if i not in slots.tolist()]
+    untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
     assert not any(cache[untouched].any() for cache in caches)
     x[2] = float("nan")
     fused.qkv_rope_and_write(
-        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, keeps_finite=True
+        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, 11, keeps_finite=True
     )
-    assert all(cache.isfinite().all() for cache in caches) and not caches[1][0].any()
+    assert all(cache.isfinite().all() for cache in caches) and not caches[1][11].any()
 
 
 @pytest.mark.parametrize("size", [(576, 960), (576, 49152), (4096, 2048)])

@@ -49,18 +49,9 @@ class AttentionBackend(ABC):
         window: int | None,
     ) -> Tensor:
         """`attend` for callers that have not written k and v [T, Hkv, D] to the cache yet."""
-        slots = self.write_slots(meta, kv_group)
-        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
+        slots = torch.where(slots < 0, SCRATCH_BLOCK * group.page_size, slots)
+        k_slots, v_slots = group.layer_slots[layer]
         k_slots.index_copy_(0, slots, k)
         v_slots.index_copy_(0, slots, v)
         return self.attend(q, meta, kv_group=kv_group, layer=layer, window=window)
-
-    @staticmethod
-    def write_slots(meta: AttentionMetadata, kv_group: int) -> Tensor:
-        """[T] int64: where each row's K and V go; the scratch block for slot -1."""
-        key = ("write", kv_group)
-        if key not in meta.derived:
-            slots = meta.slot_mappings[kv_group]
-            scratch = SCRATCH_BLOCK * meta.kv_groups[kv_group].page_size
-            meta.derived[key] = torch.where(slots < 0, scratch, slots)
-        return meta.derived[key]

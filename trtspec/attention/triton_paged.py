@@ -18,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
+from ..ops.triton_launch import after_previous, dependent_launch
 from .torch_sdpa import TorchAttention
 
 BLOCK_N = 64  # keys a program looks at in one turn
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
-TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+TARGET_PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; twice that for small heads
 
 
 class TritonAttention(TorchAttention):
@@ -82,7 +83,8 @@ def paged_attention(
     block_m = max(16, triton.next_power_of_2(rows * per_kv))
     block_d = max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
     longest = triton.cdiv(table_width * page_size, BLOCK_N)
-    splits = max(1, min(longest, TARGET_PROGRAMS // max(1, num_seqs * kv_heads), 64))
+    programs = TARGET_PROGRAMS if dim > 64 else 2 * TARGET_PROGRAMS
+    splits = max(1, min(longest, programs // max(1, num_seqs * kv_heads), 64))
     out = torch.empty_like(q)
     shape = num_seqs, kv_heads, splits, block_m
     partial = torch.empty((*shape, block_d), dtype=torch.float32, device=q.device)
@@ -95,13 +97,14 @@ def paged_attention(
         rows=rows, per_kv=per_kv, dim=dim, page_size=page_size, splits=splits,
         window=-1 if window is None else window,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4, num_stages=2,
+        **dependent_launch(q),
     )  # fmt: skip
     _join_kernel[(num_seqs, kv_heads, rows * per_kv)](
         partial, stats, position_ids, out, out.stride(0), out.stride(1),
         rows=rows, per_kv=per_kv, dim=dim, splits=splits,
         window=-1 if window is None else window,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4,
+        SPLITS=triton.next_power_of_2(splits), num_warps=4, **dependent_launch(q),
     )  # fmt: skip
     return out
 
@@ -124,9 +127,10 @@ def _partial_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width,
     rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
     splits: tl.constexpr, window: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one request and KV head; its rows' softmax sums in base 2."""
+    after_previous(PDL)
     seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = tl.arange(0, BLOCK_M)
     row, head = m // per_kv, kv_head * per_kv + m % per_kv
@@ -183,9 +187,10 @@ def _join_kernel(
     partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head,
     rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
     window: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query row that hold keys, put together; all of them at once."""
+    after_previous(PDL)
     seq, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_of_tile = tl.arange(0, BLOCK_M) // per_kv
     is_row = rows_of_tile < rows

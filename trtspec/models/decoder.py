@@ -11,7 +11,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
-from ..metadata.attention import AttentionMetadata
+from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
@@ -60,10 +61,11 @@ class Attention(nn.Module):
         qk_norms = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norms = self.q_norm, self.k_norm
-        k_slots, v_slots = meta.kv_groups[self.kv_group].layer_slots[self.layer]
+        group = meta.kv_groups[self.kv_group]
+        k_slots, v_slots = group.layer_slots[self.layer]
         q = qkv_rope_and_write(
             inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
-            self.backend.write_slots(meta, self.kv_group),
+            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
             qk_norms=qk_norms, keeps_finite=self.keeps_kv_finite,
         )  # fmt: skip
         out = self.backend.attend(
@@ -149,12 +151,8 @@ class Decoder(nn.Module):
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
 
         `capture` is shown the residual stream after every layer.
-
-        Token ids outside the vocabulary (-1, "no draft here") are read as 0; such rows are
-        never accepted, so what they compute does not matter.
         """
-        ids = input_ids.clamp(0, self.config.vocab_size - 1)
-        hidden = self.embed_tokens(ids)
+        hidden = embed(input_ids, self.embed_tokens, self.config.vocab_size)
         rope = Rope(self.cos_sin, position_ids)
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, meta)

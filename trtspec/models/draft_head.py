@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..metadata.attention import AttentionMetadata
+from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.rope import Rope
@@ -99,10 +100,8 @@ class DraftHead(nn.Module, ABC):
         return linear((hidden,), self.lm_head)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, H]. Ids outside the vocabulary are read as its nearest end: such rows are
-        never used."""
-        assert self.embed_tokens is not None
-        return self.embed_tokens(input_ids.clamp(0, self.config.decoder.vocab_size - 1))
+        """[T] -> [T, H]."""
+        return embed(input_ids, self.embed_tokens, self.config.decoder.vocab_size)
 
     def rope(self, position_ids: Tensor) -> Rope:
         return Rope(self.cos_sin, position_ids)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
+from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
@@ -133,9 +134,7 @@ class MTPHead(DraftHead):
         step: int,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)
-        assert layer.embed_tokens is not None
-        ids = input_ids.clamp(0, self.config.decoder.vocab_size - 1)
-        embeddings = layer.embed_tokens(ids)
+        embeddings = embed(input_ids, layer.embed_tokens, self.config.decoder.vocab_size)
         rope = self.rope(position_ids)
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden

@@ -69,7 +69,8 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
 
 def qkv_rope_and_write(
     inputs: Inputs, layer: Linear, norms: Norms, rope: Rope, q_heads: int, k_slots: Tensor,
-    v_slots: Tensor, slots: Tensor, *, qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+    v_slots: Tensor, slots: Tensor, scratch_slot: int, *,
+    qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
     keeps_finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """The queries of layer(normed inputs), rotated, [T, Hq, D]; keys and values go into the cache.
@@ -81,13 +82,13 @@ def qkv_rope_and_write(
     if kernels is None or qk_norms is not None or dim % 16:
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(
-            qkv, rope, q_heads, k_slots, v_slots, slots, qk_norms=qk_norms,
+            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms=qk_norms,
             keeps_finite=keeps_finite,
         )  # fmt: skip
     out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
     kernels.linear_rope(
         *_arguments(inputs, norms), layer.weight, layer.bias, rope.cos_sin, rope.position_ids,
-        slots, k_slots, v_slots, q_heads, keeps_finite, out,
+        slots, scratch_slot, k_slots, v_slots, q_heads, keeps_finite, out,
     )  # fmt: skip
     return out.view(-1, q_heads, dim)
 

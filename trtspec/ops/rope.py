@@ -36,14 +36,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_and_write(
-    qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor, *,
-    qk_norms: tuple[RMSNorm, RMSNorm] | None = None, keeps_finite: bool = False,
+    qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor,
+    scratch_slot: int, *, qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+    keeps_finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rotates queries and keys, and puts keys and values into the paged cache.
 
     Args:
         qkv: [T, Hq + 2 Hkv, D].
-        k_slots, v_slots: [slots, Hkv, D]; slots: [T] int64, all of them valid.
+        k_slots, v_slots: [slots, Hkv, D]; slots: [T] int64, -1 is `scratch_slot`.
         qk_norms: over the heads of queries and of keys, before the rotation.
         keeps_finite: NaN and infinities are read as 0.
 
@@ -53,7 +54,7 @@ def rope_and_write(
     kernels = triton_kernels(qkv)
     if kernels is not None:
         return kernels.rope_and_write(
-            qkv, rope, q_heads, k_slots, v_slots, slots, qk_norms, keeps_finite
+            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms, keeps_finite
         )
     if keeps_finite:
         qkv = torch.nan_to_num(qkv, 0.0, 0.0, 0.0)
@@ -63,6 +64,7 @@ def rope_and_write(
         q_norm, k_norm = qk_norms
         qk = torch.cat([q_norm(qk[:, :q_heads]), k_norm(qk[:, q_heads:])], dim=1)
     qk = apply_rope(qk, *rope.rotation(qkv.dtype))
+    slots = torch.where(slots < 0, scratch_slot, slots)
     k_slots.index_copy_(0, slots, qk[:, q_heads:])
     v_slots.index_copy_(0, slots, qkv[:, q_heads + kv_heads :])
     return qk[:, :q_heads]

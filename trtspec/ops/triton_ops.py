@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import after_previous, dependent_launch
+
 if TYPE_CHECKING:
     from .norm import RMSNorm
     from .rope import Rope
@@ -26,12 +28,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _rms_norm_kernel[(flat.shape[0],)](
         flat, weight, out, flat.stride(0), size, eps,
         BLOCK=triton.next_power_of_2(size), num_warps=4 if size <= 2048 else 8,
+        **dependent_launch(x),
     )  # fmt: skip
     return out.view(x.shape)
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_row, size, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_row, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < size
@@ -49,13 +55,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(inner))
     _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](
-        gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4
-    )
+        gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4,
+        **dependent_launch(gate_up),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < inner
@@ -69,7 +77,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr):
 
 def rope_and_write(
     qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor,
-    qk_norms: tuple[RMSNorm, RMSNorm] | None, keeps_finite: bool,
+    scratch_slot: int, qk_norms: tuple[RMSNorm, RMSNorm] | None, keeps_finite: bool,
 ) -> Tensor:  # fmt: skip
     """As `ops/rope.py` says: qkv [T, Hq + 2 Hkv, D] -> the rotated queries [T, Hq, D]."""
     rows, heads, dim = qkv.shape
@@ -78,11 +86,12 @@ def rope_and_write(
     _rope_and_write_kernel[(rows, heads)](
         qkv, rope.cos_sin, rope.position_ids, slots, q, k_slots, v_slots,
         q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
+        0.0 if q_norm is None else q_norm.eps, scratch_slot,
         qkv.stride(0), qkv.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1),
         q_heads=q_heads, kv_heads=k_slots.shape[1], dim=dim, HAS_NORMS=qk_norms is not None,
         KEEPS_FINITE=keeps_finite, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        **dependent_launch(qkv),
     )  # fmt: skip
     return q
 
@@ -90,10 +99,11 @@ def rope_and_write(
 @triton.jit
 def _rope_and_write_kernel(
     qkv_ptr, table_ptr, position_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
-    x_row, x_head, k_row, k_head, v_row, v_head,
+    scratch_slot, x_row, x_head, k_row, k_head, v_row, v_head,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, HAS_NORMS: tl.constexpr,
-    KEEPS_FINITE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS_FINITE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_previous(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = q_ptr.dtype.element_ty
     half: tl.constexpr = dim // 2
@@ -126,8 +136,34 @@ def _rope_and_write_kernel(
             tl.store(q_ptr + (row * q_heads + head) * dim + d, turned, mask=inside)
         else:
             slot = tl.load(slot_ptr + row)
+            slot = tl.where(slot < 0, scratch_slot, slot)
             tl.store(k_ptr + slot * k_row + (head - q_heads) * k_head + d, turned, mask=inside)
     else:
         slot = tl.load(slot_ptr + row)
+        slot = tl.where(slot < 0, scratch_slot, slot)
         place = v_ptr + slot * v_row + (head - q_heads - kv_heads) * v_head
         tl.store(place + d, x.to(v_ptr.dtype.element_ty), mask=inside)
+
+
+def embed(ids: Tensor, weight: Tensor) -> Tensor:
+    """ids [T] int, read as the nearest one that the table [V, D] has -> [T, D]."""
+    vocab, size = weight.shape
+    out = torch.empty((ids.shape[0], size), dtype=weight.dtype, device=weight.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _embed_kernel[(ids.shape[0], triton.cdiv(size, block))](
+        ids, weight, out, vocab, size, weight.stride(0), BLOCK=block, **dependent_launch(weight)
+    )
+    return out
+
+
+@triton.jit
+def _embed_kernel(
+    ids_ptr, weight_ptr, out_ptr, vocab, size, weight_row, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
+    x = tl.load(weight_ptr + token * weight_row + d, mask=d < size)
+    tl.store(out_ptr + row * size + d, x, mask=d < size)

@@ -35,7 +35,8 @@ struct LinearParams {
   // RoPE
   const float* cos_sin;      // [positions, dim]: cosines of dim/2 frequencies, then sines
   const int64_t* positions;  // [rows]
-  const int64_t* slots;      // [rows], all valid
+  const int64_t* slots;      // [rows], below 0 is scratch_slot
+  int64_t scratch_slot;
   void* k_cache;             // [slots, kv_heads, dim]
   void* v_cache;
   int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
@@ -139,11 +140,13 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
       lo = turned;
     }
     T* target = out + n_lo;
+    int64_t slot = p.slots[m];
+    if (slot < 0) slot = p.scratch_slot;
     if (head >= p.q_heads + p.kv_heads) {
-      target = static_cast<T*>(p.v_cache) + p.slots[m] * p.v_slot_stride +
+      target = static_cast<T*>(p.v_cache) + slot * p.v_slot_stride +
                (head - p.q_heads - p.kv_heads) * p.v_head_stride + d;
     } else if (head >= p.q_heads) {
-      target = static_cast<T*>(p.k_cache) + p.slots[m] * p.k_slot_stride +
+      target = static_cast<T*>(p.k_cache) + slot * p.k_slot_stride +
                (head - p.q_heads) * p.k_head_stride + d;
     }
     target[0] = from_float<T>(lo);
