@@ -14,7 +14,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint style bench test-gpu bench-gpu clean
+.PHONY: help setup demo test lint style bench test-gpu bench-gpu kernels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: $(STAMP)  ## Tokens per second on this CPU, without and with speculation
 
 test-gpu:  ## Run the GPU tests with PYTHON (no .venv)
 	$(PYTHON) -m pytest -m gpu
+
+kernels: $(STAMP)  ## Compile csrc for Hopper ahead of time (needs nvcc, no GPU)
+	$(BIN)/python -m trtspec.ops.native 9.0a
 
 bench-gpu:  ## What a step costs on the GPU, with PYTHON; ARGS="--help" lists what can be asked
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_step.py $(ARGS)

@@ -45,10 +45,18 @@ def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
 @pytest.mark.parametrize("keeps_finite", [False, True])
 @pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("few_heads", [0, 1024])  # several heads to a program, or one
 def test_rope_and_write(
-    dtype: torch.dtype, heads: tuple[int, int], dim: int, keeps_finite: bool, has_norms: bool
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    keeps_finite: bool,
+    has_norms: bool,
+    few_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q_heads, kv_heads = heads
+    monkeypatch.setattr(triton_ops, "FEW_HEADS", few_heads)
     rows, slots = 5, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
     qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     if keeps_finite:

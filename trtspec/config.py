@@ -379,19 +379,23 @@ class KvCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Batch sizes for which a generation step is captured as one CUDA graph, on first use.
+    """Batch sizes for which a generation step is captured as one CUDA graph.
 
     Args:
         batch_sizes: None is 1, 2, 4, 8 and multiples of 8 up to the engine's max_batch_size.
         enable_padding: a batch between two sizes is filled up to the larger; False runs it
             eagerly.
+        capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
+            built, the largest first, so that no request waits for it; else each on first use.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
+    capture_at_start: bool = False
 
     def __post_init__(self) -> None:
         require_bool(self, "enable_padding")
+        require_bool(self, "capture_at_start")
         if self.batch_sizes is None:
             return
         sizes: Any = self.batch_sizes

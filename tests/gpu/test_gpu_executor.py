@@ -287,3 +287,17 @@ def test_torch_attention_runs_without_graphs(
     assert llm.executor.graphs is None
     outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+def test_graphs_captured_at_start_are_all_that_is_needed(target_dir: Path, draft_dir: Path) -> None:
+    graphs = CudaGraphConfig(batch_sizes=[1, 4], capture_at_start=True)
+    llm = LLM(
+        target_dir, _config("eagle3", draft_dir), device="cuda", dtype="float32",
+        max_batch_size=4, max_seq_len=64, cuda_graph_config=graphs,
+    )  # fmt: skip
+    captured = llm.executor.graphs
+    assert captured is not None and captured.num_graphs == 4 and captured.memory_bytes >= 0
+    prompts = _prompts(3)
+    for temperature in (0.0, 0.8):
+        llm.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=1))
+    assert captured.num_graphs == 4

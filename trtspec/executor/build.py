@@ -117,7 +117,14 @@ def build_executor(
     config = load_config(target_dir)
     torch_dtype = resolve_dtype(dtype, config, where)
     backend = _attention_backend(attn_backend, where)
-    target = load_decoder(target_dir, torch_dtype, where, backend)
+    try:
+        target = load_decoder(target_dir, torch_dtype, where, backend)
+    except torch.OutOfMemoryError as error:
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(where))
+        raise ConfigError(
+            f"GPU memory ran out while {target_dir} was loaded in {torch_dtype}: {free:.1f} of "
+            f"{total:.1f} GiB are free. Free some, or use a smaller model or dtype."
+        ) from error
     draft_model: Decoder | DraftHead | None = None
     drafter_config: DecoderConfig | None = None
     capture: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ keys go to the scratch block and nobody reads their tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,9 +21,12 @@ from torch import Tensor
 from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import CudaGraphConfig
+from ..errors import ConfigError
 from .forward_step import StepOutputs
 from .inputs import StepInputs
 from .request import Request
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[[StepInputs, int], StepOutputs]
 """Runs one step: inputs, and the drafts to propose."""
@@ -73,6 +77,8 @@ class CudaGraphs:
         self._sent: list[tuple[int, int, int]] = []
         self._graphs: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # of all captures: cuBLAS keeps memory for each
+        self.memory_bytes = 0  # taken by captures so far
 
     def bucket(self, batch_size: int) -> int | None:
         """The smallest captured size that holds the batch; None if there is none."""
@@ -97,6 +103,14 @@ class CudaGraphs:
             graph.replay()
         return first_rows(captured.outputs, len(requests))
 
+    def capture_all(self, num_drafts: int) -> None:
+        """Captures every size, the largest first, for greedy and for sampled batches."""
+        for size in reversed(self.batch_sizes):
+            for all_greedy in (True, False):
+                key = GraphKey(size, num_drafts, num_drafts, all_greedy, has_filters=False)
+                if key not in self._graphs:
+                    self._graphs[key] = self._capture(key)
+
     def _send(self, requests: list[Request], bucket: int) -> None:
         """Slots and block tables of the rows that are not on the device already."""
         rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
@@ -116,21 +130,35 @@ class CudaGraphs:
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. Its rows are all inert meanwhile, so that warming up moves nobody."""
+        free = torch.cuda.mem_get_info(self.device)[0]
+        try:
+            captured = self._capture_inert(key)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"GPU memory ran out while the graph for batch size {key.batch_size} was captured: "
+                "lower KvCacheConfig.free_gpu_memory_fraction or max_batch_size, or name fewer "
+                "CudaGraphConfig.batch_sizes."
+            ) from error
+        taken = max(0, free - torch.cuda.mem_get_info(self.device)[0])
+        self.memory_bytes += taken
+        logger.info("Captured %s: %.1f MiB.", key, taken / 2**20)
+        return captured
+
+    def _capture_inert(self, key: GraphKey) -> _Captured:
         self.inputs[:, 0] = self.scratch_slot
         self.inputs[:, 1:] = 0
         self._sent = []
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 num_passes = sum(1 for _ in self.passes(self._run_step(key)))
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + num_passes)]
-        with torch.cuda.graph(graphs[0], pool=self._pool):
+        with torch.cuda.graph(graphs[0], pool=self._pool, stream=self._stream):
             outputs = self._run_step(key)
         passes = self.passes(outputs)
         for graph in graphs[1:]:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 next(passes)
         return _Captured(graphs, outputs)
 

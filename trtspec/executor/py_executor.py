@@ -110,6 +110,8 @@ class PyExecutor:
                 config.cuda_graph, config.max_batch_size, config.max_seq_len, kv_cache, self.state,
                 device, self._step, self._draft_passes,
             )  # fmt: skip
+            if config.cuda_graph.capture_at_start:
+                self.graphs.capture_all(self.max_draft_len)
         self._runtime_draft_len = self.max_draft_len
         self.stop_check: StopCheck | None = None
         self._requests: dict[int, Request] = {}

@@ -11,8 +11,10 @@ import hashlib
 import importlib
 import logging
 import os
-import subprocess
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,30 +80,53 @@ def build(architecture: str) -> Path:
     if library.exists():
         return library
     logger.info("Compiling the CUDA kernels, once: some 20 s.")
-    before = os.environ.get("TVM_FFI_CUDA_ARCH_LIST")
-    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = architecture
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        ffi.build(
-            "trtspec_kernels", cuda_files=[str(path) for path in sources],
-            extra_include_paths=[str(root / "include")], build_directory=str(directory),
-        )  # fmt: skip
+        with _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()):
+            ffi.build(
+                "trtspec_kernels", cuda_files=[str(path) for path in sources],
+                extra_include_paths=[str(root / "include")], build_directory=str(directory),
+            )  # fmt: skip
     except OSError as error:
         raise ConfigError(
             f"The CUDA kernels could not be built in {directory} ({error}): set TRTSPEC_CACHE to a "
-            "directory that can be written, and install nvcc (a CUDA toolkit)."
+            "directory that can be written, and install ninja and a C++ compiler."
         ) from error
-    except RuntimeError as error:  # no toolkit, or the compiler's own words
+    except RuntimeError as error:  # the compiler's own words
         raise ConfigError(
-            "nvcc could not build the CUDA kernels. Is a CUDA toolkit installed, and CUDA_HOME its "
-            f"directory? {str(error).strip()[-2000:]}"
+            f"nvcc could not build the CUDA kernels: {str(error).strip()[-2000:]}"
         ) from error
-    finally:
-        if before is None:
-            del os.environ["TVM_FFI_CUDA_ARCH_LIST"]
-        else:
-            os.environ["TVM_FFI_CUDA_ARCH_LIST"] = before
     return library
+
+
+def _cuda_home() -> str:
+    """The directory of the CUDA toolkit."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    if not any(homes):
+        nvcc = shutil.which("nvcc")
+        homes = [nvcc and str(Path(nvcc).resolve().parents[1]), "/usr/local/cuda"]
+    for home in homes:
+        if home and Path(home, "bin", "nvcc").exists() and list(Path(home).glob("lib*/libcudart*")):
+            return home
+    raise ConfigError(
+        "nvcc and its libraries were not found: install a CUDA toolkit and set CUDA_HOME to its "
+        f"directory (looked in {', '.join(filter(None, homes))})."
+    )
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for a while: apache-tvm-ffi reads its settings there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def source_dir() -> Path:
@@ -115,5 +140,5 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         logger.info("%s", build(sys.argv[1] if len(sys.argv) > 1 else "9.0a"))
-    except (ConfigError, subprocess.SubprocessError) as error:
+    except ConfigError as error:
         sys.exit(f"error: {error}")

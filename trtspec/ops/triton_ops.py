@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .rope import Rope
 
 
+FEW_HEADS = 1024  # heads of all rows that get a program each: few want every multiprocessor
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] -> its norm over the last dimension."""
     size = x.shape[-1]
@@ -83,15 +86,16 @@ def rope_and_write(
     rows, heads, dim = qkv.shape
     q = torch.empty((rows, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = qk_norms or (None, None)
-    _rope_and_write_kernel[(rows, heads)](
+    per_program = 1 if rows * heads <= FEW_HEADS else 4
+    _rope_and_write_kernel[(rows, triton.cdiv(heads, per_program))](
         qkv, rope.cos_sin, rope.position_ids, slots, q, k_slots, v_slots,
         q if q_norm is None else q_norm.weight, q if k_norm is None else k_norm.weight,
         0.0 if q_norm is None else q_norm.eps, scratch_slot,
         qkv.stride(0), qkv.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1),
         q_heads=q_heads, kv_heads=k_slots.shape[1], dim=dim, HAS_NORMS=qk_norms is not None,
-        KEEPS_FINITE=keeps_finite, BLOCK=triton.next_power_of_2(dim), num_warps=1,
-        **dependent_launch(qkv),
+        KEEPS_FINITE=keeps_finite, HEADS=per_program, BLOCK=triton.next_power_of_2(dim),
+        num_warps=1, **dependent_launch(qkv),
     )  # fmt: skip
     return q
 
@@ -101,14 +105,17 @@ def _rope_and_write_kernel(
     qkv_ptr, table_ptr, position_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     scratch_slot, x_row, x_head, k_row, k_head, v_row, v_head,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, HAS_NORMS: tl.constexpr,
-    KEEPS_FINITE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    KEEPS_FINITE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """HEADS heads of one row."""
     after_previous(PDL)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     kind = q_ptr.dtype.element_ty
     half: tl.constexpr = dim // 2
-    d = tl.arange(0, BLOCK)
-    inside = d < dim
+    d = tl.arange(0, BLOCK)[None, :]
+    is_q, is_value = head < q_heads, head >= q_heads + kv_heads
+    inside = (d < dim) & (head < q_heads + 2 * kv_heads)
     opposite = (d + half) % dim
     source = qkv_ptr + row * x_row + head * x_head
     x = tl.load(source + d, mask=inside, other=0.0)
@@ -116,33 +123,31 @@ def _rope_and_write_kernel(
     if KEEPS_FINITE:
         x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
         other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
-    if head < q_heads + kv_heads:
-        if HAS_NORMS:
-            norm_ptr = q_norm_ptr if head < q_heads else k_norm_ptr
-            value = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
-            weight = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)
-            x = (value * scale * weight).to(kind)
-            weight = tl.load(norm_ptr + opposite, mask=inside, other=0.0).to(tl.float32)
-            other = (other.to(tl.float32) * scale * weight).to(kind)
-        table = table_ptr + tl.load(position_ptr + row) * dim + d % half
-        # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
-        cos = tl.load(table, mask=inside, other=0.0).to(kind).to(tl.float32)
-        sin = tl.load(table + half, mask=inside, other=0.0).to(kind).to(tl.float32)
-        sin = tl.where(d < half, -sin, sin)
-        turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
-        turned = (turned + other.to(tl.float32) * sin).to(kind)
-        if head < q_heads:
-            tl.store(q_ptr + (row * q_heads + head) * dim + d, turned, mask=inside)
-        else:
-            slot = tl.load(slot_ptr + row)
-            slot = tl.where(slot < 0, scratch_slot, slot)
-            tl.store(k_ptr + slot * k_row + (head - q_heads) * k_head + d, turned, mask=inside)
-    else:
-        slot = tl.load(slot_ptr + row)
-        slot = tl.where(slot < 0, scratch_slot, slot)
-        place = v_ptr + slot * v_row + (head - q_heads - kv_heads) * v_head
-        tl.store(place + d, x.to(v_ptr.dtype.element_ty), mask=inside)
+    slot = tl.load(slot_ptr + row)
+    slot = tl.where(slot < 0, scratch_slot, slot)
+    place = v_ptr + slot * v_row + (head - q_heads - kv_heads) * v_head
+    tl.store(place + d, x.to(v_ptr.dtype.element_ty), mask=inside & is_value)
+    if HAS_NORMS:
+        value = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
+        in_dim = d < dim
+        q_weight = tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)
+        k_weight = tl.load(k_norm_ptr + d, mask=in_dim, other=0.0)
+        x = (value * scale * tl.where(is_q, q_weight, k_weight).to(tl.float32)).to(kind)
+        q_weight = tl.load(q_norm_ptr + opposite, mask=in_dim, other=0.0)
+        k_weight = tl.load(k_norm_ptr + opposite, mask=in_dim, other=0.0)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32)
+        other = (other.to(tl.float32) * scale * weight).to(kind)
+    table = table_ptr + tl.load(position_ptr + row) * dim + d % half
+    # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
+    cos = tl.load(table, mask=d < dim, other=0.0).to(kind).to(tl.float32)
+    sin = tl.load(table + half, mask=d < dim, other=0.0).to(kind).to(tl.float32)
+    sin = tl.where(d < half, -sin, sin)
+    turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
+    turned = (turned + other.to(tl.float32) * sin).to(kind)
+    tl.store(q_ptr + (row * q_heads + head) * dim + d, turned, mask=inside & is_q)
+    place = k_ptr + slot * k_row + (head - q_heads) * k_head
+    tl.store(place + d, turned, mask=inside & ~is_q & ~is_value)
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:

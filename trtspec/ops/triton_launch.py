@@ -1,0 +1,33 @@
+"""Programmatic dependent launch for Triton's kernels: a kernel's blocks are placed while the one
+before still runs, and wait there (csrc/include/trtspec/common.cuh has the rule)."""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def dependent_launch(x: Tensor) -> dict[str, bool]:
+    """The keyword arguments of a launch whose kernel begins with `after_previous(PDL)`."""
+    allowed = x.is_cuda and _has_dependent_launch(x.device.index)
+    return {"PDL": allowed, "launch_pdl": allowed}
+
+
+@cache
+def _has_dependent_launch(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def after_previous(PDL: tl.constexpr):
+    """First thing in a kernel: every block waits, or the kernel after this one would not know that
+    those before it are done."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
