@@ -11,12 +11,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..attention.dense import DensePass
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import Rope
+from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .rope import build_cos_sin
 
@@ -49,7 +50,7 @@ class Attention(nn.Module):
         norms: Norms,
         residual: Tensor,
         rope: Rope,
-        meta: AttentionMetadata,
+        meta: AttentionMetadata | DensePass,
         in_place: bool = True,
     ) -> Tensor:
         """residual + attention over the normed inputs, [T, D].
@@ -61,6 +62,17 @@ class Attention(nn.Module):
         qk_norms = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norms = self.q_norm, self.k_norm
+        if isinstance(meta, DensePass):
+            out = self._attend_densely(inputs, norms, rope, meta, qk_norms)
+        else:
+            out = self._attend_cached(inputs, norms, rope, meta, qk_norms)
+        out = out.reshape(-1, self.num_heads * self.head_dim)
+        return linear((out,), self.o_proj, residual=residual, in_place=in_place)
+
+    def _attend_cached(
+        self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata,
+        qk_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:  # fmt: skip
         group = meta.kv_groups[self.kv_group]
         k_slots, v_slots = group.layer_slots[self.layer]
         q = qkv_rope_and_write(
@@ -68,11 +80,23 @@ class Attention(nn.Module):
             meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
             qk_norms=qk_norms, keeps_finite=self.keeps_kv_finite,
         )  # fmt: skip
-        out = self.backend.attend(
+        return self.backend.attend(
             q, meta, kv_group=self.kv_group, layer=self.layer, window=self.window
         )
-        out = out.reshape(-1, self.num_heads * self.head_dim)
-        return linear((out,), self.o_proj, residual=residual, in_place=in_place)
+
+    def _attend_densely(
+        self, inputs: Inputs, norms: Norms, rope: Rope, texts: DensePass,
+        qk_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> Tensor:  # fmt: skip
+        qkv = linear(inputs, self.qkv_proj, norms).view(
+            -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim
+        )
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if qk_norms is not None:
+            q, k = qk_norms[0](q), qk_norms[1](k)
+        cos_sin = rope.rotation(qkv.dtype)
+        q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
+        return texts.attend(q, k, v, self.layer, self.window)
 
 
 def keep_kv_finite(drafter: nn.Module) -> None:
@@ -104,7 +128,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:
+    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
         """The residual stream [T, D] -> the stream after this layer, in the same memory."""
         norms = () if self.input_layernorm is None else (self.input_layernorm,)
         hidden = self.self_attn((hidden,), norms, hidden, rope, meta)
@@ -145,7 +169,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        meta: AttentionMetadata,
+        meta: AttentionMetadata | DensePass,
         capture: HiddenStateCapture | None = None,
     ) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].

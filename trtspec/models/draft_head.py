@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..attention.dense import DensePass
 from ..metadata.attention import AttentionMetadata
 from ..ops.embedding import embed
 from ..ops.fused import linear
@@ -112,7 +113,7 @@ class DraftHead(nn.Module, ABC):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
         """One draft pass over T rows.

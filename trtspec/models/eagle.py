@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..attention.dense import DensePass
 from ..metadata.attention import AttentionMetadata
 from ..ops.fused import linear
 from ..ops.linear import Linear
@@ -48,7 +49,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
+        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass
     ) -> Tensor:
         """embeddings, hidden [T, H] -> the layer's output."""
         residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
@@ -92,7 +93,7 @@ class Eagle3Head(DraftHead):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
         rope = self.rope(position_ids)
@@ -121,7 +122,7 @@ class EagleHead(DraftHead):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
         rope = self.rope(position_ids)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..attention.dense import DensePass
 from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
 from ..ops.embedding import embed
@@ -85,7 +86,7 @@ class MTPLayer(DecoderLayer):
         self.hidden_first = config.hidden_first
 
     def forward(  # type: ignore[override]
-        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
+        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass
     ) -> tuple[Tensor, Tensor]:
         """embeddings, hidden [T, H] -> (the final norm of the layer's output, the output)."""
         inputs, norms = (embeddings, hidden), (self.enorm, self.hnorm)
@@ -130,7 +131,7 @@ class MTPHead(DraftHead):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)

@@ -58,8 +58,12 @@ def load_decoder(
     device: torch.device,
     backend: AttentionBackend,
     kv_group: int = 0,
+    pack: bool = True,
 ) -> Decoder:
     """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
+
+    Args:
+        pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted.
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
@@ -67,14 +71,17 @@ def load_decoder(
     config = load_config(model_dir)
     with torch.device("meta"):
         model = Decoder(config, backend, kv_group)
-    load_weights(model, model_dir, dtype, device)
+    load_weights(model, model_dir, dtype, device, pack)
     return model.eval()
 
 
-def load_weights(model: Decoder, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+def load_weights(
+    model: Decoder, model_dir: Path, dtype: torch.dtype, device: torch.device, pack: bool = True
+) -> None:
     """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
 
-    The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed.
+    The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
+    `pack` is False.
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
     tied to, and the MTP layers that config.json declares (`models/mtp.py` reads those).
 
@@ -94,7 +101,7 @@ def load_weights(model: Decoder, model_dir: Path, dtype: torch.dtype, device: to
         place_tensors(model, places, sources, dtype, device)
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
-    finish(model, device)
+    finish(model, device, pack)
 
 
 def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:
@@ -144,10 +151,10 @@ def place_tensors(
         parameter.data.narrow(0, place.start, place.shape[0]).copy_(sources[name].read())
 
 
-def finish(model: nn.Module, device: torch.device) -> None:
+def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     """The RoPE table to its device; on CPU the weights into the layout its kernels like."""
     model.cos_sin = model.cos_sin.to(device)
-    if device.type == "cpu":
+    if device.type == "cpu" and pack:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack()

@@ -8,14 +8,16 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 
 def triton_kernels(x: Tensor) -> Any:
-    """The module `triton_ops` for a CUDA tensor, None where the torch twin is to run."""
-    return _kernels() if x.is_cuda else None
+    """The module `triton_ops` for a CUDA tensor, None where the torch twin is to run: on CPU, and
+    where a derivative is wanted, which the kernels do not have."""
+    return _kernels() if x.is_cuda and not (x.requires_grad and torch.is_grad_enabled()) else None
 
 
 @cache

@@ -43,6 +43,7 @@ def linear(
         in_place: the sum takes the residual's memory.
     """
     kernels = _kernels(inputs, layer)
+    in_place = in_place and not torch.is_grad_enabled()  # a backward pass needs what was there
     if kernels is None:
         x = _side_by_side(inputs, norms)
         if residual is None:
@@ -107,6 +108,8 @@ def _kernels(inputs: Inputs, layer: Any) -> Any:
     if not isinstance(layer, Linear) or layer.weight is None:
         return None
     weight = layer.weight
+    if torch.is_grad_enabled() and (weight.requires_grad or any(t.requires_grad for t in inputs)):
+        return None  # the kernels have no derivative
     rows = MAX_ROWS_OF_LARGE if weight.numel() >= LARGE else MAX_ROWS
     if not 0 < x.shape[0] <= rows or not all(_is_readable(t, x) for t in inputs):
         return None

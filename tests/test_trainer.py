@@ -1,0 +1,189 @@
+"""Training runs: they learn, resume exactly, and what goes wrong leaves the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from test_train_unroll import CAPTURED, F32, VOCAB, _decoder
+from tiny import tiny_model_dir
+
+from trtspec import LLM, EagleDecodingConfig, SamplingParams
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.decoder import Decoder
+from trtspec.train import trainer as trainer_module
+from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.trainer import TrainConfig, Trainer
+from trtspec.train.unroll import Texts
+
+CONFIG = TrainConfig(
+    max_steps=12, batch_size=4, num_steps=2, learning_rate=3e-3, warmup_steps=2, log_every=1,
+    evaluate_every=6, checkpoint_every=4,
+)  # fmt: skip
+
+
+class GreedyTexts:
+    """Texts that the tiny target writes, over and over."""
+
+    fingerprint = "greedy"
+
+    def __init__(self, target_dir: Path, count: int = 16, length: int = 24):
+        prompts = [[7 * i % VOCAB, i] for i in range(count)]
+        outputs = LLM(target_dir, device="cpu", dtype="float32").generate(
+            prompts, SamplingParams(max_tokens=length - 2, ignore_eos=True)
+        )
+        rows = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)]
+        ids = torch.tensor(rows)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[:, :2] = False
+        self.all = Texts(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
+
+    def take(self, rows: torch.Tensor) -> Texts:
+        return Texts(*(t[rows] for t in (
+            self.all.input_ids, self.all.loss_mask, self.all.document_ids, self.all.positions
+        )))  # fmt: skip
+
+    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
+        number = first
+        while True:
+            yield self.take((torch.arange(batch_size) + number * batch_size) % 12)
+            number += 1
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def data(target_dir: Path) -> GreedyTexts:
+    return GreedyTexts(target_dir)
+
+
+def _trainer(
+    target_dir: Path, data: GreedyTexts, out: Path, config: TrainConfig = CONFIG
+) -> Trainer:
+    target: Decoder = _decoder(target_dir)
+    spec = NewHead(layers_to_capture=CAPTURED)
+    head = create_head(spec, target, torch.arange(VOCAB), F32, seed=5)
+    return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
+
+
+def _log(out: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def test_it_learns_and_what_it_saves_drafts(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, max_steps=250, evaluate_every=125, log_every=20)
+    seen: list[dict[str, object]] = []
+    evaluation = _trainer(target_dir, data, tmp_path, config).train(progress=seen.append)
+    log = _log(tmp_path)
+    assert len(seen) == len(log) == 14
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"]  # type: ignore[operator]
+    assert log[-1]["accuracy"][0] > 0.9  # type: ignore[index]
+    assert (
+        1
+        <= evaluation.acceptance_length
+        == pytest.approx(1 + evaluation.conditional[0] * (1 + evaluation.conditional[1]))
+    )
+    # Served on the texts it learned, the head is nearly always right.
+    served = EagleDecodingConfig(max_draft_len=2, speculative_model=tmp_path)
+    outputs = LLM(target_dir, served, device="cpu", dtype="float32").generate(
+        [data.all.input_ids[i, :2].tolist() for i in range(12)],
+        SamplingParams(max_tokens=20, ignore_eos=True),
+    )
+    lengths = [o.spec_stats.acceptance_length for o in outputs]
+    assert sum(lengths) / len(lengths) > 2.3
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["training"]["steps"] == 250
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _trainer(target_dir, data, tmp_path / "whole")
+    whole.train()
+    killed = _trainer(target_dir, data, tmp_path / "killed")
+
+    def stop(line: dict[str, object]) -> None:
+        if line["step"] == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed.train(progress=stop)
+    with (tmp_path / "killed" / "log.jsonl").open("a") as file:
+        file.write('{"step": 8, "los')  # a line that the kill cut short
+    again = _trainer(target_dir, data, tmp_path / "killed")
+    assert again.resume() and again.step == 4
+    again.train()
+    assert _log(tmp_path / "killed") == _log(tmp_path / "whole")
+    assert all(torch.equal(again.masters[n], m) for n, m in whole.masters.items())
+    assert not _trainer(target_dir, data, tmp_path / "new").resume()
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    _trainer(target_dir, data, tmp_path, replace(CONFIG, max_steps=4)).train()
+    with pytest.raises(CheckpointError, match=r"another run: .*max_steps"):
+        _trainer(target_dir, data, tmp_path).resume()
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        _trainer(target_dir, data, tmp_path, replace(CONFIG, max_steps=4)).resume()
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _trainer(target_dir, data, tmp_path)
+    real, calls = torch.save, []
+
+    def save(value: object, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(value, path)
+
+    monkeypatch.setattr(trainer_module.torch, "save", save)
+    with pytest.raises(ConfigError, match="No space left"):
+        run.train()
+    assert sorted(p.name for p in tmp_path.iterdir() if "tmp" in p.name) == []
+    monkeypatch.undo()
+    again = _trainer(target_dir, data, tmp_path)
+    assert again.resume() and again.step == 4
+
+
+def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: Path) -> None:
+    run = _trainer(target_dir, data, tmp_path)
+    next(iter(run.masters.values())).data.fill_(float("nan"))
+    run._use_masters()
+    with pytest.raises(ConfigError, match="diverged"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_steps", 0), ("learning_rate", 0.0), ("clip", float("inf")), ("step_decay", 1.5),
+     ("batch_size", "4"), ("warmup_steps", -1)],
+)  # fmt: skip
+def test_a_config_that_cannot_be_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        TrainConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=4, max_steps=104)
+    rates = [config.rate(i) for i in range(105)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    assert rates[54] == pytest.approx(0.51) and rates[104] == pytest.approx(0.02)
+    assert all(a >= b for a, b in pairwise(rates[4:]))

@@ -1,0 +1,259 @@
+"""A draft head to be trained: made for a target, and written in the public formats."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..attention.torch_sdpa import TorchAttention
+from ..errors import ConfigError
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..models.draft_head import DraftHead, HeadConfig
+from ..models.eagle import Eagle3Head
+from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..models.mtp import MTPHead, mtp_decoder_config
+from ..models.weights import placements
+
+KINDS = ("eagle3", "mtp")
+FORMATS = ("raw", "speculators")
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """What is to be trained.
+
+    Raises:
+        ConfigError: a field is not what it can be.
+    """
+
+    kind: str = "eagle3"  # "mtp": DeepSeek-style layers
+    num_layers: int = 1  # of EAGLE-3; for MTP more than one is "vanilla", a layer per draft token
+    layers_to_capture: tuple[int, ...] | None = None  # EAGLE-3; None is 1, L/2-1, L-4
+    intermediate_size: int | None = None  # None is the target's
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind={self.kind!r}; allowed are {', '.join(KINDS)}.")
+        if not isinstance(self.num_layers, int) or self.num_layers < 1:
+            raise ConfigError(f"num_layers={self.num_layers!r}; it must be an int >= 1.")
+        if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
+            raise ConfigError(
+                "MTP layers are the target's own kind and read its last hidden states: "
+                "layers_to_capture and intermediate_size are for kind='eagle3'."
+            )
+
+
+def create_head(
+    spec: NewHead, target: Decoder, draft_ids: Tensor | None, dtype: torch.dtype, seed: int
+) -> DraftHead:
+    """A head with fresh weights on the target's device, all of its parameters trainable.
+
+    Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: an
+    EAGLE-3 head's final norm and lm_head begin as the target's.
+
+    Args:
+        draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among.
+    """
+    config = target.config
+    device = target.embed_tokens.weight.device
+    with torch.device("meta"):
+        if spec.kind == "eagle3":
+            head: DraftHead = Eagle3Head(
+                _eagle3_config(spec, config, draft_ids), config.max_position_embeddings,
+                TorchAttention(), kv_group=1,
+            )  # fmt: skip
+        else:
+            head = MTPHead(
+                _mtp_config(spec, config), config.max_position_embeddings, TorchAttention(),
+                kv_group=1,
+            )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for module in list(head.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.ones(parameter.shape)
+            if name == "bias":
+                value.zero_()
+            elif parameter.dim() > 1:
+                value.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+            setattr(module, name, nn.Parameter(value.to(device, dtype), requires_grad=True))
+    head.cos_sin = target.cos_sin
+    if isinstance(head, Eagle3Head):
+        assert draft_ids is not None and head.lm_head is not None
+        ids = draft_ids.to(device)
+        head.d2t = ids - torch.arange(len(ids), device=device)
+        weight = lm_head_weight(target)
+        head.lm_head.weight.data.copy_(weight[ids])  # type: ignore[union-attr]
+        head.norm.weight.data.copy_(target.norm.weight)
+    else:
+        for layer in head.layers:  # type: ignore[union-attr]
+            layer.norm.weight.data.copy_(target.norm.weight)
+    head.share(target)
+    return head
+
+
+def trainable(head: DraftHead) -> dict[str, nn.Parameter]:
+    """The head's own parameters by name, without the target's ends."""
+    return {n: p for n, p in head.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+
+def lm_head_weight(target: Decoder) -> Tensor:
+    """[V, D]. Raises ConfigError where the weights are packed (load with pack=False)."""
+    weight = target.embed_tokens.weight if target.config.tie_word_embeddings else None
+    weight = target.lm_head.weight if weight is None else weight
+    if weight is None:
+        raise ConfigError("The target's weights are packed: load it with pack=False to train.")
+    return weight.data
+
+
+def save_head(
+    head: DraftHead, target: DecoderConfig, out: Path, *, format: str = "raw",
+    weights: Mapping[str, Tensor] | None = None, notes: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Writes config.json and model.safetensors (bf16), each under another name first.
+
+    Args:
+        format: "raw" or, for EAGLE-3, "speculators".
+        weights: in place of the parameters, e.g. masters in fp32, by `trainable`'s names.
+        notes: kept in config.json under "training".
+
+    Raises:
+        ConfigError: an unknown format. OSError: the directory cannot be written.
+    """
+    if format not in FORMATS or (format == "speculators" and head.config.kind != "eagle3"):
+        raise ConfigError(f"format={format!r} for {head.config.kind}; allowed is 'raw'" + (
+            " or 'speculators'." if head.config.kind == "eagle3" else "."))  # fmt: skip
+    tensors = _tensors(head, target, format, weights)
+    raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
+    raw["training"] = dict(notes or {})
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors.tmp", metadata={"format": "pt"})
+    (out / "config.json.tmp").write_text(json.dumps(raw, indent=2) + "\n")
+    for name in ("model.safetensors", "config.json"):
+        os.replace(out / f"{name}.tmp", out / name)
+
+
+def _tensors(
+    head: DraftHead, target: DecoderConfig, format: str, weights: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    own = trainable(head)
+    values = {name: p.data for name, p in own.items()} if weights is None else dict(weights)
+    tensors: dict[str, Tensor] = {}
+    for name, place in placements(head).items():
+        key = f"{place.module}.{place.leaf}"
+        if key not in own:
+            continue  # the target's
+        part = values[key].narrow(0, place.start, place.shape[0])
+        tensors[_public_name(name, head, target, format)] = (
+            part.to("cpu", torch.bfloat16).contiguous().clone()
+        )
+    if head.d2t is not None:
+        d2t = head.d2t.cpu()
+        t2d = torch.zeros(target.vocab_size, dtype=torch.bool)
+        t2d[torch.arange(len(d2t)) + d2t] = True
+        tensors |= {"d2t": d2t, "t2d": t2d}
+    return tensors
+
+
+def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str) -> str:
+    if head.config.kind == "mtp":  # DeepSeek's: numbered after the target's layers
+        _, index, rest = name.split(".", 2)
+        rest = f"shared_head.{rest}" if rest == "norm.weight" else rest
+        return f"model.layers.{target.num_layers + int(index)}.{rest}"
+    if format == "raw" and name.startswith("layers.0."):
+        return f"midlayer.{name.removeprefix('layers.0.')}"
+    return name
+
+
+def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | None) -> HeadConfig:
+    if draft_ids is None:
+        raise ConfigError("An EAGLE-3 head needs the tokens it drafts among: give draft_ids.")
+    layers = spec.layers_to_capture
+    if layers is None:
+        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
+            raise ConfigError(
+                f"The default capture (1, L/2-1, L-4) needs a target of {MIN_LAYERS_FOR_DEFAULT} "
+                f"layers; it has {target.num_layers}. Give layers_to_capture."
+            )
+        layers = default_layers_to_capture(target.num_layers)
+    if not layers or not all(0 <= i < target.num_layers for i in layers):
+        raise ConfigError(
+            f"layers_to_capture={list(layers)}: give layers in 0 … {target.num_layers - 1}."
+        )
+    decoder = replace(
+        target, num_layers=spec.num_layers, layer_windows=(), qkv_bias=False, o_bias=False,
+        mlp_bias=False, qk_norm=False, tie_word_embeddings=False,
+        intermediate_size=spec.intermediate_size or target.intermediate_size,
+    )  # fmt: skip
+    return HeadConfig(
+        kind="eagle3", format="EAGLE-3, raw", decoder=decoder,
+        target_hidden_size=target.hidden_size, draft_vocab_size=len(draft_ids), own_lm_head=True,
+        layers_to_capture=layers,
+    )  # fmt: skip
+
+
+def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
+    return HeadConfig(
+        kind="mtp", format="DeepSeek-style MTP layers",
+        decoder=mtp_decoder_config(target, spec.num_layers),
+        target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size,
+        norm_output=True,
+    )  # fmt: skip
+
+
+def _architecture(decoder: DecoderConfig) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size, "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": decoder.num_heads, "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim, "vocab_size": decoder.vocab_size,
+        "max_position_embeddings": decoder.max_position_embeddings,
+        "rms_norm_eps": decoder.rms_norm_eps, "rope_parameters": decoder.rope_parameters,
+        "rope_theta": decoder.rope_parameters["rope_theta"], "attention_bias": False,
+        "mlp_bias": False, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
+    config = head.config
+    if config.kind == "mtp":
+        return {
+            **{k: v for k, v in target.raw.items() if k not in ("_name_or_path", "training")},
+            "num_hidden_layers": target.num_layers,
+            "num_nextn_predict_layers": config.decoder.num_layers,
+            "dtype": "bfloat16",
+        }  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_architecture(config.decoder),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.layers_to_capture),
+            "use_aux_hidden_state": True,
+        },
+        "dtype": "bfloat16",
+    }
+
+
+def _speculators_json(head: DraftHead) -> dict[str, Any]:
+    config = head.config
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": _architecture(config.decoder),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": False,
+        # Written for engines that capture at the *input* of layer i.
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
+        "dtype": "bfloat16",
+    }

@@ -1,0 +1,343 @@
+"""Training a draft head for a target that stays as it is.
+
+The loss is the sum over the head's unrolled steps s of `step_decay ** s` times the soft
+cross-entropy with the target (EAGLE-3's training-time test, arXiv:2503.01840). Weights are kept in
+fp32 and used in the target's dtype; AdamW, a cosine after a linear warm-up, clipped gradients.
+
+A run directory holds `log.jsonl` (a line per logged step), `checkpoint.pt` (masters, optimizer,
+where in the data it stands; replaced whole), and the head as it was at the last checkpoint, ready
+to serve. Order of data depends on (seed, epoch) alone, so a run that is resumed goes on as if it
+had not stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import require_int
+from ..errors import CheckpointError, ConfigError
+from ..models.decoder import Decoder
+from ..models.draft_head import DraftHead
+from .new_head import save_head, trainable
+from .unroll import StepScore, Texts, conditional_acceptance, score, teach, unroll
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint.pt"
+LOG = "log.jsonl"
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train. Batches are `batch_size` packed texts of `length` tokens.
+
+    Raises:
+        ConfigError: a value is not what it can be.
+    """
+
+    num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers
+    step_decay: float = 0.8
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 0.02  # share of learning_rate that the cosine ends at
+    warmup_steps: int = 50
+    max_steps: int = 2000
+    batch_size: int = 48
+    clip: float = 0.5
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    log_every: int = 20
+    evaluate_every: int = 200
+    checkpoint_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "max_steps", "batch_size", "log_every", "evaluate_every",
+                     "checkpoint_every"):  # fmt: skip
+            require_int(self, name, 1, None)
+        require_int(self, "warmup_steps", 0, None)
+        require_int(self, "seed", 0, None)
+        for name in ("learning_rate", "clip"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"TrainConfig.{name}={value!r}: it must be a number > 0.")
+        for name in ("step_decay", "final_learning_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ConfigError(f"TrainConfig.{name}={value!r}: it must be in (0, 1].")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step 0, 1, …"""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        low = self.final_learning_rate
+        return self.learning_rate * (low + (1 - low) * cosine)
+
+
+class TextSource(Protocol):
+    """Packed texts in the order of training."""
+
+    fingerprint: str  # of the texts and their packing
+
+    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
+        """Batches number `first`, `first` + 1, …, without end."""
+        ...
+
+
+@dataclass
+class Evaluation:
+    """Teacher-forced acceptance along held-out texts."""
+
+    right: list[int] = field(default_factory=list)
+    judged: list[int] = field(default_factory=list)
+    loss: float = 0.0
+
+    @property
+    def conditional(self) -> list[float]:
+        """Per step, the share of right proposals where all before were right."""
+        return [r / max(1, n) for r, n in zip(self.right, self.judged, strict=True)]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a step if acceptance is as here: 1 + c0 + c0 c1 + …"""
+        total, alive = 1.0, 1.0
+        for rate in self.conditional:
+            alive *= rate
+            total += alive
+        return total
+
+    def add(self, scores: list[StepScore]) -> None:
+        counts = conditional_acceptance(scores)
+        if not self.right:
+            self.right, self.judged = [0] * len(counts), [0] * len(counts)
+        for i, (right, judged) in enumerate(counts):
+            self.right[i] += right
+            self.judged[i] += judged
+
+
+@torch.no_grad()
+def evaluate(target: Decoder, head: DraftHead, batches: list[Texts], num_steps: int) -> Evaluation:
+    """How a head does along texts it was not trained on."""
+    device, result, losses = target.embed_tokens.weight.device, Evaluation(), 0.0
+    for texts in batches:
+        texts = texts.to(device)
+        teacher = teach(target, head, texts)
+        steps = unroll(head, texts, teacher.hidden, num_steps)
+        scores = [score(head, step, teacher) for step in steps]
+        result.add(scores)
+        losses += sum(float(each.loss) for each in scores) / max(1, len(scores))
+    result.loss = losses / max(1, len(batches))
+    return result
+
+
+class Trainer:
+    """One run.
+
+    Args:
+        target: in eval mode, its weights not packed. head: of `create_head`.
+        data, held_out: texts to train on, and to judge the head by.
+        out: the run's directory.
+        head_format: as in `save_head`.
+        notes: written into the head's config.json.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        head: DraftHead,
+        data: TextSource,
+        held_out: list[Texts],
+        config: TrainConfig,
+        out: Path,
+        *,
+        head_format: str = "raw",
+        notes: dict[str, Any] | None = None,
+    ):
+        self.target, self.head, self.data, self.held_out = target, head, data, held_out
+        self.config, self.out, self.head_format = config, Path(out), head_format
+        self.notes = dict(notes or {})
+        self.parameters = trainable(head)
+        self.masters = {
+            name: p.detach().float().clone().requires_grad_(True)
+            for name, p in self.parameters.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()), lr=config.learning_rate, betas=config.betas,
+            weight_decay=config.weight_decay, fused=target.embed_tokens.weight.is_cuda,
+        )  # fmt: skip
+        self.step = 0
+        self.log: list[dict[str, Any]] = []
+
+    def resume(self) -> bool:
+        """Goes on from the directory's checkpoint. False if there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or of another run.
+        """
+        path = self.out / CHECKPOINT
+        if not path.exists():
+            return False
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            masters, run = saved["masters"], saved["run"]
+        except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}). Remove it to start again."
+            ) from error
+        expected = self._run()
+        differing = [name for name in expected if run.get(name) != expected[name]]
+        if differing or {n: t.shape for n, t in masters.items()} != {
+            n: t.shape for n, t in self.masters.items()
+        }:
+            raise CheckpointError(
+                f"{path} is of another run: {', '.join(differing) or 'the head'} differ. Give "
+                "another --out, or the same options."
+            )
+        for name, master in self.masters.items():
+            master.data.copy_(masters[name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step = int(saved["step"])
+        self._use_masters()
+        self._cut_log()
+        return True
+
+    def train(self, progress: Progress | None = None) -> Evaluation:
+        """Runs to `max_steps`; returns the last evaluation on the held-out texts."""
+        config = self.config
+        self.out.mkdir(parents=True, exist_ok=True)
+        evaluation = Evaluation()
+        started, tokens = time.perf_counter(), 0
+        batches = self.data.batches(config.batch_size, self.step)
+        while self.step < config.max_steps:
+            texts = next(batches)
+            line = self._train_step(texts)
+            tokens += texts.input_ids.numel()
+            self.step += 1
+            last = self.step == config.max_steps
+            evaluates = self.step % config.evaluate_every == 0 or last
+            if self.step % config.log_every == 0 or evaluates:
+                line = {k: v() if callable(v) else v for k, v in line.items()}
+                line["tokens_per_second"] = round(tokens / (time.perf_counter() - started))
+                if not math.isfinite(line["loss"]):
+                    raise ConfigError(
+                        f"The loss is {line['loss']} at step {self.step}: training has diverged. "
+                        f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
+                        f"in {self.out} is kept."
+                    )
+                if evaluates:
+                    evaluation = evaluate(self.target, self.head, self.held_out, config.num_steps)
+                    line["held_out_loss"] = round(evaluation.loss, 4)
+                    line["held_out_conditional"] = [round(c, 4) for c in evaluation.conditional]
+                    line["held_out_acceptance_length"] = round(evaluation.acceptance_length, 4)
+                self._write_log(line)
+                if progress is not None:
+                    progress(line)
+            if self.step % config.checkpoint_every == 0 or last:
+                self.checkpoint()
+        return evaluation
+
+    def _train_step(self, texts: Texts) -> dict[str, Any]:
+        config, rate = self.config, self.config.rate(self.step)
+        texts = texts.to(self.target.embed_tokens.weight.device)
+        teacher = teach(self.target, self.head, texts)
+        loss: Tensor | float = 0.0
+        scores = []
+        with torch.enable_grad():
+            for step in unroll(self.head, texts, teacher.hidden, config.num_steps):
+                each = score(self.head, step, teacher)
+                loss = loss + config.step_decay**step.step * each.loss
+                scores.append(each)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        for name, master in self.masters.items():
+            grad = self.parameters[name].grad
+            master.grad = torch.zeros_like(master) if grad is None else grad.float()
+            self.parameters[name].grad = None
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), config.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self._use_masters()
+        # Read when logged, so that a step waits for nothing.
+        return {
+            "step": self.step + 1,
+            "loss": lambda: round(float(loss.detach()), 5),
+            "gradient_norm": lambda: round(float(norm), 4),
+            "learning_rate": rate,
+            "accuracy": lambda: [
+                round(float(s.is_right.sum()) / max(1, int(s.is_counted.sum())), 4) for s in scores
+            ],
+        }
+
+    @torch.no_grad()
+    def _use_masters(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])
+
+    def checkpoint(self) -> None:
+        """Writes the checkpoint and the head.
+
+        Raises:
+            ConfigError: the disk is full or cannot be written; the checkpoint before is kept.
+        """
+        path = self.out / CHECKPOINT
+        partial = path.with_suffix(".tmp")
+        try:
+            torch.save(
+                {
+                    "masters": {n: m.detach().cpu() for n, m in self.masters.items()},
+                    "optimizer": self.optimizer.state_dict(),
+                    "step": self.step,
+                    "run": self._run(),
+                },
+                partial,
+            )
+            os.replace(partial, path)
+            save_head(
+                self.head, self.target.config, self.out, format=self.head_format,
+                weights={n: m.detach() for n, m in self.masters.items()},
+                notes={**self.notes, "steps": self.step, "config": asdict(self.config)},
+            )  # fmt: skip
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as the latter
+            partial.unlink(missing_ok=True)
+            raise ConfigError(
+                f"The checkpoint of step {self.step} could not be written to {self.out} ({error}). "
+                "Free some space and run the same command: it goes on from the checkpoint before."
+            ) from error
+
+    def _run(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        same = asdict(self.config)
+        for name in ("log_every", "evaluate_every", "checkpoint_every"):
+            same.pop(name)
+        same["betas"] = list(same["betas"])
+        return {**same, "data": self.data.fingerprint, "head": self.head.config.kind}
+
+    def _write_log(self, line: dict[str, Any]) -> None:
+        self.log.append(line)
+        with (self.out / LOG).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _cut_log(self) -> None:
+        """Drops lines after the checkpoint: those steps are made again."""
+        path = self.out / LOG
+        if not path.exists():
+            return
+        lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
+        self.log = [line for line in lines if line["step"] <= self.step]
+        partial = path.with_suffix(".tmp")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in self.log))
+        os.replace(partial, path)
