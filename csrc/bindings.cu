@@ -73,6 +73,7 @@ void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
             Optional<TensorView> residual, TensorView out) {
   LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
   if (residual.has_value()) {
+    check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
   }
   run(residual.has_value() ? Epilogue::kResidual : Epilogue::kPlain, p, x0);
@@ -139,6 +140,7 @@ void accept_greedy(TensorView logits, TensorView drafts, int64_t num_contexts, i
   trtspec::AcceptParams p = {};
   const int rows = static_cast<int>(drafts.size(1)) + 1;
   p.choose = chooser(logits, static_cast<int>(num_contexts), rows, partial, tickets);
+  check(rows == 1 || drafts.stride(1) == 1, "drafts must have rows in one piece");
   p.drafts = static_cast<const int*>(drafts.data_ptr()), p.draft_stride = drafts.stride(0);
   p.width = static_cast<int>(tokens.size(1)), p.forced_len = static_cast<int>(forced_len);
   check(p.width >= rows && tokens.stride(0) == p.width, "room for the tokens");

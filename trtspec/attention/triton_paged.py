@@ -93,15 +93,15 @@ def paged_attention(
         q, k_slots, v_slots, block_tables, position_ids, partial, stats,
         dim**-0.5 * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
-        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
-        rows=rows, per_kv=per_kv, dim=dim, page_size=page_size, splits=splits,
+        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width, splits,
+        rows=rows, per_kv=per_kv, dim=dim, page_size=page_size,
         window=-1 if window is None else window,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4, num_stages=2,
         **dependent_launch(q),
     )  # fmt: skip
     _join_kernel[(num_seqs, kv_heads, rows * per_kv)](
-        partial, stats, position_ids, out, out.stride(0), out.stride(1),
-        rows=rows, per_kv=per_kv, dim=dim, splits=splits,
+        partial, stats, position_ids, out, out.stride(0), out.stride(1), splits,
+        rows=rows, per_kv=per_kv, dim=dim,
         window=-1 if window is None else window,
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
         SPLITS=triton.next_power_of_2(splits), num_warps=4, **dependent_launch(q),
@@ -110,7 +110,7 @@ def paged_attention(
 
 
 @triton.jit
-def _split(positions, is_row, window: tl.constexpr, splits: tl.constexpr, BLOCK_N: tl.constexpr):
+def _split(positions, is_row, window: tl.constexpr, splits, BLOCK_N: tl.constexpr):
     """First and last key that any row sees, and the keys of one part."""
     last = tl.max(tl.where(is_row, positions, 0), 0)
     first = last * 0
@@ -124,9 +124,9 @@ def _split(positions, is_row, window: tl.constexpr, splits: tl.constexpr, BLOCK_
 @triton.jit
 def _partial_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, partial_ptr, stats_ptr, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, splits,
     rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
-    splits: tl.constexpr, window: tl.constexpr,
+    window: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one request and KV head; its rows' softmax sums in base 2."""
@@ -184,8 +184,8 @@ def _partial_kernel(
 
 @triton.jit
 def _join_kernel(
-    partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head,
-    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
+    partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head, splits,
+    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr,
     window: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

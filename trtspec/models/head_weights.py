@@ -92,6 +92,7 @@ def load_head(
     layers_to_capture: Sequence[int] | None = None,
     num_mtp_layers: int = 1,
     norm_output: bool | None = None,
+    pack: bool = True,
 ) -> DraftHead:
     """A head ready to draft for `target`, sharing its embedding and lm_head where it has no own.
 
@@ -102,6 +103,7 @@ def load_head(
         target: a `Decoder`, or anything with `config`, `embed_tokens` and `lm_head`.
         kind, layers_to_capture, num_mtp_layers: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
+        pack: on CPU, weights in the layout its kernels like.
 
     Raises:
         CheckpointError: with everything that is wrong with the head.
@@ -118,7 +120,7 @@ def load_head(
         _drop_what_the_target_has(head, report.tensors, target, dtype)
         place_tensors(head, placements(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
-    finish(head, device)
+    finish(head, device, pack)
     keep_kv_finite(head)
     head.share(target)
     return head.eval()

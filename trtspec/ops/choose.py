@@ -15,7 +15,7 @@ from .sample import greedy_tokens
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
 _BLOCKS = 264  # two for each multiprocessor of an H100 or H200
-_tickets: dict[torch.device, list[Tensor]] = {}
+_tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def accept_greedy(
     if relaxed is not None:
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)  # type: ignore[assignment]
     kernels.accept_greedy(
-        logits, drafts.to(torch.int32), num_contexts, forced_len, *rule, *_scratch(logits, batch),
-        accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests,
+        logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len, *rule,
+        *_scratch(logits, batch), accepted.tokens, accepted.lens, accepted.num_accepted_drafts,
+        accepted.bad_requests,
     )  # fmt: skip
     return accepted
 
@@ -81,6 +82,8 @@ def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
         d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
     """
     kernels = _kernels(logits)
+    if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
+        kernels = None
     if kernels is not None:
         tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         kernels.choose_drafts(logits, d2t, *_scratch(logits, logits.shape[0]), tokens)
@@ -118,12 +121,13 @@ def _kernels(logits: Tensor) -> Any:
 
 
 def _scratch(logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Room for partial results, and tickets: zero between calls, so that one call after another may
-    share them (as all work of one stream does)."""
+    """Room for partial results, and tickets: zero between calls, so that the calls of one stream,
+    one after another, share them."""
     rows = logits.shape[0]
     chunks = max(1, min(MAX_CHUNKS, _BLOCKS // rows))
     partial = torch.empty((rows, chunks, _PARTIAL_INTS), dtype=torch.int32, device=logits.device)
-    tickets = _tickets.setdefault(logits.device, [])
+    stream = torch.cuda.current_stream(logits.device)
+    tickets = _tickets.setdefault((logits.device.index, stream.cuda_stream), [])
     if not tickets or tickets[-1].shape[0] < batch:  # older ones stay: graphs hold them
         size = max(4096, 2 * batch)
         tickets.append(torch.zeros(size, dtype=torch.int32, device=logits.device))

@@ -27,6 +27,8 @@ MAX_ROWS = 32
 MAX_ROWS_OF_LARGE = 8
 LARGE = 4 << 20
 """Weights of this many values are read by another kernel, which takes `MAX_ROWS_OF_LARGE` rows."""
+MAX_NORMED_BYTES = 104 << 10
+"""What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
 
 
 def linear(
@@ -42,8 +44,11 @@ def linear(
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
         in_place: the sum takes the residual's memory.
     """
-    kernels = _kernels(inputs, layer)
-    in_place = in_place and not torch.is_grad_enabled()  # a backward pass needs what was there
+    kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
+    # A backward pass needs what was there.
+    in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
+    if residual is not None and (residual.dtype != inputs[0].dtype or residual.stride(-1) != 1):
+        kernels = None
     if kernels is None:
         x = _side_by_side(inputs, norms)
         if residual is None:
@@ -60,7 +65,7 @@ def linear(
 
 def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     """silu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
-    kernels = _kernels((x,), layer)
+    kernels = _kernels((x,), layer, (norm,))
     if kernels is None or layer.out_features % 16:
         return silu_and_mul(layer(norm(x)))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
@@ -79,7 +84,12 @@ def qkv_rope_and_write(
     Other arguments as in `rope_and_write`.
     """
     dim = k_slots.shape[2]
-    kernels = _kernels(inputs, layer)
+    kernels = _kernels(inputs, layer, norms)
+    places = rope.position_ids, slots
+    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in places):
+        kernels = None
+    if rope.cos_sin.dtype != torch.float32 or k_slots.dtype != inputs[0].dtype:
+        kernels = None
     if kernels is None or qk_norms is not None or dim % 16:
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(
@@ -100,26 +110,42 @@ def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
 
 
-def _kernels(inputs: Inputs, layer: Any) -> Any:
-    """The module with the kernels if they serve these sizes, else None."""
+def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
+    """The module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+    if not x.is_cuda or type(layer) is not Linear or layer.weight is None:
         return None
-    if not isinstance(layer, Linear) or layer.weight is None:
-        return None
+    if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
+        return None  # x times a norm's weight may leave fp16's range before it is scaled
     weight = layer.weight
-    if torch.is_grad_enabled() and (weight.requires_grad or any(t.requires_grad for t in inputs)):
+    if _wants_gradient(layer, norms, *inputs):
         return None  # the kernels have no derivative
-    rows = MAX_ROWS_OF_LARGE if weight.numel() >= LARGE else MAX_ROWS
-    if not 0 < x.shape[0] <= rows or not all(_is_readable(t, x) for t in inputs):
+    rows, is_large = x.shape[0], weight.numel() >= LARGE
+    if not 0 < rows <= (MAX_ROWS_OF_LARGE if is_large else MAX_ROWS):
         return None
-    return native.kernels(x)
+    if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
+        return None
+    tensors = (
+        weight,
+        *(norm.weight for norm in norms),
+        *([] if layer.bias is None else [layer.bias]),
+    )
+    if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
+        return None
+    return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
+
+
+def _wants_gradient(layer: Any, norms: Norms, *tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    weights = [getattr(layer, "weight", None), *(norm.weight for norm in norms)]
+    return any(t is not None and t.requires_grad for t in (*weights, *tensors))
 
 
 def _is_readable(x: Tensor, first: Tensor) -> bool:
-    """Whether 16 bytes can be read at each 8th column."""
+    """Whether 16 bytes can be read at each 8th column, and both inputs are of one kind."""
     strides = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    return strides and x.shape == first.shape and x.shape[1] % 32 == 0
+    return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
 
 
 def _arguments(inputs: Inputs, norms: Norms) -> tuple[Tensor | float | None, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from ..utils import cache_dir
 
 logger = logging.getLogger(__name__)
 
-MIN_CAPABILITY = (9, 0)
-"""The kernels start before their predecessors end, which needs Hopper or newer."""
+GENERATIONS = (9, 10)
+"""Major compute capabilities served: Hopper, and Blackwell's data-centre parts. Kernels start before
+their predecessors end, which older ones cannot, and take more shared memory than others have."""
 
 
 def kernels(x: Tensor) -> Any:
@@ -39,14 +41,14 @@ def kernels(x: Tensor) -> Any:
 @cache
 def _load(device: int) -> Any:
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
+    if capability[0] not in GENERATIONS:
         logger.info("No CUDA C++ kernels for capability %d.%d: Triton's serve.", *capability)
         return None
     try:
         return importlib.import_module("tvm_ffi").load_module(
             str(build("{}.{}a".format(*capability)))
         )
-    except (ConfigError, ImportError) as error:
+    except (ConfigError, ImportError, OSError, RuntimeError) as error:
         logger.warning("The kernels of csrc are not used, cuBLAS and Triton serve: %s", error)
         return None
 
@@ -82,11 +84,16 @@ def build(architecture: str) -> Path:
     logger.info("Compiling the CUDA kernels, once: some 20 s.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()):
-            ffi.build(
+        # Built aside and moved: who finds the library finds a whole one.
+        with (
+            _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()),
+            TemporaryDirectory(dir=directory) as aside,
+        ):
+            built = ffi.build(
                 "trtspec_kernels", cuda_files=[str(path) for path in sources],
-                extra_include_paths=[str(root / "include")], build_directory=str(directory),
+                extra_include_paths=[str(root / "include")], build_directory=aside,
             )  # fmt: skip
+            os.replace(built, library)
     except OSError as error:
         raise ConfigError(
             f"The CUDA kernels could not be built in {directory} ({error}): set TRTSPEC_CACHE to a "
@@ -130,10 +137,10 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def source_dir() -> Path:
-    """`csrc`: beside the package in a checkout, inside it where it was installed."""
+    """`csrc`, inside the package (in a checkout a link) or beside it."""
     package = Path(__file__).parents[1]
-    beside = package.parent / "csrc"
-    return beside if beside.is_dir() else package / "csrc"
+    inside = package / "csrc"
+    return inside if inside.is_dir() else package.parent / "csrc"
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def rope_and_write(
         q_norm, k_norm = qk_norms
         qk = torch.cat([q_norm(qk[:, :q_heads]), k_norm(qk[:, q_heads:])], dim=1)
     qk = apply_rope(qk, *rope.rotation(qkv.dtype))
+    if keeps_finite:  # a rotation may overflow too
+        qk = torch.nan_to_num(qk, 0.0, 0.0, 0.0)
     slots = torch.where(slots < 0, scratch_slot, slots)
     k_slots.index_copy_(0, slots, qk[:, q_heads:])
     v_slots.index_copy_(0, slots, qkv[:, q_heads + kv_heads :])

@@ -145,6 +145,8 @@ def _rope_and_write_kernel(
     sin = tl.where(d < half, -sin, sin)
     turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
     turned = (turned + other.to(tl.float32) * sin).to(kind)
+    if KEEPS_FINITE:  # a rotation may overflow too
+        turned = tl.where(tl.abs(turned.to(tl.float32)) < float("inf"), turned, 0.0)
     tl.store(q_ptr + (row * q_heads + head) * dim + d, turned, mask=inside & is_q)
     place = k_ptr + slot * k_row + (head - q_heads) * k_head
     tl.store(place + d, turned, mask=inside & ~is_q & ~is_value)

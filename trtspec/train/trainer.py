@@ -239,6 +239,9 @@ class Trainer:
                     )
                 if evaluates:
                     evaluation = evaluate(self.target, self.head, self.held_out, config.num_steps)
+                    self.notes["held_out_conditional"] = [
+                        round(rate, 4) for rate in evaluation.conditional
+                    ]
                     line["held_out_loss"] = round(evaluation.loss, 4)
                     line["held_out_conditional"] = [round(c, 4) for c in evaluation.conditional]
                     line["held_out_acceptance_length"] = round(evaluation.acceptance_length, 4)

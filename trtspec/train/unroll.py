@@ -80,18 +80,21 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
     return Teacher(hidden, torch.cat(choices), torch.cat(logits))
 
 
-def unroll(head: DraftHead, texts: Texts, hidden: Tensor, num_steps: int) -> Iterator[DraftStep]:
+def unroll(
+    head: DraftHead, texts: Texts, hidden: Tensor, num_steps: int, shift: int = 1
+) -> Iterator[DraftStep]:
     """The head's steps, 0 … num_steps - 1. Differentiable where gradients are on.
 
     Args:
         hidden: [T, n * D], `Teacher.hidden`.
+        shift: row t reads token t + shift + s; other than 1 is a mistake, for the doctor to try.
     """
     advances = not (isinstance(head, MTPHead) and len(head.layers) > 1)
     length = texts.input_ids.shape[1]
     last_position = head.cos_sin.shape[0] - 1
     keys, state = DensePass(texts.document_ids), head.project_target_hidden(hidden)
     for step in range(num_steps):
-        ids = _ahead(texts.input_ids, step + 1, 0).flatten()
+        ids = _ahead(texts.input_ids, step + shift, 0).flatten()
         positions = (texts.positions + (step if advances else 0)).clamp_max(last_position)
         out, state = head(ids, positions.flatten(), state, keys, step)
         same = _ahead(texts.document_ids, step + 2, -2) == texts.document_ids

@@ -259,7 +259,7 @@ class SpecWorkerBase(nn.Module, ABC):
     ) -> Accepted | None:
         """All of acceptance for greedy requests, where a kernel serves; the methods it stands for
         are its twin. None if one of them is somebody's own, or does what the kernel does not."""
-        hooks = (getattr(type(self), name) for name in _ACCEPTANCE_METHODS)
+        hooks = (getattr(self, name) for name in _ACCEPTANCE_METHODS)
         sampling, forced = spec_metadata.sampling_rows(), self.force_num_accepted_tokens
         if not all(getattr(hook, "has_kernel", False) for hook in hooks):
             return None
@@ -268,7 +268,7 @@ class SpecWorkerBase(nn.Module, ABC):
         rule = self.relaxed_rule(spec_metadata)
         if rule is not None and num_contexts:
             return None
-        forced_len = int(forced) + 1 if forced else 0
+        forced_len = min(int(forced), drafts.shape[1]) + 1 if forced else 0
         return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
 
     def relaxed_rule(self, spec_metadata: SpecMetadata) -> RelaxedRule | None:

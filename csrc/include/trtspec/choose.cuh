@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant_
   const int* drafts = p.drafts + generation * p.draft_stride;
   const T* logits = static_cast<const T*>(c.logits);
   float own = NAN;
-  if (kRelaxed && place < num_drafts && drafts[place] >= 0) {
+  if (kRelaxed && place < num_drafts && drafts[place] >= 0 && drafts[place] < c.vocab) {
     own = to_float(logits[row * c.row_stride + drafts[place]]);
   }
   const ChunkBest mine = best_of_chunk<T, kRelaxed, kThreads>(c, row, blockIdx.x, own);
@@ -212,11 +212,10 @@ __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant_
     if (i < num_drafts) {
       const int draft = drafts[i];
       is_kept[i] = draft == best.index;
-      if (kRelaxed && draft >= 0 && delta >= 0.0f && !best.has_nan && best.above < p.top_k) {
+      if (kRelaxed && draft >= 0 && draft < c.vocab && delta >= 0.0f && !best.has_nan && best.above < p.top_k) {
         const float x = to_float(logits[(first_row + i) * c.row_stride + draft]);
         const float top = 1.0f / best.sum;  // the best entry's probability
         is_kept[i] |= x > -INFINITY && __expf(x - best.value) * top >= top - delta;
-        if (is_kept[i]) chosen[i] = draft;
       }
     }
   }
@@ -224,6 +223,7 @@ __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant_
   if (threadIdx.x != 0) return;
   int len = 1;
   while (len <= num_drafts && is_kept[len - 1]) ++len;
+  for (int i = 0; kRelaxed && i < len - 1; ++i) chosen[i] = drafts[i];
   if (p.forced_len > 0 && !is_context) len = min(p.forced_len, rows);
   bool bad = false, has_ended = false;
   for (int i = 0; i < rows; ++i) bad |= is_bad[i];

@@ -115,6 +115,13 @@ __device__ inline void tile_rows(const LinearParams& p, int tile, int row, int& 
 
 __device__ inline float finite_or_zero(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
 
+// As T holds it; with `finite` 0 in place of what T has no number for.
+template <typename T>
+__device__ inline T rounded(float x, bool finite) {
+  const T value = from_float<T>(x);
+  return finite && !(fabsf(to_float(value)) < INFINITY) ? from_float<T>(0.0f) : value;
+}
+
 // lo and hi are the sums of outputs n_lo and n_hi of row m.
 template <typename T, Epilogue E>
 __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo,
@@ -149,8 +156,8 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
       target = static_cast<T*>(p.k_cache) + slot * p.k_slot_stride +
                (head - p.q_heads) * p.k_head_stride + d;
     }
-    target[0] = from_float<T>(lo);
-    target[half_dim] = from_float<T>(hi);
+    target[0] = rounded<T>(lo, p.keeps_finite);
+    target[half_dim] = rounded<T>(hi, p.keeps_finite);
   } else {
     if constexpr (E == Epilogue::kResidual) {
       const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;

@@ -3,8 +3,7 @@
 // way into its own places in shared memory, without a pause between tiles. Nothing is shared but the
 // sums at a tile's end and, where x is normed, the normed rows.
 //
-// The copies start before the previous kernel is done, and two such kernels fit on one
-// multiprocessor: the change of kernels costs no bandwidth.
+// The copies start as soon as a multiprocessor has room, before the previous kernel is done.
 #pragma once
 
 #include "skinny_linear.cuh"

@@ -1,0 +1,167 @@
+"""A trained head, sabotaged in ten ways: the doctor names each, and is silent on the good one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_train_unroll import CAPTURED, F32, VOCAB, _decoder
+from test_trainer import CONFIG, GreedyTexts
+from tiny import tiny_model_dir
+from torch import Tensor
+
+from trtspec.doctor import diagnose, texts_of
+from trtspec.models.decoder import Decoder
+from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.trainer import Trainer
+from trtspec.train.unroll import Texts
+
+Tensors = dict[str, Tensor]
+Change = Callable[[dict[str, Any], Tensors], None]
+DRAFTED = torch.arange(0, VOCAB - 8)
+
+
+class Case:
+    def __init__(self, tmp_path: Path, kind: str):
+        self.kind, self.target_dir = kind, tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
+        self.target: Decoder = _decoder(self.target_dir)
+        data = GreedyTexts(self.target_dir, count=24, length=40)
+        data.batches = lambda batch_size, first: iter(  # type: ignore[method-assign]
+            lambda: data.take(torch.arange(24)), None
+        )
+        ids = torch.cat([DRAFTED[::2], DRAFTED[1::2]]).sort().values + 3
+        spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
+        head = create_head(spec, self.target, ids, F32, seed=5)
+        self.head_dir = tmp_path / "head"
+        config = replace(CONFIG, max_steps=300, num_steps=3, evaluate_every=300, log_every=300,
+                         checkpoint_every=300)  # fmt: skip
+        held_out = [data.take(torch.arange(24))]
+        Trainer(self.target, head, data, held_out, config, self.head_dir).train()
+        self.texts: Texts = held_out[0]
+
+    def sabotaged(self, tmp_path: Path, change: Change) -> Path:
+        out = tmp_path / "sabotaged"
+        shutil.copytree(self.head_dir, out, ignore=shutil.ignore_patterns("*.pt", "*.jsonl"))
+        raw = json.loads((out / "config.json").read_text())
+        tensors = load_file(out / "model.safetensors")
+        change(raw, tensors)
+        (out / "config.json").write_text(json.dumps(raw))
+        save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
+        return out
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("eagle3"), "eagle3")
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("mtp"), "mtp")
+
+
+def _layers(*layers: int) -> Change:
+    return lambda raw, tensors: raw["eagle_config"].update(
+        eagle_aux_hidden_state_layer_ids=list(layers)
+    )
+
+
+def _flag(name: str) -> Change:
+    return lambda raw, tensors: raw.update({name: True})
+
+
+def _theta(raw: dict[str, Any], tensors: Tensors) -> None:
+    raw.pop("rope_parameters")
+    raw["rope_theta"] = 3.0
+
+
+def _d2t(offset: int) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        tensors["d2t"] = tensors["d2t"] + offset
+        tensors.pop("t2d")
+
+    return change
+
+
+def _d2t_ids(raw: dict[str, Any], tensors: Tensors) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def _swap(pattern: str) -> Change:
+    def change(raw: dict[str, Any], tensors: Tensors) -> None:
+        for name, weight in tensors.items():
+            if any(f"{part}.weight" in name for part in pattern.split("|")):
+                half = weight.shape[1] // 2
+                tensors[name] = torch.cat([weight[:, half:], weight[:, :half]], dim=1)
+
+    return change
+
+
+EAGLE3 = {
+    "captured one too early": _layers(0, 2, 3),
+    "captured one too late": _layers(2, 4, 5),
+    "reverse order": _layers(*reversed(CAPTURED)),
+    "norm_before_residual": _flag("norm_before_residual"),
+    "before the final norm": _flag("norm_output"),
+    "other order": _swap("q_proj|k_proj|v_proj"),
+    "rope_theta": _theta,
+    "ids in place of offsets": _d2t_ids,
+    "one token too high": _d2t(1),
+    "one token too low": _d2t(-1),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> None:
+    head = eagle3.sabotaged(tmp_path, EAGLE3[name])
+    diagnosis = diagnose(eagle3.target, head, "eagle", eagle3.texts)
+    assert name in diagnosis.verdict, diagnosis.verdict
+    if not diagnosis.problems:
+        assert len(diagnosis.changes) == 1 and diagnosis.changes[0].cure
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("other order", _swap("eh_proj")), ("rope_theta", _theta)],
+)
+def test_a_sabotaged_mtp_layer(mtp: Case, tmp_path: Path, name: str, change: Change) -> None:
+    diagnosis = diagnose(mtp.target, mtp.sabotaged(tmp_path, change), "mtp", mtp.texts)
+    assert name in diagnosis.verdict, diagnosis.verdict
+
+
+def test_a_good_head(eagle3: Case, mtp: Case) -> None:
+    for case, kind in ((eagle3, "eagle"), (mtp, "mtp")):
+        diagnosis = diagnose(case.target, case.head_dir, kind, case.texts)
+        assert diagnosis.verdict.startswith("Nothing is wrong"), diagnosis.verdict
+        assert not diagnosis.changes and diagnosis.as_loaded is not None
+        assert diagnosis.as_loaded.conditional[0] > 0.5
+
+
+def test_two_mistakes_at_once(eagle3: Case, tmp_path: Path) -> None:
+    def both(raw: dict[str, Any], tensors: Tensors) -> None:
+        _flag("norm_before_residual")(raw, tensors)
+        _d2t(1)(raw, tensors)
+
+    diagnosis = diagnose(eagle3.target, eagle3.sabotaged(tmp_path, both), "eagle", eagle3.texts)
+    assert "one token too high" in diagnosis.verdict and "norm_before_residual" in diagnosis.verdict
+
+
+def test_the_examined_head_is_left_as_it_was(eagle3: Case) -> None:
+    first = diagnose(eagle3.target, eagle3.head_dir, "eagle", eagle3.texts)
+    again = diagnose(eagle3.target, eagle3.head_dir, "eagle", eagle3.texts)
+    assert [f.result.right for f in first.tried] == [f.result.right for f in again.tried]
+    assert len({f.name for f in first.tried}) > 10
+
+
+def test_texts() -> None:
+    texts = texts_of([[1, 2], [3]], [[4], [5, 6, 7]], torch.device("cpu"))
+    assert texts.input_ids.tolist() == [[1, 2, 4, 0], [3, 5, 6, 7]]
+    assert texts.loss_mask.tolist() == [[False, False, True, False], [False, True, True, True]]
+    assert texts.document_ids.tolist() == [[0, 0, 0, -1], [0, 0, 0, 0]]
