@@ -757,3 +757,37 @@ def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> 
                 assert drafts == _lookup(request.token_ids, k, 4, 1, oldest=False)
                 compared += 1
     assert compared > 50 and executor.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prompts_start_together(
+    target_dir: Path, oracle: Oracle, overlap: bool, chunked: bool
+) -> None:
+    """Beside generations, prompts start only when three slots are free; the text is the same."""
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=2), device="cpu", dtype="float32",
+        max_batch_size=6, max_seq_len=64, prefill_batch_size=3, enable_chunked_prefill=chunked,
+        max_num_tokens=24 if chunked else None, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    scheduler, starts = llm.executor.scheduler, []
+    schedule = scheduler._schedule_contexts
+
+    def watch(budget: int) -> list[Any]:
+        free = len(scheduler._free_slots)
+        generating = any(r.is_generation for r in scheduler.running)
+        chunks = schedule(budget)
+        if any(chunk.start == 0 for chunk in chunks):
+            starts.append((free, generating))
+        return chunks
+
+    scheduler._schedule_contexts = watch  # type: ignore[method-assign]
+    prompts = [[3 + i, 7, 5] for i in range(25)]
+    params = [SamplingParams(max_tokens=4 + i % 9, ignore_eos=True) for i in range(25)]
+    outputs = llm.generate(prompts, params)
+    for prompt, output, wanted in zip(prompts, outputs, params, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
+    assert all(free >= 3 or not generating for free, generating in starts)
+    assert any(generating for _, generating in starts) and len(starts) < 12
+    with pytest.raises(ConfigError, match="prefill_batch_size"):
+        LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=3)

@@ -11,12 +11,14 @@ LAYERS = [
     ["metadata"],
     ["ops"],
     ["config"],
-    ["cache", "sampling", "acceptance", "outputs", "text", "hidden_states"],
+    ["cache", "sampling", "acceptance", "outputs", "text", "hidden_states", "acceptance_prompts"],
     ["attention"],
     ["models", "workers"],
     ["executor"],
     ["llm"],
-    ["prompts"],
+    ["train"],
+    ["doctor"],
+    ["prompts", "report"],
     ["cli"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

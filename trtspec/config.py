@@ -421,6 +421,7 @@ class ExecutorConfig:
     max_num_tokens: int
     max_seq_len: int
     enable_chunked_prefill: bool = False
+    prefill_batch_size: int = 1
     overlap: bool = True
     cuda_graph: CudaGraphConfig | None = None
 
@@ -428,6 +429,7 @@ class ExecutorConfig:
         require_int(self, "max_batch_size", 1, None)
         require_int(self, "max_num_tokens", 1, None)
         require_int(self, "max_seq_len", 2, None)
+        require_int(self, "prefill_batch_size", 1, self.max_batch_size)
 
 
 def require_int(config: object, name: str, low: int, high: int | None) -> None:

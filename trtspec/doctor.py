@@ -74,6 +74,11 @@ class Diagnosis:
                 f"{before:.2f} as it is and {after.conditional[0]:.2f} with the change (length "
                 f"{self.as_loaded.acceptance_length:.2f} and {after.acceptance_length:.2f})."
             )
+        if self.trained and self.trained[0] < SIGNIFICANT_GAIN:
+            return (
+                "The head had learned next to nothing when its training ended: the first draft "
+                f"was accepted {self.trained[0]:.2f} of the time. Train it longer, on more text."
+            )
         if self.trained:
             kept = f"when it was trained it was {self.trained[0]:.2f}"
             if before >= self.trained[0] - SIGNIFICANT_GAIN:

@@ -38,6 +38,8 @@ class LLM:
         max_seq_len: prompt and output together; default: the model's, at most 8192.
         kv_cache_config: size of the KV cache.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.
+        prefill_batch_size: while requests generate, new prompts wait until this many slots are
+            free. For throughput: fewer steps are slowed by prompts. 1 starts each at once.
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
@@ -61,6 +63,7 @@ class LLM:
         max_seq_len: int | None = None,
         kv_cache_config: KvCacheConfig | None = None,
         enable_chunked_prefill: bool = False,
+        prefill_batch_size: int = 1,
         disable_overlap_scheduler: bool | None = None,
         cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS,
         attn_backend: str = "auto",
@@ -77,6 +80,7 @@ class LLM:
             max_seq_len=max_seq_len,
             kv_cache_config=kv_cache_config,
             enable_chunked_prefill=enable_chunked_prefill,
+            prefill_batch_size=prefill_batch_size,
             disable_overlap_scheduler=disable_overlap_scheduler,
             cuda_graph_config=cuda_graph_config,
             attn_backend=attn_backend,

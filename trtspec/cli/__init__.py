@@ -143,6 +143,148 @@ def demo(
     raise typer.Exit(run_demo(engine, SamplingOptions(max_tokens)))
 
 
+@app.command()
+def acceptance(
+    model: ModelOption = DEFAULT_MODEL,
+    speculative: SpeculativeOption = "ngram",
+    max_draft_len: DraftLenOption = None,
+    draft_model: DraftModelOption = None,
+    head: HeadOption = None,
+    two_engine: TwoEngineOption = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='One JSON per line: {"id": "...", "category": "...", "messages": [...]}. '
+            "Default: the 120 prompts in the box.",
+        ),
+    ] = None,
+    categories: Annotated[
+        str | None, typer.Option("--categories", help="Only these, like chat,code. Default: all.")
+    ] = None,
+    per_category: Annotated[
+        int | None,
+        typer.Option("--per-category", min=1, help="Only the first so many of each category."),
+    ] = None,
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", help="Like 0,0.7,1. 0 is greedy.")
+    ] = "0",
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--contexts",
+            help="Like 256,1024,4096: the prompts again, after turns that make them this long.",
+        ),
+    ] = None,
+    max_tokens: MaxTokensOption = 128,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled answers.")] = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_batch_size: BatchSizeOption = 8,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Time a step for each K, and say which K pays.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write one self-contained page with plots."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything, every step included.")
+    ] = None,
+) -> None:
+    """Measure how well drafts are accepted, by position, category, context and temperature."""
+    from .acceptance import AcceptanceOptions, run_acceptance
+
+    engine = EngineOptions(
+        model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
+        max_batch_size,
+    )  # fmt: skip
+    what = AcceptanceOptions(
+        prompts, categories, per_category, temperatures, contexts, max_tokens, seed, advise, html,
+        json_file,
+    )  # fmt: skip
+    raise typer.Exit(run_acceptance(engine, what))
+
+
+@app.command()
+def train(
+    kind: Annotated[str, typer.Argument(help="eagle3 or mtp.")],
+    target: Annotated[
+        str, typer.Option("--target", help="smollm2-135m or a model directory.")
+    ] = DEFAULT_MODEL,
+    out: Annotated[
+        Path, typer.Option("--out", help="The run's directory; a run that is there goes on.")
+    ] = Path("head"),
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Conversations, one JSON per line.")
+    ] = None,
+    self_generate: Annotated[
+        int | None,
+        typer.Option("--self-generate", min=1, help="Let the target write so many conversations."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="What to ask it; default: made from templates."),
+    ] = None,
+    num_layers: Annotated[
+        int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
+    ] = 1,
+    draft_vocab_size: Annotated[
+        int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
+    ] = 16384,
+    length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a packed row.")] = 512,
+    max_answer: Annotated[
+        int, typer.Option("--max-answer", min=1, help="Most tokens of a generated answer.")
+    ] = 384,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps. Default: by --epochs.")
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.01)] = 3.0,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 48,
+    unroll: Annotated[
+        int, typer.Option("--unroll", min=1, help="Draft steps trained at each position.")
+    ] = 6,
+    learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3,
+    head_format: Annotated[
+        str, typer.Option("--format", help="raw, or for eagle3 speculators.")
+    ] = "raw",
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    max_batch_size: BatchSizeOption = 256,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad lines of --data out, and count them.")
+    ] = False,
+) -> None:
+    """Train a draft head for a target, on text the target itself writes or on a file."""
+    from .train import TrainOptions, run_train
+
+    options = TrainOptions(
+        kind, target, out, data, self_generate, prompts, num_layers, draft_vocab_size, length,
+        max_answer, steps, epochs, batch_size, unroll, learning_rate, head_format, dtype, device,
+        max_batch_size, seed, skip_bad,
+    )  # fmt: skip
+    raise typer.Exit(run_train(options))
+
+
+@app.command()
+def doctor(
+    target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")],
+    head: Annotated[Path, typer.Option("--head", help="Directory of the draft head.")],
+    num_prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
+    ] = 24,
+    max_tokens: MaxTokensOption = 64,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    json_output: JsonOption = False,
+) -> None:
+    """Find out why a draft head is accepted so little: try the known mistakes, one by one."""
+    from .doctor import run_doctor
+
+    raise typer.Exit(run_doctor(target, head, num_prompts, max_tokens, dtype, device, json_output))
+
+
 @app.command("inspect-head")
 def inspect_head(
     directory: Annotated[Path, typer.Argument(help="Directory of an EAGLE head or MTP layers.")],

@@ -99,6 +99,7 @@ def build_executor(
     max_seq_len: int | None = None,
     kv_cache_config: KvCacheConfig | None = None,
     enable_chunked_prefill: bool = False,
+    prefill_batch_size: int = 1,
     disable_overlap_scheduler: bool | None = None,
     cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS,
     attn_backend: str = "auto",
@@ -185,6 +186,7 @@ def build_executor(
         max_num_tokens=max_num_tokens,
         max_seq_len=seq_len,
         enable_chunked_prefill=enable_chunked_prefill,
+        prefill_batch_size=prefill_batch_size,
         overlap=overlap,
         cuda_graph=_graph_config(cuda_graph_config, backend, where),
     )

@@ -34,11 +34,12 @@ from ..outputs import EngineStats, acceptance_stats
 from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
+from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
 from .inputs import StepInputs, assemble, build_inputs
-from .request import Request, RequestState, ScheduledBatch
+from .request import Request, RequestState, ScheduledBatch, StepRecord
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
@@ -55,6 +56,8 @@ class _Pending:
     batch: ScheduledBatch
     yields_token: list[bool]  # per request: False for a chunk inside the prompt
     num_rows: int  # K'+1
+    asked: list[int]  # per generation: drafts its step before this one was asked for
+    proposed: Tensor | None  # [generations] drafts that it then had, if recorded
     new_tokens: Tensor
     lens: Tensor
     bad: Tensor
@@ -114,6 +117,9 @@ class PyExecutor:
                 self.graphs.capture_all(self.max_draft_len)
         self._runtime_draft_len = self.max_draft_len
         self.stop_check: StopCheck | None = None
+        self.record_steps = False
+        """Requests queued from now on keep a `StepRecord` of every generation step."""
+        self.dead_drafter_watch = DeadDrafterWatch.for_mode(mode)
         self._requests: dict[int, Request] = {}
         self._ids = itertools.count()
         self._pending: deque[_Pending] = deque()
@@ -145,6 +151,7 @@ class PyExecutor:
             sampling_params=params,
             seed=seed,
             max_total_tokens=min(len(prompt) + params.max_tokens, self.config.max_seq_len),
+            steps=[] if self.record_steps else None,
         )
         self._requests[request.request_id] = request
         self.scheduler.waiting.append(request)
@@ -253,6 +260,8 @@ class PyExecutor:
                 self._admit(chunk.request)
         num_drafts = self._num_drafts_to_verify(batch)
         draft_len = self._draft_len_of(batch)
+        asked = [min(request.num_drafts, num_drafts) for request in batch.generations]
+        proposed = self._count_proposed(batch.generations, num_drafts)
         outputs = None
         # A guided decoder is host code, which a replay would not run again.
         can_replay = not batch.contexts and self.worker.guided_decoder is None
@@ -274,7 +283,14 @@ class PyExecutor:
             request.past_upper += num_drafts + 1
         for request in batch.requests:
             request.num_in_flight += 1
-        return self._copy_to_host(batch, outputs, num_drafts + 1)
+        return self._copy_to_host(batch, outputs, num_drafts + 1, asked, proposed)
+
+    def _count_proposed(self, generations: list[Request], num_drafts: int) -> Tensor | None:
+        """Drafts that the slots hold, counted on the device; None where no request records it."""
+        if all(request.steps is None for request in generations):
+            return None
+        slots = torch.tensor([request.slot for request in generations], device=self.device)
+        return (self.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)
 
     @torch.inference_mode()
     def _step(self, inputs: StepInputs, draft_len: int) -> StepOutputs:
@@ -336,16 +352,20 @@ class PyExecutor:
         slots = torch.tensor([request.slot for request in batch.generations])
         return min(asked, int((self.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
 
-    def _copy_to_host(self, batch: ScheduledBatch, outputs: StepOutputs, rows: int) -> _Pending:
+    def _copy_to_host(
+        self, batch: ScheduledBatch, outputs: StepOutputs, rows: int, asked: list[int],
+        proposed: Tensor | None,
+    ) -> _Pending:  # fmt: skip
         tensors = (outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests)
         ready, saved = None, outputs.hidden_states
         if self.device.type == "cuda":
             saved = None if saved is None else saved.to("cpu", non_blocking=True)
+            proposed = None if proposed is None else proposed.to("cpu", non_blocking=True)
             tensors = tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[assignment]
             ready = torch.cuda.Event()
             ready.record()
         yields = [chunk.is_last for chunk in batch.contexts] + [True] * len(batch.generations)
-        return _Pending(batch, yields, rows, *tensors, saved, ready)
+        return _Pending(batch, yields, rows, asked, proposed, *tensors, saved, ready)
 
     # -- reading -------------------------------------------------------------------------------
     def _read(self, pending: _Pending) -> None:
@@ -390,8 +410,7 @@ class PyExecutor:
             return
         if is_generation:
             request.past_upper -= pending.num_rows - len(tokens)
-            request.record_step(len(tokens))
-            self._accepted_lens[len(tokens) - 1] += 1
+            self._record_step(pending, row, before - 1, len(tokens))
         try:
             self._append(request, tokens)
         except Exception as error:  # the stop check is the caller's code
@@ -404,6 +423,21 @@ class PyExecutor:
         if not request.is_finished:
             held = request.past_upper + self.worker.num_extra_kv_tokens
             self.kv_cache.trim(request.request_id, held)
+
+    def _record_step(
+        self, pending: _Pending, row: int, kv_len: int, num_accepted_tokens: int
+    ) -> None:
+        request, accepted = pending.batch.requests[row], num_accepted_tokens - 1
+        generation = row - len(pending.batch.contexts)
+        request.record_step(num_accepted_tokens)
+        self._accepted_lens[accepted] += 1
+        if request.steps is not None and pending.proposed is not None:
+            # Forced acceptance takes drafts that were never made.
+            proposed = max(int(pending.proposed[generation]), accepted)
+            request.steps.append(StepRecord(kv_len, proposed, accepted))
+        is_forced = self.worker.force_num_accepted_tokens > 0
+        if self.dead_drafter_watch is not None and not is_forced and pending.asked[generation]:
+            self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
     def _append(self, request: Request, tokens: list[int]) -> None:
         """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from ..sampling.params import SamplingParams
 from ..text import TextStream
@@ -16,6 +17,14 @@ class RequestState(Enum):
     CONTEXT = auto()  # has a slot, part of its prompt may be computed
     GENERATION = auto()
     FINISHED = auto()
+
+
+class StepRecord(NamedTuple):
+    """One generation step of one request."""
+
+    kv_len: int  # tokens in its KV cache before the step
+    proposed: int  # drafts the step verified
+    accepted: int  # of which accepted
 
 
 @dataclass(eq=False)
@@ -38,6 +47,7 @@ class Request:
     text: TextStream | None = None  # kept by whoever checks stop strings
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
+    steps: list[StepRecord] | None = None  # kept if `PyExecutor.record_steps` was set
 
     @property
     def token_ids(self) -> list[int]:

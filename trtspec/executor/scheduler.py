@@ -67,10 +67,19 @@ class Scheduler:
 
     def _next_prompt_tokens(self) -> int:
         """Tokens of the prompt that would be prefilled next, 0 if none can start."""
-        if not self.waiting or not self._free_slots or self._may_chunk(self.waiting[0]):
+        if not self.waiting or not self._may_start() or self._may_chunk(self.waiting[0]):
             return 0
         request = self.waiting[0]
         return request.num_tokens if self._can_admit(request, request.num_tokens) else 0
+
+    def _may_start(self) -> bool:
+        """Whether prompts may start now: enough of them could, or nothing would be held up.
+
+        A step with prompts in it is slower for all its generations, so few of them with many
+        prompts each cost less than many with one.
+        """
+        free, generating = len(self._free_slots), any(r.is_generation for r in self.running)
+        return free >= (self.config.prefill_batch_size if generating else 1)
 
     def _may_chunk(self, request: Request) -> bool:
         """Chunking is a policy, never a need, but for a preempted request that outgrew a pass."""
@@ -97,7 +106,8 @@ class Scheduler:
                 return chunks
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        while self.waiting and self._free_slots and budget > 0:
+        may_start = self._may_start()
+        while self.waiting and may_start and self._free_slots and budget > 0:
             request = self.waiting[0]
             if not self._can_admit(request, min(request.num_tokens, budget)):
                 break

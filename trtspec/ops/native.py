@@ -29,8 +29,9 @@ from ..utils import cache_dir
 logger = logging.getLogger(__name__)
 
 GENERATIONS = (9, 10)
-"""Major compute capabilities served: Hopper, and Blackwell's data-centre parts. Kernels start before
-their predecessors end, which older ones cannot, and take more shared memory than others have."""
+"""Major compute capabilities served: Hopper, and Blackwell's data-centre parts. Kernels start
+before their predecessors end, which older ones cannot, and take more shared memory than others
+have."""
 
 
 def kernels(x: Tensor) -> Any:

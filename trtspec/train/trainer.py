@@ -90,7 +90,10 @@ class TrainConfig:
 class TextSource(Protocol):
     """Packed texts in the order of training."""
 
-    fingerprint: str  # of the texts and their packing
+    @property
+    def fingerprint(self) -> str:
+        """Of the texts and their packing."""
+        ...
 
     def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
         """Batches number `first`, `first` + 1, …, without end."""

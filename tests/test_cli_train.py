@@ -1,0 +1,60 @@
+"""`trtspec train` and `trtspec doctor` on the real model, as small as they can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trtspec import cli
+
+Captured = pytest.CaptureFixture[str]
+SMALL = ["--length", "256", "--steps", "3", "--batch-size", "2", "--unroll", "2",
+         "--draft-vocab-size", "600", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
+
+
+@pytest.mark.model
+def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) -> None:
+    out, text = tmp_path / "head", tmp_path / "text.jsonl"
+    train = ["train", "eagle3", "--out", str(out), "--data", str(text), *SMALL]
+    generate = ["--self-generate", "4", "--max-answer", "16", "--max-batch-size", "4"]
+    assert cli.main([*train, *generate]) == 0, capsys.readouterr().err
+    assert len(text.read_text().splitlines()) == 5  # a header and four conversations
+    for name in ("config.json", "model.safetensors", "checkpoint.pt", "log.jsonl"):
+        assert (out / name).exists(), name
+    raw = json.loads((out / "config.json").read_text())
+    assert raw["draft_vocab_size"] == 600 and len(raw["training"]["held_out_conditional"]) == 2
+    assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
+    assert cli.main([*train, "--learning-rate", "0.5"]) == 2
+    assert "learning_rate" in capsys.readouterr().err
+    assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
+    capsys.readouterr()
+    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "2",
+              "--max-tokens", "8", "--device", "cpu", "--json"]  # fmt: skip
+    assert cli.main(doctor) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["problems"] == [] and len(verdict["tried"]) > 10
+    assert len(verdict["conditional_acceptance"]) == 3
+    served = cli.main([
+        "generate", "--speculative", "eagle3", "--head", str(out), "--max-draft-len", "2",
+        "--prompt", "Hello", "--max-tokens", "4", "--device", "cpu", "--json",
+    ])  # fmt: skip
+    assert served == 0 and json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eagle3"], "--self-generate"),
+        (["medusa", "--self-generate", "3"], "kind='medusa'"),
+        (["eagle3", "--data", "missing.jsonl", "--target", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_one_line(
+    tmp_path: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
+    assert cli.main(["train", *arguments, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "\n" not in error.removeprefix("error: ")
+    assert not (tmp_path / "out").exists()

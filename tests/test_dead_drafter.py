@@ -1,0 +1,121 @@
+"""The live warning of a draft head or model whose drafts are never accepted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from test_acceptance_report import constant_target_dir
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir
+
+from trtspec import LLM, EagleDecodingConfig, NGramDecodingConfig, SamplingParams
+from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
+from trtspec.config import DecodingBaseConfig
+from trtspec.executor.dead_drafter import DeadDrafterWatch, is_dead
+from trtspec.metadata.mode import SpeculativeDecodingMode
+
+DEAD = "trtspec doctor --target"
+
+
+def test_it_warns_once_and_only_for_a_full_window(caplog: pytest.LogCaptureFixture) -> None:
+    watch = DeadDrafterWatch(window=100)
+    for _ in range(99):
+        watch.see(False)
+    assert not caplog.records
+    watch.see(True)  # 1 of 100
+    (record,) = caplog.records
+    assert "Of the last 100 first drafts 1 were accepted (1.0 %)" in record.getMessage()
+    assert DEAD in record.getMessage() and record.levelno == logging.WARNING
+    for _ in range(500):
+        watch.see(False)
+    assert len(caplog.records) == 1
+
+
+def test_a_drafter_that_lives_or_a_hot_target_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = DeadDrafterWatch(window=100)
+    for i in range(1000):
+        watch.see(i % 50 == 0)  # 2 of every 100
+    for _ in range(1000):
+        watch.see(False, temperature=1.5)
+    assert not caplog.records
+    for _ in range(100):  # a drafter that dies later is told of all the same
+        watch.see(False, temperature=1.0)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("proposed", "accepted", "expected"),
+    [(256, 5, True), (256, 6, False), (100, 2, False), (100, 1, True), (0, 0, False)],
+)
+def test_the_threshold_is_two_percent(proposed: int, accepted: int, expected: bool) -> None:
+    assert is_dead(proposed, accepted) is expected
+
+
+def test_only_heads_and_draft_models_are_watched() -> None:
+    modes = SpeculativeDecodingMode
+    watched = {mode for mode in modes if DeadDrafterWatch.for_mode(mode) is not None}
+    assert watched == {
+        modes.MTP, modes.MTP_EAGLE, modes.MTP_EAGLE_ONE_MODEL, modes.EAGLE3,
+        modes.EAGLE3_ONE_MODEL, modes.DRAFT_TARGET,
+    }  # fmt: skip
+
+
+def _decode(target: Path, config: DecodingBaseConfig, overlap: bool) -> LLM:
+    llm = LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=4,
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    llm.generate(prompts, SamplingParams(max_tokens=120, ignore_eos=True))
+    return llm
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_executor_tells_of_a_dead_head_and_of_nothing_else(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+) -> None:
+    """The target says token 0 for ever; a head with its own vocabulary of others never does."""
+    target = constant_target_dir(tmp_path)
+    dead = eagle3_dir(tmp_path, seed=3)
+    layers = [0, 1, 2]
+    head = EagleDecodingConfig(
+        max_draft_len=2, speculative_model=dead, eagle3_layers_to_capture=layers
+    )
+    with caplog.at_level(logging.WARNING, logger="trtspec.executor.dead_drafter"):
+        llm = _decode(target, head, overlap)
+        rate = llm.stats().acceptance_per_position[0]
+        assert rate < 0.02, "the head is not dead"
+        assert [DEAD in text for text in caplog.messages] == [True]
+        caplog.clear()
+
+        perfect = eagle3_dir(tmp_path, draft_vocab=None)  # shares the target's lm_head
+        config = EagleDecodingConfig(
+            max_draft_len=1, speculative_model=perfect, eagle3_layers_to_capture=layers
+        )
+        _decode(target, config, overlap)
+        _decode(tiny_model_dir(tmp_path, seed=4), NGramDecodingConfig(max_draft_len=2), overlap)
+        monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "1")
+        _decode(target, head, overlap)
+        monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "0.001")  # forced to be as rare
+        _decode(target, head, overlap)
+        assert not any(DEAD in text for text in caplog.messages)
+
+
+def test_steps_that_were_asked_for_no_draft_do_not_count(tmp_path: Path) -> None:
+    target = constant_target_dir(tmp_path)
+    config = EagleDecodingConfig(
+        max_draft_len=2, speculative_model=eagle3_dir(tmp_path, seed=3),
+        eagle3_layers_to_capture=[0, 1, 2],
+    )  # fmt: skip
+    llm = LLM(target, config, device="cpu", dtype="float32")
+    llm.executor.runtime_draft_len = 0
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
+    watch = llm.executor.dead_drafter_watch
+    assert watch is not None and watch._proposed == 0

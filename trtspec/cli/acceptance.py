@@ -1,0 +1,248 @@
+"""`trtspec acceptance`: how well drafts are accepted, and where."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
+from .engine import load_llm, load_pair, parse_mode
+from .errors import CliError
+from .options import EngineOptions
+from .render import forced_banner, make_console
+from .status import Progress
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..report import AcceptanceReport, Advice, Group
+
+MAX_TEMPERATURE = 100.0
+
+
+@dataclass(frozen=True)
+class AcceptanceOptions:
+    """What to measure, as it was typed."""
+
+    prompts: Path | None
+    categories: str | None
+    per_category: int | None
+    temperatures: str
+    contexts: str | None
+    max_tokens: int
+    seed: int
+    advise: bool
+    html: Path | None
+    json: Path | None
+
+
+def run_acceptance(options: EngineOptions, what: AcceptanceOptions) -> int:
+    """Returns the exit code."""
+    if parse_mode(options.speculative).is_none():
+        raise CliError("--speculative none drafts nothing to measure: name a drafting mode.")
+    temperatures = _numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
+    contexts = [int(n) for n in _numbers("--contexts", what.contexts, 1, 2**20, whole=True)]
+    categories = [name.strip() for name in (what.categories or "").split(",") if name.strip()]
+    prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
+    for path in (what.html, what.json):
+        _check_writable(path)
+    if what.html is not None:
+        from ..report.plots import require_matplotlib
+
+        require_matplotlib()  # before minutes of measuring
+    with redirect_stdout(sys.stderr), Progress() as progress:
+        report = _measure(options, what, prompts, temperatures, contexts, progress)
+    console = make_console()
+    _print_report(console, options, report)
+    if what.json is not None:
+        found = {"model": options.model, "head": options.head, **report.to_json()}
+        what.json.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+    if what.html is not None:
+        from ..report.html import render_html
+        from ..report.plots import draw_plots
+
+        title = f"Acceptance: {options.model}, {_mode(report)}"
+        page = render_html(report, title, draw_plots(report))
+        what.html.write_text(page, encoding="utf-8")
+    for path in (what.html, what.json):
+        if path is not None:
+            console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _measure(
+    options: EngineOptions,
+    what: AcceptanceOptions,
+    prompts: Sequence[AcceptancePrompt],
+    temperatures: Sequence[float],
+    contexts: Sequence[int],
+    progress: Progress,
+) -> AcceptanceReport:
+    from ..report import measure_acceptance
+
+    plain: LLM | None = None
+    if what.advise:
+        plain, llm = load_pair(options, progress)
+    else:
+        llm = load_llm(options, progress)
+    report = measure_acceptance(
+        llm, prompts, temperatures=temperatures, contexts=contexts, max_tokens=what.max_tokens,
+        seed=what.seed, progress=progress,
+    )  # fmt: skip
+    if plain is None:
+        return report
+    return replace(report, advice=_advise(options, plain, llm, prompts, report, progress))
+
+
+def _advise(
+    options: EngineOptions,
+    plain: LLM,
+    llm: LLM,
+    prompts: Sequence[AcceptancePrompt],
+    report: AcceptanceReport,
+    progress: Progress,
+) -> Advice:
+    from ..report import advise, measure_step_ms
+
+    ids = sorted((llm.apply_chat_template(p.messages) for p in prompts), key=len)
+    batch = options.max_batch_size
+    start = max(0, (len(ids) - batch) // 2)  # the prompts of middling length
+    step_ms = measure_step_ms(
+        plain, llm, range(llm.max_draft_len + 1), ids[start : start + batch], batch_size=batch,
+        progress=progress,
+    )  # fmt: skip
+    return advise(step_ms, report.rates_to_advise, batch)
+
+
+def _numbers(
+    option: str, text: str | None, low: float, high: float, whole: bool = False
+) -> list[float]:
+    """`0,0.7,1` as numbers, each once."""
+    numbers = []
+    for part in (text or "").split(",") if text is not None else []:
+        try:
+            number = int(part) if whole else float(part)
+        except ValueError:
+            number = math.nan
+        if not low <= number <= high:
+            kind = "whole numbers" if whole else "numbers"
+            raise CliError(
+                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {kind} in {low:g} … "
+                f"{high:g}, separated by commas."
+            )
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        raise CliError(f"{path} is a directory: give the name of a file to write.")
+    if not path.absolute().parent.is_dir():
+        raise CliError(f"{path} cannot be written: the directory {path.parent} is not there.")
+
+
+def _mode(report: AcceptanceReport) -> str:
+    return f"{report.settings['mode'].upper()} K={report.max_draft_len}"
+
+
+def _print_report(console: Console, options: EngineOptions, report: AcceptanceReport) -> None:
+    from ..report.measure import INTERVAL
+
+    about = report.settings
+    console.print(
+        Text(
+            f"{options.model}, {_mode(report)}, {about['dtype']} on {about['device']}, batch "
+            f"{about['max_batch_size']}; {about['num_prompts']} prompts, at most "
+            f"{about['max_tokens']} tokens each, seed {about['seed']}; in brackets: {INTERVAL}"
+        ),
+        soft_wrap=True,
+    )
+    console.print(_length_table("category", [*report.by_category, *report.overall], report))
+    console.print(_position_table(report))
+    console.print(_length_table("context", report.by_context, report))
+    if report.advice is not None:
+        _print_advice(console, report.advice, report)
+    banner = forced_banner(about["forced_acceptance"])
+    if banner is not None:
+        console.print(banner, soft_wrap=True)
+    if report.warning is not None:
+        text = f"WARNING: {report.warning}"
+        console.print(Text(text, style="bold white on red"), soft_wrap=True)
+
+
+def _length_table(name: str, groups: Sequence[Group], report: AcceptanceReport) -> Table:
+    """A row per name, a column per temperature."""
+    from ..report.html import interval_text
+
+    table = Table(title=f"tokens per step by {name}", title_justify="left")
+    table.add_column(name)
+    for temperature in report.temperatures:
+        table.add_column(f"T={temperature:g}", justify="right")
+    for heading in ("prompts", "steps"):
+        table.add_column(heading, justify="right")
+    for row in dict.fromkeys(group.name for group in groups):
+        own = {group.temperature: group.acceptance for group in groups if group.name == row}
+        cells = [
+            interval_text(own[t].acceptance_length) if t in own else "-"
+            for t in report.temperatures
+        ]
+        prompts = max(acceptance.num_prompts for acceptance in own.values())
+        steps = sum(acceptance.num_steps for acceptance in own.values())
+        table.add_row(row, *cells, str(prompts), str(steps))
+    return table
+
+
+def _position_table(report: AcceptanceReport) -> Table:
+    from ..report.html import interval_text
+
+    table = Table(title="accepted by draft position", title_justify="left")
+    table.add_column("T", justify="right")
+    for heading in ("draft", "if all before were", "of all steps", "reached", "accepted"):
+        table.add_column(heading, justify="right")
+    for group in report.overall:
+        found = group.acceptance
+        for i in range(report.max_draft_len):
+            table.add_row(
+                f"{group.temperature:g}",
+                str(i + 1),
+                interval_text(found.conditional[i], percent=True),
+                interval_text(found.unconditional[i], percent=True),
+                str(found.reached[i]),
+                str(found.accepted[i]),
+            )
+    return table
+
+
+def _print_advice(console: Console, advice: Advice, report: AcceptanceReport) -> None:
+    title = f"draft length, batch {advice.batch_size}, T={report.temperatures[0]:g}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("K", "expected tokens", "step ms", "tok/s", "over plain"):
+        table.add_column(heading, justify="right")
+    for row in advice.rows:
+        table.add_row(
+            str(row.draft_len or "plain"),
+            f"{row.expected_tokens:.2f}",
+            "-" if row.step_ms is None else f"{row.step_ms:.2f}",
+            "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            style="bold green" if row is advice.best else None,
+        )
+    console.print(table)
+    best = advice.best
+    if best.draft_len == 0:
+        text = "Plain decoding is the fastest here: drafting does not pay."
+    else:
+        speedup = "" if best.speedup is None else f", {best.speedup:.2f}x plain"
+        text = f"Use --max-draft-len {best.draft_len}{speedup}."
+    console.print(Text(text, style="green"), soft_wrap=True)

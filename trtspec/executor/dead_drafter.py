@@ -1,0 +1,59 @@
+"""Tells, once, that a draft head or draft model is dead: its drafts are as good as never accepted.
+
+Wrong weights, layers or RoPE never show in the text, only here. The watch counts on the host what
+the host reads anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..metadata.mode import SpeculativeDecodingMode
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 256  # first drafts that are judged together
+DEAD_RATE = 0.02  # a drafter that works is far above this; chance is one over the vocabulary
+HOTTEST = 1.0  # above this temperature the target's own choice is close to a dice's
+DOCTOR = "trtspec doctor --target MODEL_DIR --head HEAD_DIR"
+
+
+def is_dead(proposed: int, accepted: int) -> bool:
+    """Whether so few first drafts accepted are what a dead drafter gives."""
+    return proposed > 0 and accepted < DEAD_RATE * proposed
+
+
+def has_network(mode: SpeculativeDecodingMode) -> bool:
+    """Whether a head or a model drafts; looking up n-grams may well find nothing."""
+    return mode.traits.one_engine or mode.traits.draft_model
+
+
+class DeadDrafterWatch:
+    """Counts the first drafts of `window` steps, judges them, and begins anew; warns once."""
+
+    def __init__(self, window: int = WINDOW):
+        self.window = window
+        self.has_warned = False
+        self._proposed = self._accepted = 0
+
+    @classmethod
+    def for_mode(cls, mode: SpeculativeDecodingMode) -> DeadDrafterWatch | None:
+        return cls() if has_network(mode) else None
+
+    def see(self, accepted: bool, temperature: float = 0.0) -> None:
+        """One step that verified a first draft."""
+        if self.has_warned or temperature > HOTTEST:
+            return
+        self._proposed += 1
+        self._accepted += accepted
+        if self._proposed < self.window:
+            return
+        if is_dead(self._proposed, self._accepted):
+            self.has_warned = True
+            logger.warning(
+                "Of the last %d first drafts %d were accepted (%.1f %%): the drafter looks dead. "
+                "The text is the target's all the same, but drafting only costs time. To find "
+                "out why: %s",
+                self._proposed, self._accepted, 100 * self._accepted / self._proposed, DOCTOR,
+            )  # fmt: skip
+        self._proposed = self._accepted = 0

@@ -1,0 +1,133 @@
+"""Runs prompts through an engine and keeps the record of every generation step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..acceptance_prompts import AcceptancePrompt
+from ..errors import ConfigError, RequestError
+from ..executor.request import Request, StepRecord
+from ..sampling.params import SamplingParams
+from .contexts import Encode, pad_prompt, padding_texts
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+Progress = Callable[[str, float, float], object]
+"""Called with what is being done, and how many of how many requests are."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer."""
+
+    prompt_id: str
+    category: str
+    temperature: float
+    context: int | None  # the length it was padded to, None as it is
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: str
+    steps: tuple[StepRecord, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        fields = dict(vars(self))
+        return {**fields, "steps": [list(step) for step in self.steps]}
+
+
+def collect_samples(
+    llm: LLM,
+    prompts: Sequence[AcceptancePrompt],
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    contexts: Sequence[int] = (),
+    max_tokens: int = 128,
+    seed: int = 0,
+    encode: Encode | None = None,
+    progress: Progress | None = None,
+) -> list[Sample]:
+    """Every prompt at every temperature, as it is and padded to each context length.
+
+    All are queued at once; the engine runs as many together as it has places. Prompt number i is
+    sampled with seed `seed + i`.
+
+    Args:
+        encode: messages to token ids; default: the model's chat template.
+
+    Raises:
+        ConfigError: a temperature or context length cannot be.
+        RequestError: a prompt is too long, or a request failed.
+    """
+    encode = encode or llm.apply_chat_template
+    executor = llm.executor
+    _check_contexts(contexts, max_tokens, executor.config.max_seq_len)
+    inputs: list[tuple[int, AcceptancePrompt, int | None, list[int]]] = []
+    for number, prompt in enumerate(prompts):
+        inputs.append((number, prompt, None, _checked(llm, prompt, encode(list(prompt.messages)))))
+        for length in contexts:
+            texts = padding_texts(prompts, prompt, start=number)
+            ids = _checked(llm, prompt, pad_prompt(prompt, texts, length, encode))
+            inputs.append((number, prompt, length, ids))
+    queued: list[tuple[AcceptancePrompt, int | None, float, Request]] = []
+    before, executor.record_steps = executor.record_steps, True
+    try:
+        for temperature in temperatures:
+            for number, prompt, context, ids in inputs:
+                params = _params(temperature, max_tokens, seed + number)
+                queued.append((prompt, context, temperature, executor.enqueue(ids, params)))
+        executor.record_steps = before
+        done = 0
+        while done < len(queued):
+            done += len(executor.step())
+            if progress is not None:
+                progress(f"decoding {len(queued)} prompts", done, len(queued))
+    finally:  # an interrupt must not leave half a batch running
+        executor.record_steps = before
+        for *_, request in queued:
+            executor.cancel(request.request_id)
+    return [_sample(*entry) for entry in queued]
+
+
+def _params(temperature: float, max_tokens: int, seed: int) -> SamplingParams:
+    try:
+        return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    except RequestError as error:  # the caller's, not one request's
+        raise ConfigError(str(error)) from error
+
+
+def _check_contexts(contexts: Sequence[int], max_tokens: int, max_seq_len: int) -> None:
+    for context in contexts:
+        if context < 1:
+            raise ConfigError(f"A context of {context} tokens cannot be: give at least 1.")
+        if context + max_tokens > max_seq_len:
+            raise ConfigError(
+                f"A context of {context} tokens and max_tokens={max_tokens} are more than the "
+                f"engine's max_seq_len={max_seq_len}. Give shorter contexts or fewer tokens."
+            )
+
+
+def _checked(llm: LLM, prompt: AcceptancePrompt, ids: list[int]) -> list[int]:
+    try:
+        return llm.executor.check_prompt(ids)
+    except RequestError as error:
+        raise RequestError(f"prompt {prompt.id!r}: {error}") from None
+
+
+def _sample(
+    prompt: AcceptancePrompt, context: int | None, temperature: float, request: Request
+) -> Sample:
+    if request.finish_reason == "error":
+        raise RequestError(f"prompt {prompt.id!r} failed: {request.error}")
+    assert request.finish_reason is not None and request.steps is not None
+    return Sample(
+        prompt_id=prompt.id,
+        category=prompt.category,
+        temperature=temperature,
+        context=context,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=len(request.output_token_ids),
+        finish_reason=request.finish_reason,
+        steps=tuple(request.steps),
+    )

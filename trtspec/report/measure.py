@@ -1,0 +1,156 @@
+"""The acceptance report: what was measured, in numbers and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..acceptance_prompts import AcceptancePrompt, load_prompts
+from ..errors import ConfigError
+from ..executor.dead_drafter import DOCTOR, has_network, is_dead
+from .advice import Advice
+from .collect import Encode, Progress, Sample, collect_samples
+from .statistics import (
+    CONFIDENCE,
+    RESAMPLES,
+    Cluster,
+    Group,
+    acceptance_of,
+    bucket_name,
+    by_bucket,
+)
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+INTERVAL = f"{CONFIDENCE:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples"
+MIN_TO_JUDGE = 32  # first drafts; from fewer nobody can tell that a drafter is dead
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """`overall` and `by_category` count prompts as they are; `by_context` also padded ones."""
+
+    settings: dict[str, Any]
+    max_draft_len: int
+    overall: tuple[Group, ...]  # one per temperature, in the order given
+    by_category: tuple[Group, ...]
+    by_context: tuple[Group, ...]
+    samples: tuple[Sample, ...]
+    warning: str | None  # what to say of a dead drafter
+    advice: Advice | None = None
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        return tuple(group.temperature for group in self.overall)
+
+    @property
+    def rates_to_advise(self) -> list[float | None]:
+        """Conditional rates at the first temperature, where a draft that was not made counts as
+        not accepted: `advise` then expects of the longest draft what was measured. For a head,
+        which always proposes, they are its conditional rates."""
+        found = self.overall[0].acceptance
+        before = (found.num_steps, *found.accepted)
+        return [n / b if b else None for n, b in zip(found.accepted, before, strict=False)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.settings,
+            "interval": INTERVAL,
+            "warning": self.warning,
+            "overall": [group.to_json() for group in self.overall],
+            "by_category": [group.to_json() for group in self.by_category],
+            "by_context": [group.to_json() for group in self.by_context],
+            "advice": None if self.advice is None else self.advice.to_json(),
+            "samples": [sample.to_json() for sample in self.samples],
+        }
+
+
+def measure_acceptance(
+    llm: LLM,
+    prompts: Sequence[AcceptancePrompt] | None = None,
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    contexts: Sequence[int] = (),
+    max_tokens: int = 128,
+    seed: int = 0,
+    encode: Encode | None = None,
+    progress: Progress | None = None,
+) -> AcceptanceReport:
+    """Runs the prompts (the built-in set by default). Arguments as in `collect_samples`.
+
+    Raises:
+        ConfigError: the engine drafts nothing, or an argument cannot be.
+        RequestError: a prompt is too long, or a request failed.
+    """
+    if llm.max_draft_len == 0:
+        raise ConfigError(f"Mode {llm.mode.name} drafts nothing: there is no acceptance.")
+    prompts = load_prompts() if prompts is None else list(prompts)
+    temperatures = list(dict.fromkeys(temperatures))
+    if not prompts or not temperatures:
+        raise ConfigError("Give at least one prompt and one temperature.")
+    samples = collect_samples(
+        llm, prompts, temperatures=temperatures, contexts=list(dict.fromkeys(contexts)),
+        max_tokens=max_tokens, seed=seed, encode=encode, progress=progress,
+    )  # fmt: skip
+    k = llm.max_draft_len
+    as_they_are = [sample for sample in samples if sample.context is None]
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+
+    def group(name: str, temperature: float, clusters: Sequence[Cluster]) -> Group:
+        return Group(name, temperature, acceptance_of(clusters, k))
+
+    overall = [group("all", t, _steps(as_they_are, t)) for t in temperatures]
+    by_category = [
+        group(category, t, _steps(as_they_are, t, category))
+        for category in categories
+        for t in temperatures
+    ]
+    buckets = {t: by_bucket(_steps(samples, t)) for t in temperatures}
+    by_context = [
+        group(bucket_name(bucket), t, buckets[t][bucket])
+        for bucket in sorted({bucket for found in buckets.values() for bucket in found})
+        for t in temperatures
+        if bucket in buckets[t]
+    ]
+    forced = llm.stats().forced_acceptance
+    settings = {
+        "mode": llm.mode.name.lower(),
+        "max_draft_len": k,
+        "device": str(llm.device),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "max_batch_size": llm.executor.config.max_batch_size,
+        "num_prompts": len(prompts),
+        "temperatures": temperatures,
+        "contexts": list(contexts),
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "forced_acceptance": forced,
+    }
+    warning = None
+    if has_network(llm.mode) and not forced:
+        warning = _warning(overall[0])
+    return AcceptanceReport(
+        settings, k, tuple(overall), tuple(by_category), tuple(by_context), tuple(samples), warning
+    )
+
+
+def _steps(
+    samples: Sequence[Sample], temperature: float, category: str | None = None
+) -> list[Cluster]:
+    return [
+        (sample.prompt_id, sample.steps)
+        for sample in samples
+        if sample.temperature == temperature and category in (None, sample.category)
+    ]
+
+
+def _warning(overall: Group) -> str | None:
+    proposed, accepted = overall.acceptance.proposed[0], overall.acceptance.accepted[0]
+    if proposed < MIN_TO_JUDGE or not is_dead(proposed, accepted):
+        return None
+    return (
+        f"of {proposed} first drafts {accepted} were accepted ({accepted / proposed:.1%}): the "
+        f"drafter looks dead. To find out why: {DOCTOR}"
+    )

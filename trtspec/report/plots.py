@@ -1,0 +1,134 @@
+"""The report's plots as SVG, drawn with matplotlib (the extra `report`)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from .measure import AcceptanceReport
+from .statistics import Estimate, Group
+
+_WIDTH, _ROW = 7.0, 0.34  # inches: of a plot, and of one bar in it
+
+
+def require_matplotlib() -> Any:
+    """Its Figure class.
+
+    Raises:
+        ConfigError: matplotlib is not installed; names the extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"The HTML report is drawn with matplotlib, which cannot be imported ({error}): pip "
+            "install 'trtspec[report]', or leave the HTML out."
+        ) from error
+    return Figure
+
+
+def draw_plots(report: AcceptanceReport) -> dict[str, str]:
+    """Title -> SVG document."""
+    figure_class = require_matplotlib()
+    plots = {
+        "Acceptance by draft position": _positions(figure_class, report),
+        "Acceptance length by category": _bars(
+            figure_class, report.by_category, report.temperatures
+        ),
+        "Acceptance length by context": _bars(figure_class, report.by_context, report.temperatures),
+    }
+    if len(report.overall) > 1:
+        plots["Acceptance length by temperature"] = _temperatures(figure_class, report)
+    if report.advice is not None:
+        plots["Tokens per second by draft length"] = _speeds(figure_class, report)
+    return plots
+
+
+def _positions(figure_class: Any, report: AcceptanceReport) -> str:
+    figure = figure_class(figsize=(_WIDTH, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    numbers = range(1, report.max_draft_len + 1)
+    for color, group in enumerate(report.overall):
+        for rates, style, name in (
+            (group.acceptance.conditional, "o-", "if all before were"),
+            (group.acceptance.unconditional, "s--", "of all steps"),
+        ):
+            values, errors = _with_errors(rates)
+            axes.errorbar(
+                numbers, values, yerr=errors, fmt=style, color=f"C{color}", capsize=3,
+                label=f"T = {group.temperature:g}, {name}",
+            )  # fmt: skip
+    axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.03), xticks=list(numbers))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> str:
+    names = list(dict.fromkeys(group.name for group in groups))
+    rows = len(names) * len(temperatures)
+    figure = figure_class(figsize=(_WIDTH, 1.1 + _ROW * rows), layout="constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(temperatures)
+    for number, temperature in enumerate(temperatures):
+        own = [group for group in groups if group.temperature == temperature]
+        values, errors = _with_errors([group.acceptance.acceptance_length for group in own])
+        offset = (number - (len(temperatures) - 1) / 2) * height
+        places = [names.index(group.name) + offset for group in own]
+        axes.barh(
+            places, values, height, xerr=errors, capsize=3, color=f"C{number}",
+            label=f"T = {temperature:g}",
+        )  # fmt: skip
+    axes.set(xlabel="tokens per step", yticks=list(range(len(names))), yticklabels=names)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    if len(temperatures) > 1:
+        axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def _temperatures(figure_class: Any, report: AcceptanceReport) -> str:
+    figure = figure_class(figsize=(_WIDTH, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    groups = sorted(report.overall, key=lambda group: group.temperature)
+    values, errors = _with_errors([group.acceptance.acceptance_length for group in groups])
+    axes.errorbar([g.temperature for g in groups], values, yerr=errors, fmt="o-", capsize=3)
+    axes.set(xlabel="temperature", ylabel="tokens per step")
+    axes.set_ylim(bottom=0.95)
+    axes.grid(alpha=0.3)
+    return _svg(figure)
+
+
+def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
+    assert report.advice is not None
+    figure = figure_class(figsize=(_WIDTH, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    rows = [row for row in report.advice.rows if row.tokens_per_second is not None]
+    best = report.advice.best
+    axes.plot([row.draft_len for row in rows], [row.tokens_per_second for row in rows], "o-")
+    axes.plot([best.draft_len], [best.tokens_per_second], "*", markersize=16, label="best")
+    axes.set(xlabel="draft length K (0: plain)", ylabel="tokens per second")
+    axes.set_xticks([row.draft_len for row in rows])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def _with_errors(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[float]]]:
+    """Values, and how far the interval goes below and above; NaN where nothing was counted."""
+    nan = float("nan")
+    values = [nan if e.value is None else e.value for e in estimates]
+    below = [0.0 if e.low is None else max(0.0, (e.value or 0.0) - e.low) for e in estimates]
+    above = [0.0 if e.high is None else max(0.0, e.high - (e.value or 0.0)) for e in estimates]
+    return values, [below, above]
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]  # without the DTD's address

@@ -1,0 +1,1 @@
+"""Training of draft heads: text from the target itself, packed."""

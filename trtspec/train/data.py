@@ -1,0 +1,606 @@
+"""Training text: JSON lines in, masked tokens out, packed into rows of one length.
+
+A file is JSON lines, one conversation each, in two forms that may be mixed:
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
+    {"input_ids": [1, 2, …], "loss_mask": [0, 1, …], "kind": "code", "temperature": 0.8}
+
+Text is rendered with the target's chat template; tokens are taken as they are, so they need a
+header line before them that says whose tokens they are:
+
+    {"format": "trtspec-train-1", "tokenizer": "<fingerprint>", "model": "<name>"}
+
+A header holds for the lines up to the next one: files may be joined with `cat`. Other keys of a
+line or header are ignored. The loss mask marks the tokens to be predicted, those the assistant
+wrote, end-of-turn token included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..acceptance_prompts import prompt_fingerprints, text_fingerprints
+from ..errors import TrtspecError
+from .unroll import Texts
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "trtspec-train-1"
+PADDING = -1  # document id of a position that belongs to no document
+_LINE_FORMS = (
+    '{"messages": [{"role": …, "content": …}, …]} or {"input_ids": […], "loss_mask": [0 or 1, …]}'
+)
+
+
+class DataError(TrtspecError, ValueError):
+    """A file of training text, or a line of it, that cannot be used."""
+
+
+class _BadLine(Exception):
+    """What is wrong with one line. Says what was found and what is allowed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One conversation as tokens.
+
+    input_ids: [T] int64. loss_mask: [T] bool, True where the token is one to be predicted.
+    digest: hex sha256 of what the line says, before truncation: the same for every max_len.
+    kind, temperature: how the text came about, if the line says so.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    digest: str
+    kind: str | None = None
+    temperature: float | None = None
+
+
+@dataclass
+class ReadCounts:
+    """Lines of one pass over a file: kept, and why not. Truncated examples are kept ones."""
+
+    kept: int = 0
+    truncated: int = 0
+    without_loss: int = 0
+    measured: int = 0  # they hold an evaluation prompt
+    bad: int = 0
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """16 hex digits that name a tokenizer's ids: which token each id is, and which are special.
+
+    Merges and chat template do not count: they change which ids a text gives, not what ids mean.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    content = json.dumps([vocabulary, sorted(tokenizer.all_special_ids)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def special_token_ids(tokenizer: Any) -> list[int]:
+    """Ids of the tokens that are no text (end of turn, end of text, padding …), ascending."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    flagged = {index for index, token in added.items() if token.special}
+    return sorted(flagged | set(tokenizer.all_special_ids))
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[dict[str, str]], add_generation_prompt: bool
+) -> str:
+    """The chat template's text.
+
+    Raises:
+        DataError: the messages do not fit the template.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+    except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
+        raise DataError(f"the chat template cannot render the messages: {error}") from error
+
+
+def render_conversation(
+    tokenizer: Any, messages: Sequence[dict[str, str]]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole conversation, and which of them the assistant wrote.
+
+    A turn of the assistant begins where the template's generation prompt ends and goes on to its
+    end-of-turn token, which is in; whitespace that the template puts after that is not, since
+    the model never writes it. A token that straddles the beginning is not in either: at
+    inference the prompt's tokens are fixed before the answer begins.
+
+    Raises:
+        DataError: the messages do not fit the template, or the template rewrites earlier turns,
+            so that the assistant's text cannot be found again.
+    """
+    text = render_chat(tokenizer, messages, False)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
+    special = set(special_token_ids(tokenizer))
+    special_spans = [span for i, span in zip(ids, offsets, strict=True) if i in special]
+    mask = [False] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start, end = _turn_span(tokenizer, messages, turn, text, special_spans)
+        for i, (first, last) in enumerate(offsets):
+            mask[i] |= start <= first and last <= end
+    return ids, mask
+
+
+def _turn_span(
+    tokenizer: Any,
+    messages: Sequence[dict[str, str]],
+    turn: int,
+    text: str,
+    special_spans: list[tuple[int, int]],
+) -> tuple[int, int]:
+    """[start, end) of an assistant's turn in the rendered `text`, in characters."""
+    if turn == 0:
+        raise DataError("the first message is the assistant's: it must answer something")
+    before = render_chat(tokenizer, messages[:turn], True)
+    content = messages[turn]["content"].strip()  # many templates trim
+    start = len(before)
+    found = text.find(content, start) if text.startswith(before) else -1
+    if found < 0:
+        raise DataError(
+            f"the chat template writes message {turn} of {len(messages)} in another way once more "
+            "follow, so the assistant's tokens cannot be told: give one line per answer, or "
+            "input_ids and loss_mask"
+        )
+    end = found + len(content)
+    through = render_chat(tokenizer, messages[: turn + 1], False)
+    limit = len(through) if text.startswith(through) else len(text)
+    for first, last in special_spans:
+        if end <= first and last <= limit:
+            return start, last if not text[end:first].strip() else end
+    return start, end
+
+
+def is_measured(messages: Sequence[dict[str, str]]) -> bool:
+    """Whether a user's turn, or a longer paragraph of one, is in the prompts that acceptance is
+    measured on. A head must not be trained on these."""
+    measured = prompt_fingerprints()
+    users = [message["content"] for message in messages if message["role"] == "user"]
+    return any(not measured.isdisjoint(text_fingerprints(text)) for text in users)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+class TrainingText:
+    """The examples of a file, read anew by every iteration; `counts` are those of the last one.
+
+    Examples without a token to predict are dropped, also when truncation left none; so are
+    messages that hold an evaluation prompt (token lines are taken as they are).
+
+    Args:
+        path: a file of JSON lines, as at the top of this module.
+        tokenizer: the target's transformers tokenizer.
+        vocab_size: the target's; ids must be below it.
+        max_len: longer examples lose their tail; None keeps all.
+        skip_bad: bad lines are left out and counted, with one warning at the end. What makes
+            the whole file useless is raised all the same: another tokenizer, another format.
+
+    Raises:
+        DataError: while iterating, "file:line: what was found, what is allowed".
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tokenizer: Any,
+        vocab_size: int,
+        *,
+        max_len: int | None = None,
+        skip_bad: bool = False,
+    ):
+        if max_len is not None and max_len < 2:
+            raise DataError(f"max_len={max_len}: it must be at least 2, a token and its next.")
+        self.path, self.tokenizer, self.vocab_size = Path(path), tokenizer, vocab_size
+        self.max_len, self.skip_bad = max_len, skip_bad
+        self.counts = ReadCounts()
+        self._fingerprint = tokenizer_fingerprint(tokenizer)
+
+    def __iter__(self) -> Iterator[Example]:
+        self.counts = counts = ReadCounts()
+        header: dict[str, Any] | None = None
+        first_bad = ""
+        for number, line, is_whole in _lines(self.path):
+            where = f"{self.path}:{number}"
+            try:
+                record = _parse(line)
+                if "format" in record:
+                    header = _check_header(record, where)
+                    continue
+                example = self._example(record, header, where)
+            except (_BadLine, _Torn) as error:
+                if isinstance(error, _Torn) and header is not None and not is_whole:
+                    logger.warning("%s ends inside a line that was being written: left out.", where)
+                    break
+                if not self.skip_bad:
+                    raise DataError(f"{where}: {error}") from error.__cause__
+                first_bad = first_bad or f"{where}: {error}"
+                counts.bad += 1
+                continue
+            if example is not None:
+                counts.kept += 1
+                yield example
+        if counts.measured:
+            logger.warning(
+                "%s: %d conversation(s) with prompts that acceptance is measured on left out",
+                self.path,
+                counts.measured,
+            )
+        if counts.bad:
+            logger.warning(
+                "%s: %d bad line(s) left out, the first: %s", self.path, counts.bad, first_bad
+            )
+
+    def _example(
+        self, record: dict[str, Any], header: dict[str, Any] | None, where: str
+    ) -> Example | None:
+        """The line's example, or None if it has nothing to predict."""
+        if ("messages" in record) == ("input_ids" in record):
+            keys = ", ".join(map(repr, record)) or "none"
+            raise _BadLine(f"an object with the keys {keys}; allowed is {_LINE_FORMS}.")
+        kind, temperature = _check_labels(record)
+        if "messages" in record:
+            _check_messages(record["messages"])
+            if is_measured(record["messages"]):
+                self.counts.measured += 1
+                return None
+            ids, mask, content = self._from_messages(record["messages"], where)
+        else:
+            self._check_tokenizer(header, where)
+            ids, mask = _check_tokens(record)
+            content = " ".join(map(str, ids))
+        # One comparison for both forms: a tokenizer may know more ids than the model has rows.
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise _BadLine(f"token id {wrong}; ids must be in 0 … {self.vocab_size - 1}.")
+        is_long = self.max_len is not None and len(ids) > self.max_len
+        ids, mask = ids[: self.max_len], mask[: self.max_len]
+        if not any(mask):
+            self.counts.without_loss += 1
+            return None
+        self.counts.truncated += is_long
+        return Example(
+            torch.tensor(ids, dtype=torch.int64),
+            torch.tensor(mask, dtype=torch.bool),
+            hashlib.sha256(content.encode()).hexdigest(),
+            kind,
+            temperature,
+        )
+
+    def _from_messages(self, messages: Any, where: str) -> tuple[list[int], list[bool], str]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                f"{where}: 'messages' need a chat template, which this tokenizer does not have. "
+                "Give input_ids and loss_mask."
+            )
+        try:
+            ids, mask = render_conversation(self.tokenizer, messages)
+        except DataError as error:
+            raise _BadLine(f"{error}.") from error
+        return ids, mask, json.dumps(messages, sort_keys=True)
+
+    def _check_tokenizer(self, header: dict[str, Any] | None, where: str) -> None:
+        if header is None:
+            raise DataError(
+                f"{where}: input_ids, and no header line before them says whose tokens they are. "
+                f'Begin the file with {{"format": "{FORMAT}", "tokenizer": "{self._fingerprint}"}} '
+                "if they are this tokenizer's."
+            )
+        theirs = header.get("tokenizer")
+        if theirs != self._fingerprint:
+            raise DataError(
+                f"{where}: input_ids of tokenizer {theirs} (model {header.get('model')!r}); the "
+                f"target's is {self._fingerprint}. Use text of this target, or its messages."
+            )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """(number from 1, line, whether it ends with a newline) of the lines that are not blank."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.strip():
+                    yield number, line, line.endswith(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+class _Torn(_BadLine):
+    """A line that is no JSON, as one that was cut would be."""
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise _Torn(f"not JSON in UTF-8 ({error}); allowed is {_LINE_FORMS}.") from error
+    if not isinstance(record, dict):
+        raise _BadLine(f"a JSON {type(record).__name__}, not an object; allowed is {_LINE_FORMS}.")
+    return record
+
+
+def _check_header(record: dict[str, Any], where: str) -> dict[str, Any]:
+    if record["format"] != FORMAT:
+        raise DataError(
+            f"{where}: format {record['format']!r}; this version reads {FORMAT!r}. Convert it, or "
+            "generate it again."
+        )
+    return record
+
+
+def _check_labels(record: dict[str, Any]) -> tuple[str | None, float | None]:
+    kind, temperature = record.get("kind"), record.get("temperature")
+    if kind is not None and not isinstance(kind, str):
+        raise _BadLine(f"kind={kind!r}; allowed is a text.")
+    if temperature is None:
+        return kind, None
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not (math.isfinite(temperature) and temperature >= 0):
+        raise _BadLine(f"temperature={temperature!r}; allowed is a number >= 0.")
+    return kind, float(temperature)
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise _BadLine(f"messages={_short(messages)}; allowed is a list of at least one message.")
+    for i, message in enumerate(messages):
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or not all(isinstance(text, str) for text in message.values())
+        ):
+            raise _BadLine(
+                f"message {i} is {_short(message)}; allowed is an object with the texts 'role' "
+                "and 'content' and nothing else."
+            )
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
+            raise _BadLine(f"message {i} is not valid Unicode text ({error}).") from error
+
+
+def _check_tokens(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if not isinstance(ids, list) or set(map(type, ids)) - {int}:  # bool is a type of its own here
+        raise _BadLine(f"input_ids={_short(ids)}; allowed is a list of ints.")
+    if not isinstance(mask, list) or set(map(type, mask)) - {int} or set(mask) - {0, 1}:
+        raise _BadLine(f"loss_mask={_short(mask)}; allowed is a list of 0 and 1.")
+    if len(mask) != len(ids):
+        raise _BadLine(f"{len(ids)} input_ids and a loss_mask of {len(mask)}; they must be equal.")
+    return ids, [m == 1 for m in mask]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+# -- splitting, packing ----------------------------------------------------------------------------
+def split(examples: Iterable[Example], holdout: float) -> tuple[list[Example], list[Example]]:
+    """(to train on, held out). An example's own text decides, so what is held out stays held out
+    when the file grows, is shuffled or is truncated elsewhere; a larger share holds out more.
+
+    Args:
+        holdout: the share to hold out, in 0 … 1; 0 holds out nothing.
+    """
+    if not 0 <= holdout <= 1:
+        raise DataError(f"holdout={holdout}: it must be in 0 … 1.")
+    train: list[Example] = []
+    held: list[Example] = []
+    for example in examples:
+        draw = int(example.digest[:16], 16) / 2**64
+        (held if draw < holdout else train).append(example)
+    return train, held
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Documents in N rows of L tokens, and the order in which each epoch reads the rows. The
+    trainer's `TextSource`.
+
+    rows: the tensors, [N, L] each. Padding has id 0, position 0, no loss and document -1; the
+        documents of a row are numbered 0, 1, …
+    truncated: documents that were longer than a row.
+    """
+
+    rows: Texts
+    seed: int
+    truncated: int = 0
+
+    def __len__(self) -> int:
+        return self.rows.input_ids.shape[0]
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that hold a token."""
+        return float((self.rows.document_ids != PADDING).float().mean())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the texts, how they are packed, and the seed of their order."""
+        digest = hashlib.sha256(f"{self.seed} {list(self.rows.input_ids.shape)}".encode())
+        for tensor in (self.rows.input_ids, self.rows.loss_mask, self.rows.document_ids):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def order(self, epoch: int) -> Tensor:
+        """[N] int64, the rows as the epoch reads them. Depends on (seed, epoch, N) alone, not on
+        a version of torch: training resumed elsewhere sees the same."""
+        return torch.tensor(_shuffled(len(self), f"epoch {self.seed} {epoch}"), dtype=torch.int64)
+
+    def num_batches(self, batch_size: int, drop_last: bool = True) -> int:
+        """Batches of an epoch.
+
+        Raises:
+            DataError: batch_size is below 1, or above N when the last batch must be full.
+        """
+        if batch_size < 1 or (drop_last and batch_size > len(self)):
+            raise DataError(
+                f"batch_size={batch_size} with {len(self)} packed row(s) of "
+                f"{self.rows.input_ids.shape[1]} tokens: it must be in 1 … {len(self)}. Give more "
+                "text, or shorter rows."
+            )
+        return len(self) // batch_size if drop_last else -(-len(self) // batch_size)
+
+    def epoch_batches(
+        self, batch_size: int, epoch: int, first: int = 0, drop_last: bool = True
+    ) -> Iterator[Texts]:
+        """The epoch's batches from number `first` on: what a run that stopped there would have
+        seen next. The rows that fill no batch are left out, others in every epoch, unless
+        `drop_last` is False."""
+        count, order = self.num_batches(batch_size, drop_last), self.order(epoch)
+        for i in range(first, count):
+            chosen, rows = order[i * batch_size : (i + 1) * batch_size], self.rows
+            yield Texts(
+                rows.input_ids[chosen],
+                rows.loss_mask[chosen],
+                rows.document_ids[chosen],
+                rows.positions[chosen],
+            )
+
+    def batches(self, batch_size: int, first: int = 0) -> Iterator[Texts]:
+        """Full batches without end, one epoch after the other, from number `first` of all on."""
+        epoch, start = divmod(first, self.num_batches(batch_size))
+        while True:
+            yield from self.epoch_batches(batch_size, epoch, start)
+            epoch, start = epoch + 1, 0
+
+
+def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
+    """Whole documents side by side in rows of `length` tokens: shuffled by the seed, then each
+    into the first row that has room. Longer ones lose their tail, and are dropped if nothing to
+    predict is left.
+
+    Raises:
+        DataError: nothing is left to pack, or the length is below 2.
+    """
+    if length < 2:
+        raise DataError(f"length={length}: it must be at least 2, a token and its next.")
+    given = list(examples)
+    documents = [e for e in given if bool(e.loss_mask[:length].any())]
+    if not documents:
+        raise DataError(
+            f"None of {len(given)} example(s) has a token to predict in its first {length}. Give "
+            "text with answers of the assistant, or longer rows."
+        )
+    documents = [documents[i] for i in _shuffled(len(documents), f"pack {seed}")]
+    sizes = [min(len(e.input_ids), length) for e in documents]
+    bins = first_fit(sizes, length)
+    shape = max(bins) + 1, length
+    rows = Texts(
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.bool),
+        torch.full(shape, PADDING, dtype=torch.int32),
+        torch.zeros(shape, dtype=torch.int64),
+    )
+    used, counts = [0] * shape[0], [0] * shape[0]
+    for example, row, size in zip(documents, bins, sizes, strict=True):
+        place = row, slice(used[row], used[row] + size)
+        rows.input_ids[place] = example.input_ids[:size]
+        rows.loss_mask[place] = example.loss_mask[:size]
+        rows.document_ids[place] = counts[row]
+        rows.positions[place] = torch.arange(size)
+        used[row] += size
+        counts[row] += 1
+    return Packed(rows, seed, sum(len(e.input_ids) > length for e in documents))
+
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
+    """The bin of each item: the first with room for it, bins being opened as needed.
+
+    A tree of the largest free room below each node finds it in log n steps.
+    """
+    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+    free = [capacity] * (2 * leaves)  # node n has children 2n and 2n + 1; leaves come last
+    bins = []
+    for size in sizes:
+        node = 1
+        while node < leaves:
+            node = 2 * node if free[2 * node] >= size else 2 * node + 1
+        bins.append(node - leaves)
+        free[node] -= size
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return bins
+
+
+def _shuffled(count: int, key: str) -> list[int]:
+    """0 … count-1 in an order that the key decides, by hashes alone."""
+    start = hashlib.blake2b(key.encode(), digest_size=16).digest()
+
+    def rank(i: int) -> bytes:
+        return hashlib.blake2b(i.to_bytes(8, "big"), key=start, digest_size=16).digest()
+
+    return sorted(range(count), key=rank)
+
+
+# -- the draft vocabulary --------------------------------------------------------------------------
+class DraftVocabulary(NamedTuple):
+    ids: Tensor
+    """[size] int64, ascending target ids."""
+    coverage: float
+    """Share of the tokens to be predicted that are among them."""
+
+
+def draft_vocabulary(
+    examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()
+) -> DraftVocabulary:
+    """The `size` most frequent tokens under the loss mask; of equally frequent ones the lower id.
+
+    Args:
+        always: ids that are in whatever their count: `special_token_ids(tokenizer)`, the model's
+            end tokens.
+
+    Raises:
+        DataError: the size is not in 1 … vocab_size or too small for `always`, an id is outside
+            the vocabulary, or there is no token to predict.
+    """
+    forced = sorted(set(always))
+    if not 1 <= size <= vocab_size or len(forced) > size:
+        raise DataError(
+            f"A draft vocabulary of {size} tokens, {len(forced)} of them always in: it must be in "
+            f"{max(len(forced), 1)} … {vocab_size} (the target's)."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for example in examples:
+        tokens = example.input_ids[example.loss_mask]
+        if len(tokens) and int(tokens.max()) >= vocab_size:
+            raise DataError(f"Token id {int(tokens.max())}: ids must be below {vocab_size}.")
+        counts += torch.bincount(tokens, minlength=vocab_size)
+    total = int(counts.sum())
+    if not total:
+        raise DataError("No example has a token to predict, so none is frequent. Give more text.")
+    if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
+        raise DataError(f"always={forced}: ids must be in 0 … {vocab_size - 1}.")
+    ranked = counts.clone()
+    ranked[forced] = total + 1
+    chosen = torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
+    return DraftVocabulary(chosen, int(counts[chosen].sum()) / total)
+
+
+def d2t_offsets(ids: Tensor) -> Tensor:
+    """[size] int64, as heads store it: target_id = draft_id + d2t[draft_id]."""
+    return ids - torch.arange(len(ids), dtype=torch.int64)
