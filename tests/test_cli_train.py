@@ -30,11 +30,12 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "learning_rate" in capsys.readouterr().err
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
-    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "2",
-              "--max-tokens", "8", "--device", "cpu", "--json"]  # fmt: skip
-    assert cli.main(doctor) == 0
+    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "4",
+              "--max-tokens", "20", "--device", "cpu", "--json"]  # fmt: skip
+    assert cli.main(doctor) == 1
     verdict = json.loads(capsys.readouterr().out)
-    assert verdict["problems"] == [] and len(verdict["tried"]) > 10
+    assert "next to nothing" in verdict["verdict"] and verdict["problems"] == []
+    assert len(verdict["tried"]) > 10
     assert len(verdict["conditional_acceptance"]) == 3
     served = cli.main([
         "generate", "--speculative", "eagle3", "--head", str(out), "--max-draft-len", "2",
@@ -48,6 +49,9 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     [
         (["eagle3"], "--self-generate"),
         (["medusa", "--self-generate", "3"], "kind='medusa'"),
+        (["mtp", "--self-generate", "3", "--format", "speculators"], "allowed: raw"),
+        (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
+        (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
         (["eagle3", "--data", "missing.jsonl", "--target", "nowhere"], "nowhere"),
     ],
 )

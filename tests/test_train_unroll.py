@@ -126,7 +126,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
         parameter.data = parameter.data.bfloat16().float()
     out = tmp_path / "head"
     if kind == "mtp" and format == "speculators":
-        with pytest.raises(ConfigError, match="allowed is 'raw'"):
+        with pytest.raises(ConfigError, match="allowed: raw"):
             save_head(head, target.config, out, format=format)
         return
     save_head(head, target.config, out, format=format, notes={"why": "test"})

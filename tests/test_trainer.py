@@ -82,7 +82,7 @@ def _log(out: Path) -> list[dict[str, object]]:
 def test_it_learns_and_what_it_saves_drafts(
     target_dir: Path, data: GreedyTexts, tmp_path: Path
 ) -> None:
-    config = replace(CONFIG, max_steps=250, evaluate_every=125, log_every=20)
+    config = replace(CONFIG, max_steps=250, evaluate_every=125, log_every=20, checkpoint_every=250)
     seen: list[dict[str, object]] = []
     evaluation = _trainer(target_dir, data, tmp_path, config).train(progress=seen.append)
     log = _log(tmp_path)
@@ -187,3 +187,76 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[54] == pytest.approx(0.51) and rates[104] == pytest.approx(0.02)
     assert all(a >= b for a, b in pairwise(rates[4:]))
+
+
+def test_a_head_that_could_not_be_written_keeps_the_checkpoint_before(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save fails; the rerun makes those steps again, and the head is the last one's."""
+    from safetensors import SafetensorError
+
+    from trtspec.train import new_head
+
+    real, calls = new_head.save_file, []
+
+    def save(tensors: object, path: Path, **options: object) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half")
+            raise SafetensorError("No space left on device")
+        real(tensors, path, **options)
+
+    monkeypatch.setattr(new_head, "save_file", save)
+    with pytest.raises(ConfigError, match="No space left"):
+        _trainer(target_dir, data, tmp_path).train()
+    assert sorted(p.name for p in tmp_path.iterdir() if "tmp" in p.name) == []
+    monkeypatch.undo()
+    again = _trainer(target_dir, data, tmp_path)
+    assert again.resume() and again.step == 8
+    again.train()
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["steps"] == 12
+    (tmp_path / "config.json").unlink()
+    done = _trainer(target_dir, data, tmp_path)
+    assert done.resume() and not done.train().right
+    raw = json.loads((tmp_path / "config.json").read_text())["training"]
+    assert raw["steps"] == 12 and len(raw["held_out_conditional"]) == 2
+
+
+def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _trainer(target_dir, data, tmp_path, replace(CONFIG, log_every=100, evaluate_every=100))
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
+        calls.append(most)
+        if len(calls) == 8:
+            parameters[0].grad[0] = float("inf")  # type: ignore[index]
+        return real(parameters, most)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    with pytest.raises(ConfigError, match=r"step 8 .*diverged"):
+        run.train()
+    monkeypatch.undo()
+    again = _trainer(target_dir, data, tmp_path, replace(CONFIG, log_every=100, evaluate_every=100))
+    assert again.resume() and again.step == 4
+    assert all(bool(m.isfinite().all()) for m in again.masters.values())
+
+
+def test_a_kill_before_the_first_checkpoint_leaves_no_old_lines(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    run = _trainer(target_dir, data, tmp_path)
+    assert not run.resume()
+    run.train()
+    assert [line["step"] for line in _log(tmp_path)] == list(range(1, 13))
+
+
+def test_another_target_of_the_same_shape_does_not_resume(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    _trainer(target_dir, data, tmp_path / "run").train()
+    other = tiny_model_dir(tmp_path, seed=2, num_hidden_layers=6)
+    with pytest.raises(CheckpointError, match="another run: target"):
+        _trainer(other, data, tmp_path / "run").resume()

@@ -67,6 +67,11 @@ class Diagnosis:
             return f"The head does not fit its target: {self.problems[0]}"
         assert self.as_loaded is not None
         before = self.as_loaded.conditional[0]
+        if self.as_loaded.judged[0] < FEWEST_JUDGED:
+            return (
+                f"The texts are too short to judge by: {self.as_loaded.judged[0]} places, "
+                f"{FEWEST_JUDGED} are the least. Give more prompts, or more tokens of each."
+            )
         if self.changes:
             after = self.changes[-1].result
             return (
@@ -96,6 +101,11 @@ class Diagnosis:
             f"(length {self.as_loaded.acceptance_length:.2f} with {NUM_STEPS} drafts). How it did "
             "in training it does not say; if this is too little, it is weak for these texts."
         )
+
+    @property
+    def is_well(self) -> bool:
+        """The head does what it can: no mistake found, none hidden by too little text."""
+        return self.verdict.startswith(("Nothing is wrong", "No known mistake was found"))
 
 
 @dataclass(frozen=True)
@@ -335,11 +345,11 @@ def _rope_trials(head: DraftHead, target: DecoderConfig) -> list[_Trial]:
     now = head.config.decoder.rope_parameters
     theirs = target.rope_parameters
     trials: list[_Trial] = []
-    for theta in (theirs["rope_theta"], 10_000.0, 500_000.0, 1_000_000.0):
+    for theta in dict.fromkeys((theirs["rope_theta"], 10_000.0, 500_000.0, 1_000_000.0)):
         parameters = {"rope_type": "default", "rope_theta": theta}
-        if parameters["rope_theta"] == now.get("rope_theta") or any(
-            f"{theta:g}" in trial.cure for trial in trials
-        ):
+        if theta == theirs["rope_theta"]:
+            parameters = dict(theirs)
+        if parameters == now or (theta == now.get("rope_theta") and parameters != theirs):
             continue
 
         def change(head: DraftHead, parameters: dict[str, object] = parameters) -> None:

@@ -45,7 +45,9 @@ class DensePass:
         if later:
             out = self._with_own_rows(q, first_k, first_v, later, seen)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            groups = q.shape[1] // k.shape[1]  # widened: kernels that take a mask take no GQA
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _with_own_rows(

@@ -28,6 +28,7 @@ def run_doctor(
     from ..models.weights import load_decoder
     from ..sampling.params import SamplingParams
 
+    kind = _kind(head)
     with Progress() as progress:
         target_dir = Path(resolve_model(target, progress))
         config = load_config(target_dir)
@@ -39,6 +40,7 @@ def run_doctor(
         outputs = llm.chat(
             [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
         )
+        del llm
         model = load_decoder(
             target_dir, resolve_dtype(dtype, config, where), where, TorchAttention(), pack=False
         )
@@ -47,9 +49,8 @@ def run_doctor(
             [output.outputs[0].token_ids for output in outputs],
             where,
         )
-        kind = _kind(head)
         diagnosis = diagnose(model, head, kind, texts, progress)
-    is_well = not diagnosis.problems and not diagnosis.changes
+    is_well = diagnosis.is_well
     if as_json:
         write_json({
             "target": target, "head": str(head), "verdict": diagnosis.verdict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ class TrainOptions:
 
 def run_train(options: TrainOptions) -> int:
     """Returns the exit code."""
+    import torch
+
     from ..attention.torch_sdpa import TorchAttention
     from ..executor.build import resolve_device, resolve_dtype
     from ..models.hf_config import load_config
@@ -60,7 +63,7 @@ def run_train(options: TrainOptions) -> int:
         special_token_ids,
         split,
     )
-    from ..train.new_head import NewHead, create_head
+    from ..train.new_head import NewHead, check_format, create_head
     from ..train.trainer import TrainConfig, Trainer
 
     console = make_console(stderr=True)
@@ -73,13 +76,30 @@ def run_train(options: TrainOptions) -> int:
     config = load_config(target_dir)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, config, device)
+    if dtype == torch.float16:
+        raise CliError("Gradients leave float16's range: train with --dtype bfloat16 or float32.")
+    check_format(options.head_format, options.kind)
+    if options.length > config.max_position_embeddings:
+        raise CliError(
+            f"--length {options.length} is above the target's {config.max_position_embeddings} "
+            "positions: lower it."
+        )
+    if options.kind == "eagle3" and options.draft_vocab_size > config.vocab_size:
+        raise CliError(
+            f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
+            f"{config.vocab_size}: lower it."
+        )
+    TrainConfig(learning_rate=options.learning_rate, num_steps=options.num_steps)  # before hours
     tokenizer = load_tokenizer(target_dir)
     if tokenizer is None:
         raise CliError(f"{target_dir} has no tokenizer, which the text needs. Use one that has.")
     path = options.data
     if options.self_generate is not None:
         path = path or options.out / GENERATED
-        _generate(options, target_dir, path, say)
+        _generate(options, target_dir, path, config.max_position_embeddings, say)
+        gc.collect()  # the engine refers to itself; its cache's memory is wanted for training
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     assert path is not None
 
     text = TrainingText(
@@ -99,23 +119,23 @@ def run_train(options: TrainOptions) -> int:
     rows, held_rows = pack(examples, options.length, options.seed), pack(held, options.length, 0)
     draft_ids, coverage = None, 1.0
     if options.kind == "eagle3":
-        size = min(options.draft_vocab_size, config.vocab_size)
         draft_ids, coverage = draft_vocabulary(
-            examples, size, config.vocab_size,
+            examples, options.draft_vocab_size, config.vocab_size,
             always=[*special_token_ids(tokenizer), *config.eos_token_ids],
         )  # fmt: skip
-    max_steps = options.max_steps or max(1, round(options.epochs * len(rows) / options.batch_size))
+    batch_size = min(options.batch_size, len(rows))
+    max_steps = options.max_steps or max(1, round(options.epochs * len(rows) / batch_size))
     say(
         f"{len(examples)} conversations in {len(rows)} rows of {options.length} tokens "
         f"({100 * rows.fill:.0f} % full), {len(held)} held out; draft vocabulary covers "
-        f"{100 * coverage:.2f} %; {max_steps} steps of {options.batch_size} rows."
+        f"{100 * coverage:.2f} %; {max_steps} steps of {batch_size} rows."
     )
     target = load_decoder(target_dir, dtype, device, TorchAttention(), pack=False)
     head = create_head(spec, target, draft_ids, dtype, options.seed)
     steps = options.num_layers if options.kind == "mtp" and options.num_layers > 1 else None
     train_config = TrainConfig(
         num_steps=steps or options.num_steps, learning_rate=options.learning_rate,
-        max_steps=max_steps, batch_size=min(options.batch_size, len(rows)), seed=options.seed,
+        max_steps=max_steps, batch_size=batch_size, seed=options.seed,
         warmup_steps=min(50, max_steps // 10),
     )  # fmt: skip
     held_out = [
@@ -148,7 +168,11 @@ def run_train(options: TrainOptions) -> int:
 
 
 def _generate(
-    options: TrainOptions, target_dir: Path, path: Path, say: Callable[[str], None]
+    options: TrainOptions,
+    target_dir: Path,
+    path: Path,
+    num_positions: int,
+    say: Callable[[str], None],
 ) -> None:
     from ..llm import LLM
     from ..train.self_generate import Report, read_prompts, self_generate
@@ -157,7 +181,7 @@ def _generate(
     prompts = None if options.prompts is None else read_prompts(options.prompts)
     llm = LLM(
         target_dir, device=options.device, dtype=options.dtype,
-        max_batch_size=options.max_batch_size, max_seq_len=2048,
+        max_batch_size=options.max_batch_size, max_seq_len=min(2048, num_positions),
         prefill_batch_size=max(1, options.max_batch_size // 8),
     )  # fmt: skip
     with Progress() as progress:

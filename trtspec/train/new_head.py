@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -114,6 +115,13 @@ def lm_head_weight(target: Decoder) -> Tensor:
     return weight.data
 
 
+def check_format(format: str, kind: str) -> None:
+    """Raises ConfigError for a format in which a head of this kind is not written."""
+    allowed = FORMATS if kind == "eagle3" else FORMATS[:1]
+    if format not in allowed:
+        raise ConfigError(f"format={format!r} for {kind}; allowed: {', '.join(allowed)}.")
+
+
 def save_head(
     head: DraftHead, target: DecoderConfig, out: Path, *, format: str = "raw",
     weights: Mapping[str, Tensor] | None = None, notes: Mapping[str, Any] | None = None,
@@ -128,17 +136,22 @@ def save_head(
     Raises:
         ConfigError: an unknown format. OSError: the directory cannot be written.
     """
-    if format not in FORMATS or (format == "speculators" and head.config.kind != "eagle3"):
-        raise ConfigError(f"format={format!r} for {head.config.kind}; allowed is 'raw'" + (
-            " or 'speculators'." if head.config.kind == "eagle3" else "."))  # fmt: skip
+    check_format(format, head.config.kind)
     tensors = _tensors(head, target, format, weights)
     raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
     raw["training"] = dict(notes or {})
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors.tmp", metadata={"format": "pt"})
-    (out / "config.json.tmp").write_text(json.dumps(raw, indent=2) + "\n")
-    for name in ("model.safetensors", "config.json"):
-        os.replace(out / f"{name}.tmp", out / name)
+    names = ("model.safetensors", "config.json")
+    try:
+        save_file(tensors, out / "model.safetensors.tmp", metadata={"format": "pt"})
+        (out / "config.json.tmp").write_text(json.dumps(raw, indent=2) + "\n")
+        for name in names:
+            os.replace(out / f"{name}.tmp", out / name)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        for name in names:
+            (out / f"{name}.tmp").unlink(missing_ok=True)
 
 
 def _tensors(

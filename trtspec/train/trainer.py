@@ -12,6 +12,7 @@ had not stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -185,18 +187,20 @@ class Trainer:
         self.log: list[dict[str, Any]] = []
 
     def resume(self) -> bool:
-        """Goes on from the directory's checkpoint. False if there is none.
+        """Goes on from the directory's checkpoint. False if there is none: from the beginning.
 
         Raises:
             CheckpointError: it is damaged, or of another run.
         """
         path = self.out / CHECKPOINT
         if not path.exists():
+            self._cut_log()
             return False
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            masters, run = saved["masters"], saved["run"]
-        except (OSError, RuntimeError, KeyError, EOFError, ValueError) as error:
+            masters, run, step = saved["masters"], saved["run"], int(saved["step"])
+            optimizer, notes = saved["optimizer"], saved["notes"]
+        except (OSError, RuntimeError, KeyError, EOFError, ValueError, UnpicklingError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({error}). Remove it to start again."
             ) from error
@@ -211,8 +215,8 @@ class Trainer:
             )
         for name, master in self.masters.items():
             master.data.copy_(masters[name])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.step = int(saved["step"])
+        self.optimizer.load_state_dict(optimizer)
+        self.step, self.notes = step, {**self.notes, **notes}
         self._use_masters()
         self._cut_log()
         return True
@@ -222,6 +226,8 @@ class Trainer:
         config = self.config
         self.out.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation()
+        if self.step >= config.max_steps:  # perhaps a disk was full when the head was written
+            self._save_head()
         started, tokens = time.perf_counter(), 0
         batches = self.data.batches(config.batch_size, self.step)
         while self.step < config.max_steps:
@@ -231,12 +237,14 @@ class Trainer:
             self.step += 1
             last = self.step == config.max_steps
             evaluates = self.step % config.evaluate_every == 0 or last
-            if self.step % config.log_every == 0 or evaluates:
+            saves = self.step % config.checkpoint_every == 0 or last
+            if self.step % config.log_every == 0 or evaluates or saves:
                 line = {k: v() if callable(v) else v for k, v in line.items()}
                 line["tokens_per_second"] = round(tokens / (time.perf_counter() - started))
-                if not math.isfinite(line["loss"]):
+                if not all(math.isfinite(line[name]) for name in ("loss", "gradient_norm")):
                     raise ConfigError(
-                        f"The loss is {line['loss']} at step {self.step}: training has diverged. "
+                        f"At step {self.step} the loss is {line['loss']} and the gradient's norm "
+                        f"{line['gradient_norm']}: training has diverged. "
                         f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
                         f"in {self.out} is kept."
                     )
@@ -251,7 +259,7 @@ class Trainer:
                 self._write_log(line)
                 if progress is not None:
                     progress(line)
-            if self.step % config.checkpoint_every == 0 or last:
+            if saves:
                 self.checkpoint()
         return evaluation
 
@@ -277,7 +285,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self._use_masters()
-        # Read when logged, so that a step waits for nothing.
+        # Read when logged.
         return {
             "step": self.step + 1,
             "loss": lambda: round(float(loss.detach()), 5),
@@ -308,15 +316,12 @@ class Trainer:
                     "optimizer": self.optimizer.state_dict(),
                     "step": self.step,
                     "run": self._run(),
+                    "notes": self.notes,
                 },
                 partial,
             )
+            self._save_head()
             os.replace(partial, path)
-            save_head(
-                self.head, self.target.config, self.out, format=self.head_format,
-                weights={n: m.detach() for n, m in self.masters.items()},
-                notes={**self.notes, "steps": self.step, "config": asdict(self.config)},
-            )  # fmt: skip
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as the latter
             partial.unlink(missing_ok=True)
             raise ConfigError(
@@ -324,13 +329,29 @@ class Trainer:
                 "Free some space and run the same command: it goes on from the checkpoint before."
             ) from error
 
+    def _save_head(self) -> None:
+        save_head(
+            self.head, self.target.config, self.out, format=self.head_format,
+            weights={n: m.detach() for n, m in self.masters.items()},
+            notes={**self.notes, "steps": self.step, "config": asdict(self.config)},
+        )  # fmt: skip
+
     def _run(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
         same = asdict(self.config)
         for name in ("log_every", "evaluate_every", "checkpoint_every"):
             same.pop(name)
         same["betas"] = list(same["betas"])
-        return {**same, "data": self.data.fingerprint, "head": self.head.config.kind}
+        config, weight = self.head.config, self.target.embed_tokens.weight
+        digest = hashlib.sha256(weight[:64].float().cpu().numpy().tobytes())
+        digest.update(self.target.norm.weight.float().cpu().numpy().tobytes())
+        if self.head.d2t is not None:
+            digest.update(self.head.d2t.cpu().numpy().tobytes())
+        return {
+            **same, "data": self.data.fingerprint, "head": config.kind,
+            "captured layers": list(config.layers_to_capture), "dtype": str(weight.dtype),
+            "target or draft vocabulary": digest.hexdigest()[:16],
+        }  # fmt: skip
 
     def _write_log(self, line: dict[str, Any]) -> None:
         self.log.append(line)
@@ -342,8 +363,14 @@ class Trainer:
         path = self.out / LOG
         if not path.exists():
             return
-        lines = [json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")]
-        self.log = [line for line in lines if line["step"] <= self.step]
+        self.log = []
+        for text in path.read_text().splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:  # a kill cut it short
+                continue
+            if line["step"] <= self.step:
+                self.log.append(line)
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(line) + "\n" for line in self.log))
         os.replace(partial, path)

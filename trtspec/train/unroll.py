@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..attention.dense import DensePass
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
@@ -131,20 +132,31 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
     is_counted[step.rows] = True
     parts = step.rows.split(ROWS_OF_LOGITS), step.teacher_rows.split(ROWS_OF_LOGITS)
     for rows, teacher_rows in zip(*parts, strict=True):
-        logits = head.compute_logits(step.hidden[rows], step.step).float()
-        proposals = logits.detach().argmax(-1)
-        if head.d2t is not None:
-            proposals = proposals + head.d2t[proposals]
-        choices = teacher.choices[teacher_rows]
-        is_right[rows] = proposals == choices
+        hidden, choices = step.hidden[rows], teacher.choices[teacher_rows]
+        with torch.no_grad():
+            proposals = head.compute_logits(hidden, step.step).argmax(-1)
+            if head.d2t is not None:
+                proposals = proposals + head.d2t[proposals]
+            is_right[rows] = proposals == choices
         if with_loss:
-            theirs = teacher.logits[teacher_rows].float()
+            theirs = teacher.logits[teacher_rows]
             best = theirs.argmax(-1)
             draftable = choices == (best if head.d2t is None else best + head.d2t[best])
-            each = -(theirs.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-            total = total + (each * draftable).sum()
+            # Made again in the backward pass: logits of every step at once would not fit.
+            total = total + checkpoint(
+                _cross_entropy, head, hidden, step.step, theirs, draftable, use_reentrant=False
+            )
             num_rows = num_rows + draftable.sum()
     return StepScore(total / num_rows.clamp_min(1), is_right, is_counted)
+
+
+def _cross_entropy(
+    head: DraftHead, hidden: Tensor, step: int, theirs: Tensor, counts: Tensor
+) -> Tensor:
+    """Sum over the rows that count, [] float32."""
+    logits = head.compute_logits(hidden, step).float()
+    each = -(theirs.float().softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return (each * counts).sum()
 
 
 @torch.no_grad()
