@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from typing import NamedTuple
 
 from ..sampling.params import SamplingParams
@@ -101,7 +102,7 @@ class ScheduledBatch:
     contexts: list[ContextChunk]
     generations: list[Request]
 
-    @property
+    @cached_property
     def requests(self) -> list[Request]:
         return [chunk.request for chunk in self.contexts] + self.generations
 
