@@ -153,6 +153,15 @@ def test_two_mistakes_at_once(eagle3: Case, tmp_path: Path) -> None:
     assert "one token too high" in diagnosis.verdict and "norm_before_residual" in diagnosis.verdict
 
 
+def test_two_mistakes_that_hide_each_other(eagle3: Case, tmp_path: Path) -> None:
+    def both(raw: dict[str, Any], tensors: Tensors) -> None:
+        _swap("q_proj|k_proj|v_proj")(raw, tensors)
+        _d2t(1)(raw, tensors)
+
+    diagnosis = diagnose(eagle3.target, eagle3.sabotaged(tmp_path, both), "eagle", eagle3.texts)
+    assert "one token too high" in diagnosis.verdict and "other order" in diagnosis.verdict
+
+
 def test_the_examined_head_is_left_as_it_was(eagle3: Case) -> None:
     first = diagnose(eagle3.target, eagle3.head_dir, "eagle", eagle3.texts)
     again = diagnose(eagle3.target, eagle3.head_dir, "eagle", eagle3.texts)

@@ -158,6 +158,11 @@ def diagnose(
             found.append((trial, exam.evaluate(trial)))
         diagnosis.tried += [Finding(t.name, t.cure, result) for t, result in found]
         trial, result = max(found, key=lambda pair: pair[1].acceptance_length)
+        if not _is_better(result, best) and not made and head.d2t is not None:
+            # A wrong map hides every other mistake, and every other mistake hides it.
+            tell("trying: two changes at once")
+            found = [(pair, exam.evaluate(pair)) for pair in _pairs(trials, head.d2t)]
+            trial, result = max(found, key=lambda pair: pair[1].acceptance_length)
         if not _is_better(result, best):
             break
         best = result
@@ -165,6 +170,24 @@ def diagnose(
         diagnosis.changes.append(Finding(trial.name, trial.cure, result))
         exam.keep(trial)
     return diagnosis
+
+
+def _pairs(trials: Sequence[_Trial], d2t: Tensor) -> list[_Trial]:
+    """Each change of the vocabulary's map together with each other change."""
+    maps = _vocabulary_trials(d2t)
+    names = {trial.name for trial in maps}
+
+    def both(one: _Trial, other: _Trial) -> _Trial:
+        def change(head: DraftHead) -> None:
+            one.change(head)
+            other.change(head)
+
+        return _Trial(
+            f"{one.name} and {other.name}", f"{one.cure}; {other.cure}", change, other.layers,
+            other.shift,
+        )  # fmt: skip
+
+    return [both(one, other) for one in maps for other in trials if other.name not in names]
 
 
 def _is_better(new: Evaluation, old: Evaluation) -> bool:
