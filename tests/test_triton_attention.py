@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -71,6 +72,33 @@ def test_equals_torch(
     for backend in (TorchAttention(), triton_paged.TritonAttention()):
         outs.append(backend.forward(q, k, v, meta, kv_group=0, layer=0, window=window))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "page", "window"),
+    [((6, 2), 16, 4, None), ((9, 3), 64, 16, 40), ((4, 4), 48, 8, 7), ((8, 1), 256, 32, None)],
+)
+def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | None) -> None:
+    """Whole prompts and later chunks, of one tile and of several, beside generations."""
+    starts, counts = [0, 0, 61, 130], [1, 90, 5, 100]
+    lengths, rows = [9, 70], 2
+    q_heads, kv_heads = heads
+    spans = [*zip(starts, counts, strict=True), *((n, rows) for n in lengths)]
+    texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    meta = replace(
+        texts, context_lens=tuple(counts), context_starts=tuple(starts),
+        num_generations=len(lengths), rows_per_generation=rows, position_ids=positions,
+        max_kv_len=max(s + n for s, n in spans), derived={},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(len(positions), q_heads, dim, generator=generator).to(DEVICE)
+    ours, twin = (
+        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
 
 def test_rows_past_the_maximum_length_are_inert() -> None:

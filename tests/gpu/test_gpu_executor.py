@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
+from trtspec.executor.forward_step import StepOutputs
+from trtspec.executor.inputs import StepInputs
 from trtspec.hidden_states import SavedHiddenStates
 
 pytestmark = [
@@ -254,6 +258,39 @@ def test_a_generation_step_is_one_graph_launch(
     assert counts.get("cudaGraphLaunch", 0) == (4 if mode.endswith("two_engine") else 1)
     launches = {name: n for name, n in counts.items() if "LaunchKernel" in name}
     assert not launches, launches
+
+
+def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, draft_dir: Path) -> None:
+    """Graphs cannot be destroyed while another engine captures: a collection must wait."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        old = _steady_engine(target_dir, draft_dir, "ngram", 0.0)
+        garbage = weakref.ref(old.executor.graphs)
+        del old
+        llm = LLM(
+            target_dir, device="cuda", dtype="bfloat16", max_batch_size=2, max_seq_len=96,
+            kv_cache_config=KvCacheConfig(max_tokens=512),
+        )  # fmt: skip
+        graphs, step, captures = llm.executor.graphs, llm.executor.graphs.step, []
+
+        def collecting_step(inputs: StepInputs, draft_len: int) -> StepOutputs:
+            if torch.cuda.is_current_stream_capturing():
+                captures.append(garbage() is not None)
+                if gc.isenabled():  # as when enough objects have been made
+                    gc.collect()
+            return step(inputs, draft_len)
+
+        graphs.step = collecting_step
+        gc.enable()
+        gc.set_threshold(1 << 30)
+        outputs = llm.generate(_prompts(2), SamplingParams(max_tokens=8, ignore_eos=True))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    assert captures and captures[0], "nothing was garbage: the test shows nothing"
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 8]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,8 +2,7 @@
 
 XQA reads lengths, block tables and a mask of the last keys from the device, so a captured graph
 stays right as texts grow. Prefill is planned on the host from the contexts' own lengths, once per
-pass. What these kernels do not take goes to Triton (generations) or torch (contexts), decided by
-shapes alone and logged once.
+pass. What these kernels do not take goes to Triton, decided by shapes alone and logged once.
 
 FlashInfer compiles a kernel when a shape is first used (seconds, then kept on disk): this needs
 nvcc, ninja and a C++ compiler, which is checked when the backend is made. Read from FlashInfer
@@ -179,7 +178,7 @@ class FlashInferAttention(TritonAttention):
             elif q.shape[2] not in HEAD_DIMS:
                 refusal = f"head size {q.shape[2]}"
             self._takes[shape] = refusal is None
-            _log("prefill", "torch", refusal, heads=(shape[1], shape[2]), dim=shape[3])
+            _log("prefill", "Triton", refusal, heads=(shape[1], shape[2]), dim=shape[3])
         return self._takes[shape]
 
     def _plan(

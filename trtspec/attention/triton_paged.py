@@ -1,11 +1,12 @@
-"""Paged attention for generation rows in Triton: lengths and block tables come from the device.
+"""Paged attention in Triton: lengths and block tables come from the device.
 
-Split-KV ("flash decoding"): the keys of each request and KV head are cut into a fixed number of
-parts, one program each, so that one long request fills the GPU; a second kernel joins the parts.
-All query rows of a request that share a KV head are one tile. Contexts, whose lengths the host
-knows, go to torch's scaled_dot_product_attention (`torch_sdpa.py`).
+Generations are split-KV ("flash decoding"): the keys of each request and KV head are cut into a
+fixed number of parts, one program each, so that one long request fills the GPU; a second kernel
+joins the parts. All query rows of a request that share a KV head are one tile. Nothing depends on
+the host's idea of a length, so a captured graph stays right as texts grow.
 
-Nothing depends on the host's idea of a length, so a captured graph stays right as texts grow.
+Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
+requests in a pass. The host knows their lengths and says which rows a tile has.
 """
 
 from __future__ import annotations
@@ -23,12 +24,43 @@ from .torch_sdpa import TorchAttention
 
 BLOCK_N = 64  # keys a program looks at in one turn
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
+CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
 TARGET_PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; twice that for small heads
 
 
 class TritonAttention(TorchAttention):
     name: ClassVar[str] = "triton"
     lengths_on_device: ClassVar[bool] = True
+
+    def attend(
+        self,
+        q: Tensor,
+        meta: AttentionMetadata,
+        *,
+        kv_group: int,
+        layer: int,
+        window: int | None,
+    ) -> Tensor:
+        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
+        if not rows or not size:
+            return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        context_attention(
+            q,
+            k_slots,
+            v_slots,
+            meta.block_tables[kv_group],
+            meta.position_ids,
+            _tiles(meta, size),
+            size,
+            meta.kv_groups[kv_group].page_size,
+            window,
+            out,
+        )
+        if meta.num_generations:
+            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window)
+        return out
 
     def _generation(
         self,
@@ -81,7 +113,7 @@ def paged_attention(
     kv_heads = k_slots.shape[1]
     per_kv = q_heads // kv_heads
     block_m = max(16, triton.next_power_of_2(rows * per_kv))
-    block_d = max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
+    block_d = _block_d(dim)
     longest = triton.cdiv(table_width * page_size, BLOCK_N)
     programs = TARGET_PROGRAMS if dim > 64 else 2 * TARGET_PROGRAMS
     splits = max(1, min(longest, programs // max(1, num_seqs * kv_heads), 64))
@@ -109,6 +141,70 @@ def paged_attention(
     return out
 
 
+def _context_tile(q: Tensor, k_slots: Tensor) -> int:
+    """Rows of a context that are one tile; 0 if the heads that share keys are more than fit."""
+    most = min(CONTEXT_TILE, MAX_TILE // _block_d(q.shape[2]))
+    if q.dtype == torch.float32:
+        most //= 2
+    return most // (q.shape[1] // k_slots.shape[1])
+
+
+def _block_d(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
+
+
+def _tiles(meta: AttentionMetadata, size: int) -> Tensor:
+    """[tiles, 3] int32 on the device: a tile's request, first row and number of rows."""
+    key = "context tiles", size
+    if key not in meta.derived:
+        tiles, start = [], 0
+        for i, rows in enumerate(meta.context_lens):
+            tiles += [(i, start + j, min(size, rows - j)) for j in range(0, rows, size)]
+            start += rows
+        tiles.reverse()  # a text's last tiles see most keys and had better begin first
+        device = meta.position_ids.device
+        host = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
+        meta.derived[key] = host.to(device, non_blocking=True)
+    return meta.derived[key]
+
+
+def context_attention(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    block_tables: Tensor,
+    position_ids: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    page_size: int,
+    window: int | None,
+    out: Tensor,
+) -> None:
+    """Attention of contexts' rows over a paged cache, into `out`.
+
+    Args:
+        q, out: [T, Hq, D]; rows of no tile are left alone.
+        k_slots, v_slots, window: as in `paged_attention`.
+        block_tables: [B, M] int32. position_ids: [T] int64.
+        tiles: [N, 3] int32, of at most `tile_rows` rows each, which follow one another in a text.
+    """
+    q_heads, dim = q.shape[1], q.shape[2]
+    kv_heads = k_slots.shape[1]
+    per_kv, block_d = q_heads // kv_heads, _block_d(dim)
+    block_m = max(16, triton.next_power_of_2(tile_rows * per_kv))
+    is_large = block_m * block_d > 128 * 64
+    _context_kernel[(len(tiles), kv_heads)](
+        q, k_slots, v_slots, block_tables, position_ids, tiles, out,
+        dim**-0.5 * 1.4426950408889634,
+        q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
+        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), block_tables.shape[1],
+        out.stride(0), out.stride(1),
+        per_kv=per_kv, dim=dim, page_size=page_size, window=-1 if window is None else window,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N if block_d <= 128 else BLOCK_N // 2, BLOCK_D=block_d,
+        num_warps=8 if is_large else 4, num_stages=2, **dependent_launch(q),
+    )  # fmt: skip
+
+
 @triton.jit
 def _split(positions, is_row, window: tl.constexpr, splits, BLOCK_N: tl.constexpr):
     """First and last key that any row sees, and the keys of one part."""
@@ -119,6 +215,76 @@ def _split(positions, is_row, window: tl.constexpr, splits, BLOCK_N: tl.constexp
         first = first // BLOCK_N * BLOCK_N
     part = tl.cdiv(tl.cdiv(last + 1 - first, splits), BLOCK_N) * BLOCK_N
     return first, last, part
+
+
+@triton.jit
+def _sums(
+    q, positions, start, end, k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
+    dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Softmax sums of query rows, in base 2, over the keys at positions start … end - 1: the
+    largest score, the sum of weights, the sum of weighted values."""
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for begin in range(start, end, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        page = n // page_size
+        block = tl.load(table_ptr + page, mask=(n < end) & (page < table_width), other=0)
+        slot = block.to(tl.int64) * page_size + n % page_size
+        inside = (n[:, None] < end) & (d[None, :] < dim)
+        k = tl.load(k_ptr + slot[:, None] * k_row + d[None, :], mask=inside, other=0.0)
+        v = tl.load(v_ptr + slot[:, None] * v_row + d[None, :], mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
+        if window > 0:
+            seen = seen & (n[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        # A row that has seen nothing yet has no best: keep its weights at zero, not NaN.
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(weights, 1)
+        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit
+def _context_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, tile_ptr, out_ptr, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, out_row, out_head,
+    per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of a context's rows, with the query heads of one KV head."""
+    after_previous(PDL)
+    tile, kv_head = tile_ptr + tl.program_id(0) * 3, tl.program_id(1)
+    seq, first_row, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row, head = (first_row + m // per_kv).to(tl.int64), kv_head * per_kv + m % per_kv
+    is_row = m // per_kv < rows
+    positions = tl.load(position_ptr + row, mask=is_row, other=0).to(tl.int32)
+    inside = is_row[:, None] & (d[None, :] < dim)
+    q = tl.load(
+        q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
+    )
+    first, last, _ = _split(positions, is_row, window, 1, BLOCK_N)
+    _, total, acc = _sums(
+        q, positions, first, last + 1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head,
+        k_row, v_row, table_ptr + seq * table_row, table_width, scale,
+        dim=dim, page_size=page_size, window=window,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+    )  # fmt: skip
+    # Rows that are none stand at 0 and, far from it in a window, see nothing.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :],
+        acc.to(out_ptr.dtype.element_ty), mask=inside,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -146,36 +312,12 @@ def _partial_kernel(
         q_ptr + (seq * rows + row)[:, None] * q_row + head[:, None] * q_head + d[None, :],
         mask=is_row[:, None] & (d[None, :] < dim), other=0.0,
     )  # fmt: skip
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for begin in range(start, end, BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
-        page = n // page_size
-        block = tl.load(
-            table_ptr + seq * table_row + page, mask=(n < end) & (page < table_width), other=0
-        )
-        slot = block.to(tl.int64) * page_size + n % page_size
-        inside = (n[:, None] < end) & (d[None, :] < dim)
-        k = tl.load(
-            k_ptr + slot[:, None] * k_row + kv_head * k_head + d[None, :], mask=inside, other=0.0
-        )
-        v = tl.load(
-            v_ptr + slot[:, None] * v_row + kv_head * v_head + d[None, :], mask=inside, other=0.0
-        )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
-        if window > 0:
-            seen = seen & (n[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        # A row that has seen nothing yet has no best: keep its weights at zero, not NaN.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(best - base)
-        total = total * keep + tl.sum(weights, 1)
-        acc = acc * keep[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = new_best
+    best, total, acc = _sums(
+        q, positions, start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
+        table_ptr + seq * table_row, table_width, scale,
+        dim=dim, page_size=page_size, window=window,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+    )  # fmt: skip
     place = ((seq * tl.num_programs(1) + kv_head) * splits + split) * BLOCK_M + m
     tl.store(partial_ptr + place[:, None] * BLOCK_D + d[None, :], acc)
     tl.store(stats_ptr + place * 2, best)

@@ -11,8 +11,10 @@ keys go to the scratch block and nobody reads their tokens.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -154,12 +156,13 @@ class CudaGraphs:
                 num_passes = sum(1 for _ in self.passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + num_passes)]
-        with torch.cuda.graph(graphs[0], pool=self._pool, stream=self._stream):
-            outputs = self._run_step(key)
-        passes = self.passes(outputs)
-        for graph in graphs[1:]:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                next(passes)
+        with _no_garbage_collection():
+            with torch.cuda.graph(graphs[0], pool=self._pool, stream=self._stream):
+                outputs = self._run_step(key)
+            passes = self.passes(outputs)
+            for graph in graphs[1:]:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    next(passes)
         return _Captured(graphs, outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs:
@@ -195,6 +198,19 @@ class CudaGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An engine that is garbage owns graphs: CUDA lets none be destroyed during a capture, which
+    then fails."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def first_rows(outputs: StepOutputs, count: int) -> StepOutputs:
