@@ -27,7 +27,7 @@ from .models.hf_config import read_json_object
 from .models.mtp import MTPHead
 from .models.rope import build_cos_sin
 from .train.trainer import Evaluation
-from .train.unroll import StepScore, Teacher, Texts, score, teach, unroll
+from .train.unroll import StepScore, Texts, score, teach, unroll
 
 NUM_STEPS = 3
 SIGNIFICANT_GAIN = 0.10
@@ -221,7 +221,7 @@ class _Exam:
         hidden = self.teacher.hidden
         if layers is not None and self.states is not None:
             hidden = self.states[:, list(layers)].flatten(1)
-        teacher = Teacher(hidden, self.teacher.choices, self.teacher.logits)
+        teacher = replace(self.teacher, hidden=hidden)
         shift = trial.shift if trial and trial.shift != 1 else self.kept_shift
         result = Evaluation()
         with _unchanged_after(self.head):

@@ -36,38 +36,26 @@ class DensePass:
         Each call for a layer is one more use of it.
         """
         uses = self._uses.setdefault(layer, [])
-        q, k, v = (self._by_head(x) for x in (q, k, v))
+        # Widened: kernels that take a mask take no GQA.
+        groups = q.shape[1] // k.shape[1]
+        k, v = (self._by_head(x).repeat_interleave(groups, dim=1) for x in (k, v))
         uses.append((k, v))
-        (first_k, first_v), later = uses[0], uses[1:]
-        seen = self._seen
-        if window is not None:
-            seen = seen & (self._distance + len(later) < window)
-        if later:
-            out = self._with_own_rows(q, first_k, first_v, later, seen)
-        else:
-            groups = q.shape[1] // k.shape[1]  # widened: kernels that take a mask take no GQA
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        keys, values = (torch.cat(side, dim=2) for side in zip(*uses, strict=True))
+        out = F.scaled_dot_product_attention(
+            self._by_head(q), keys, values, attn_mask=self._mask(len(uses) - 1, window)
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _with_own_rows(
-        self, q: Tensor, first_k: Tensor, first_v: Tensor, later: list[Keys], seen: Tensor
-    ) -> Tensor:
-        """q [N, Hq, L, D]; the keys of the first use by `seen`, of later ones the row's own."""
-        groups = q.shape[1] // first_k.shape[1]
-
-        def widen(x: Tensor) -> Tensor:
-            return x.repeat_interleave(groups, dim=1)
-
-        scale = q.shape[-1] ** -0.5
-        scores = (q @ widen(first_k).transpose(-1, -2)).float() * scale
-        scores = scores.masked_fill(~seen, float("-inf"))
-        own = [(q * widen(k)).sum(-1, keepdim=True).float() * scale for k, _ in later]
-        weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(q.dtype)
-        out = weights[..., : self.length] @ widen(first_v)
-        for i, (_, v) in enumerate(later):
-            out = out + weights[..., self.length + i, None] * widen(v)
-        return out
+    def _mask(self, use: int, window: int | None) -> Tensor:
+        """[N, 1, L, (use + 1) * L] bool: the keys of the first use up to a row, of later ones its
+        own. The many that nobody sees cost less than a second kind of attention would."""
+        seen = self._seen
+        if window is not None:
+            seen = seen & (self._distance + use < window)
+        if not use:
+            return seen
+        own = (self._distance == 0).repeat(1, use).expand(self.num_texts, 1, -1, -1)
+        return torch.cat([seen, own], dim=-1)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[N*L, H, D] -> [N, H, L, D]."""

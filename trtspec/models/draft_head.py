@@ -95,10 +95,14 @@ class DraftHead(nn.Module, ABC):
         """[T, n * Ht] as captured (or [T, Ht]) -> [T, H] as draft step 0 reads it."""
         return hidden_states
 
+    def lm_head_of_step(self, step: int) -> Linear:
+        """The layer that makes the logits of draft step 0, 1, …"""
+        assert self.lm_head is not None
+        return self.lm_head
+
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
         """[R, H] -> [R, Vd], model dtype."""
-        assert self.lm_head is not None
-        return linear((hidden,), self.lm_head)
+        return linear((hidden,), self.lm_head_of_step(step))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, H]."""

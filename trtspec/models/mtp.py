@@ -121,10 +121,10 @@ class MTPHead(DraftHead):
         assert isinstance(layer, MTPLayer)
         return layer
 
-    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+    def lm_head_of_step(self, step: int) -> Linear:
         lm_head = self.layer_of_step(step).lm_head
         assert lm_head is not None
-        return linear((hidden,), lm_head)
+        return lm_head
 
     def forward(
         self,

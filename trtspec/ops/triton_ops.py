@@ -174,3 +174,59 @@ def _embed_kernel(
     token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     x = tl.load(weight_ptr + token * weight_row + d, mask=d < size)
     tl.store(out_ptr + row * size + d, x, mask=d < size)
+
+
+def soft_cross_entropy_(
+    logits: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As its twin in `soft_cross_entropy.py`."""
+    count, vocab = logits.shape
+    loss = torch.empty(count, dtype=torch.float32, device=logits.device)
+    best = torch.empty(count, dtype=torch.int64, device=logits.device)
+    _soft_cross_entropy_kernel[(count,)](
+        logits, theirs, rows, counts, loss, best, logits.stride(0), theirs.stride(0), vocab,
+        BLOCK=min(4096, triton.next_power_of_2(vocab)), num_warps=8, **dependent_launch(logits),
+    )  # fmt: skip
+    return loss, best
+
+
+@triton.jit
+def _soft_cross_entropy_kernel(
+    logits_ptr, theirs_ptr, rows_ptr, counts_ptr, loss_ptr, best_ptr, logits_row, theirs_row, vocab,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row, read twice: both normalizers and the best token, then loss and gradient."""
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr = logits_ptr + row * logits_row
+    t_ptr = theirs_ptr + tl.load(rows_ptr + row) * theirs_row
+    counts = tl.load(counts_ptr + row)
+    v = tl.arange(0, BLOCK)
+    z_max, t_max = float("-inf"), float("-inf")
+    z_sum, t_sum = 0.0, 0.0
+    best = 0
+    for start in range(0, vocab, BLOCK):
+        inside = start + v < vocab
+        z = tl.load(z_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(t_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.max(z, 0)
+        if new > z_max:
+            best = start + tl.argmax(z, 0)
+        new = tl.maximum(new, z_max)
+        z_sum = z_sum * tl.exp(z_max - new) + tl.sum(tl.exp(z - new), 0)
+        z_max = new
+        new = tl.maximum(tl.max(t, 0), t_max)
+        t_sum = t_sum * tl.exp(t_max - new) + tl.sum(tl.exp(t - new), 0)
+        t_max = new
+    normalizer, t_normalizer = z_max + tl.log(z_sum), t_max + tl.log(t_sum)
+    cross = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        inside = start + v < vocab
+        z = tl.load(z_ptr + start + v, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(t - t_normalizer)
+        cross += p * z
+        gradient = tl.where(counts, tl.exp(z - normalizer) - p, 0.0)
+        tl.store(z_ptr + start + v, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+    tl.store(loss_ptr + row, tl.where(counts, normalizer - tl.sum(cross, 0), 0.0))
+    tl.store(best_ptr + row, best)

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..attention.dense import DensePass
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
 from ..models.decoder import Decoder
 from ..models.draft_head import DraftHead
 from ..models.mtp import MTPHead
-
-ROWS_OF_LOGITS = 4096  # at a time, where the whole vocabulary is made for each
+from ..ops.soft_cross_entropy import ROWS, linear_soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,22 @@ class Texts:
     loss_mask: Tensor  # [N, L] bool, tokens that the target wrote
     document_ids: Tensor  # [N, L] int, -1 is padding
     positions: Tensor  # [N, L] int64, within the document
+    on_host: Texts | None = None  # the same, where looking waits for nothing
 
     def to(self, device: torch.device) -> Texts:
         tensors = (self.input_ids, self.loss_mask, self.document_ids, self.positions)
-        return Texts(*(t.to(device, non_blocking=True) for t in tensors))
+        ids, mask, documents, positions = (t.to(device, non_blocking=True) for t in tensors)
+        return Texts(ids, mask, documents, positions, on_host=self.on_host or self)
+
+    def rows_of_step(self, step: int) -> Tensor:
+        """[R] int64 on the device: rows whose proposal at a step is for what the target wrote."""
+        texts = self.on_host or self
+        same = _ahead(texts.document_ids, step + 2, -2) == texts.document_ids
+        counted = same & _ahead(texts.loss_mask, step + 2, False) & (texts.document_ids >= 0)
+        rows = counted.flatten().nonzero()[:, 0]
+        if self.input_ids.is_cuda and not rows.is_cuda:
+            rows = rows.pin_memory()
+        return rows.to(self.input_ids.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Teacher:
     hidden: Tensor  # [T, n * D], what the head reads: captured layers, or the final states
     choices: Tensor  # [T] int64, the greedy token after each row
     logits: Tensor  # [T, Vd], over the head's vocabulary, model dtype
+    draftable: Tensor  # [T] bool, whether the head can propose the choice
 
 
 @dataclass(frozen=True)
@@ -72,13 +83,18 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
     final = target(ids, positions, DensePass(texts.document_ids), capture=spec)
     kept = None if head.d2t is None else torch.arange(len(head.d2t), device=ids.device) + head.d2t
     choices, logits = [], []
-    for part in final.split(ROWS_OF_LOGITS):
+    for part in final.split(ROWS):
         whole = target.compute_logits(part)
         choices.append(whole.argmax(-1))
         logits.append(whole if kept is None else whole[:, kept])
-    hidden = spec.draft_hidden_states(final, len(ids))
+    hidden, chosen = spec.draft_hidden_states(final, len(ids)), torch.cat(choices)
     assert hidden is not None
-    return Teacher(hidden, torch.cat(choices), torch.cat(logits))
+    draftable = torch.ones_like(chosen, dtype=torch.bool)
+    if kept is not None:
+        in_draft = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=ids.device)
+        in_draft[kept] = True
+        draftable = in_draft[chosen]
+    return Teacher(hidden, chosen, torch.cat(logits), draftable)
 
 
 def unroll(
@@ -98,9 +114,7 @@ def unroll(
         ids = _ahead(texts.input_ids, step + shift, 0).flatten()
         positions = (texts.positions + (step if advances else 0)).clamp_max(last_position)
         out, state = head(ids, positions.flatten(), state, keys, step)
-        same = _ahead(texts.document_ids, step + 2, -2) == texts.document_ids
-        counted = same & _ahead(texts.loss_mask, step + 2, False) & (texts.document_ids >= 0)
-        rows = counted.flatten().nonzero()[:, 0]
+        rows = texts.rows_of_step(step)
         if length > 1:
             yield DraftStep(step, out, rows, rows + step + 1)
 
@@ -125,38 +139,24 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
 
     Rows whose greedy token the head cannot draft have no loss, but count as wrong.
     """
-    device = step.hidden.device
-    total, num_rows = torch.zeros((), device=device), torch.zeros((), device=device)
-    is_right = torch.zeros(step.hidden.shape[0], dtype=torch.bool, device=device)
-    is_counted = torch.zeros_like(is_right)
-    is_counted[step.rows] = True
-    parts = step.rows.split(ROWS_OF_LOGITS), step.teacher_rows.split(ROWS_OF_LOGITS)
-    for rows, teacher_rows in zip(*parts, strict=True):
-        hidden, choices = step.hidden[rows], teacher.choices[teacher_rows]
-        with torch.no_grad():
-            proposals = head.compute_logits(hidden, step.step).argmax(-1)
-            if head.d2t is not None:
-                proposals = proposals + head.d2t[proposals]
-            is_right[rows] = proposals == choices
-        if with_loss:
-            theirs = teacher.logits[teacher_rows]
-            best = theirs.argmax(-1)
-            draftable = choices == (best if head.d2t is None else best + head.d2t[best])
-            # Made again in the backward pass: logits of every step at once would not fit.
-            total = total + checkpoint(
-                _cross_entropy, head, hidden, step.step, theirs, draftable, use_reentrant=False
-            )
-            num_rows = num_rows + draftable.sum()
-    return StepScore(total / num_rows.clamp_min(1), is_right, is_counted)
-
-
-def _cross_entropy(
-    head: DraftHead, hidden: Tensor, step: int, theirs: Tensor, counts: Tensor
-) -> Tensor:
-    """Sum over the rows that count, [] float32."""
-    logits = head.compute_logits(hidden, step).float()
-    each = -(theirs.float().softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    return (each * counts).sum()
+    rows, judges = step.rows, step.teacher_rows
+    hidden, counts = step.hidden[rows], teacher.draftable[judges]
+    loss = torch.zeros((), device=hidden.device)
+    if with_loss:
+        weight = head.lm_head_of_step(step.step).weight
+        assert weight is not None, "the head's weights are packed"
+        loss, proposals = linear_soft_cross_entropy(hidden, weight, teacher.logits, judges, counts)
+        loss = loss / counts.sum().clamp_min(1)
+    else:
+        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(ROWS)]
+        proposals = torch.cat(parts)
+    if head.d2t is not None:
+        proposals = proposals + head.d2t[proposals]
+    is_counted = torch.zeros(step.hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    is_right = torch.zeros_like(is_counted)
+    is_counted[rows] = True
+    is_right[rows] = proposals == teacher.choices[judges]
+    return StepScore(loss, is_right, is_counted)
 
 
 @torch.no_grad()
