@@ -167,7 +167,8 @@ class EagleDecodingConfig(DecodingBaseConfig):
     Args:
         max_draft_len: K; 0 is what the head was trained for (the speculators format says so),
             else 4.
-        speculative_model: the head's directory, raw or speculators format.
+        speculative_model: the head's directory, raw or speculators format, or a known name
+            ("smollm2-135m-eagle3").
         eagle3_one_model: True drafts inside the target's step (EAGLE3_ONE_MODEL), False in passes
             of its own (EAGLE3), for comparison.
         eagle3_layers_to_capture: target layers whose output the head reads, 0-based; None is what
@@ -202,7 +203,8 @@ class MTPDecodingConfig(DecodingBaseConfig):
     Args:
         num_nextn_predict_layers: K, draft tokens per step; `max_draft_len` is the same and need
             not be given.
-        speculative_model: directory with the MTP layers; None is the target's own checkpoint.
+        speculative_model: directory with the MTP layers, or a known name ("smollm2-135m-mtp");
+            None is the target's own checkpoint.
         use_mtp_vanilla: K layers, one for each draft token. False uses the first layer K times.
         mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
             of its own (MTP_EAGLE), for comparison.

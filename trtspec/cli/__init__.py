@@ -125,8 +125,8 @@ def bench(
 @app.command()
 def demo(
     model: ModelOption = DEFAULT_MODEL,
-    speculative: SpeculativeOption = "ngram",
-    max_draft_len: DraftLenOption = None,
+    speculative: SpeculativeOption = "eagle3",
+    max_draft_len: DraftLenOption = 3,
     draft_model: DraftModelOption = None,
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
@@ -270,7 +270,7 @@ def train(
 @app.command()
 def doctor(
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")],
-    head: Annotated[Path, typer.Option("--head", help="Directory of the draft head.")],
+    head: Annotated[Path, typer.Option("--head", help="Directory of the draft head, or its name.")],
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
     ] = 24,
@@ -287,7 +287,9 @@ def doctor(
 
 @app.command("inspect-head")
 def inspect_head(
-    directory: Annotated[Path, typer.Argument(help="Directory of an EAGLE head or MTP layers.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of an EAGLE head or MTP layers, or a name.")
+    ],
     target: Annotated[
         str | None,
         typer.Option("--target", help="Directory (or name) of the model it is to draft for."),

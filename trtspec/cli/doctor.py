@@ -26,8 +26,10 @@ def run_doctor(
     from ..llm import LLM
     from ..models.hf_config import load_config
     from ..models.weights import load_decoder
+    from ..models.zoo import resolve_head
     from ..sampling.params import SamplingParams
 
+    head = resolve_head(head)
     kind = _kind(head)
     with Progress() as progress:
         target_dir = Path(resolve_model(target, progress))

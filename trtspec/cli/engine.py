@@ -31,6 +31,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     asks for passes of its own.
     """
     from ..config import CONFIG_OF_MODE, EagleDecodingConfig, MTPDecodingConfig
+    from ..models.zoo import head_for
 
     mode = parse_mode(options.speculative)
     config_class = CONFIG_OF_MODE.get(mode)
@@ -60,13 +61,18 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
         arguments["speculative_model"] = resolve_model(options.draft_model, progress)
+    head = options.head
+    if head is None and (is_eagle or (is_mtp and not mode.is_mtp_vanilla())):
+        head = head_for(options.model, "eagle3" if is_eagle else "mtp")
+        if head is not None:
+            progress(f"drafting with {head}")
     if is_eagle:
-        if options.head is None:
+        if head is None:
             raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
-        arguments |= {"speculative_model": options.head, "eagle3_one_model": not options.two_engine}
+        arguments |= {"speculative_model": head, "eagle3_one_model": not options.two_engine}
     if is_mtp:
         arguments |= {
-            "speculative_model": options.head,
+            "speculative_model": head,
             "use_mtp_vanilla": mode.is_mtp_vanilla(),
             "mtp_eagle_one_model": not options.two_engine,
         }

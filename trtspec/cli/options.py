@@ -32,7 +32,9 @@ DraftModelOption = Annotated[
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        "--head", help="Directory of the EAGLE head or MTP layers. MTP default: the model's own."
+        "--head",
+        help="Directory of the EAGLE head or MTP layers, or a name: smollm2-135m-eagle3, "
+        "smollm2-135m-mtp. Default: the one of that name for smollm2-135m; MTP: the model's own.",
     ),
 ]
 TwoEngineOption = Annotated[

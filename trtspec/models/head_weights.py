@@ -26,6 +26,7 @@ from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
 from .hf_config import parse_config, read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .weights import Placement, finish, place_tensors, placements, shape_problem
+from .zoo import HEADS, resolve_head
 
 _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {
     "eagle3": Eagle3Head,
@@ -67,12 +68,19 @@ def read_head(
     """Reads and checks a head, contents of every tensor included.
 
     Args:
+        head_dir: a directory, or a name in `zoo.HEADS`.
         target: what it is to draft for; None checks the head alone.
         stack: keeps the files open.
         kind: "eagle" (EAGLE-1 or -3) or "mtp" where only that will do.
         num_mtp_layers: MTP layers that are needed; None is all there are.
     """
-    report = HeadReport(Path(head_dir))
+    report = HeadReport(resolve_head(head_dir))
+    if not report.head_dir.is_dir():
+        report.problems.append(
+            f"{head_dir} is neither a directory nor a known head. Give the head's directory, or "
+            f"one of: {', '.join(HEADS)}."
+        )
+        return report
     try:
         _read(report, target, stack, kind, layers_to_capture, num_mtp_layers)
     except CheckpointError as error:
@@ -100,6 +108,7 @@ def load_head(
     lm_head is packed and cannot be compared, unless it is its embedding.)
 
     Args:
+        head_dir: a directory, or a name in `zoo.HEADS`.
         target: a `Decoder`, or anything with `config`, `embed_tokens` and `lm_head`.
         kind, layers_to_capture, num_mtp_layers: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.

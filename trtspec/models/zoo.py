@@ -55,6 +55,23 @@ MODELS = {
 }
 
 
+HEADS = {"smollm2-135m-eagle3": "smollm2-135m", "smollm2-135m-mtp": "smollm2-135m"}
+"""Draft heads that come with the package, and the model each was trained for."""
+
+
+def resolve_head(head: str | os.PathLike[str]) -> Path:
+    """A name in `HEADS` as its directory in the package; anything else as it is."""
+    if str(head) in HEADS and not Path(head).is_dir():
+        return Path(__file__).parent.parent / "data" / "heads" / str(head)
+    return Path(head)
+
+
+def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
+    """The name of the package's head for a model that is given by name. kind: "eagle3", "mtp"."""
+    name = f"{model}-{kind}"
+    return name if HEADS.get(name) == str(model) else None
+
+
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:
     """A directory as it is; a .gguf file converted once; a known name fetched once.
 
