@@ -21,6 +21,7 @@ from trtspec import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     RequestOutput,
     SamplingParams,
@@ -274,18 +275,15 @@ def plain_bf16(prompts: list[list[int]]) -> list[list[int]]:
     return tokens_of(outputs)
 
 
-def bf16_config(mode: str, model_dir: Path, tmp_path: Path) -> DecodingBaseConfig | None:
-    if mode == "plain":
-        return None
-    if mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=4)
-    if mode == "draft_target":
-        return DraftTargetDecodingConfig(max_draft_len=3, speculative_model=model_dir)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from random_models import PRESETS, Model, save
-
-    head = save(tmp_path / "head", Model(PRESETS["smollm2-135m"]).eagle3_head())
-    return EagleDecodingConfig(max_draft_len=3, speculative_model=head)
+BF16_CONFIGS: dict[str, DecodingBaseConfig | None] = {
+    "plain": None,
+    "ngram": NGramDecodingConfig(max_draft_len=4),
+    "draft_target": DraftTargetDecodingConfig(max_draft_len=3, speculative_model=MODEL_DIR),
+    "eagle3": EagleDecodingConfig(max_draft_len=4, speculative_model="smollm2-135m-eagle3"),
+    "mtp_eagle": MTPDecodingConfig(
+        num_nextn_predict_layers=3, speculative_model="smollm2-135m-mtp"
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -294,16 +292,16 @@ def bf16_config(mode: str, model_dir: Path, tmp_path: Path) -> DecodingBaseConfi
         ("plain", 3, 1.0),  # the control: no speculation, another batch
         ("ngram", 8, 1.2),
         ("draft_target", 8, 3.0),
-        ("eagle3", 8, 1.0),
+        ("eagle3", 8, 1.8),
+        ("mtp_eagle", 8, 1.6),
     ],
 )
 def test_bf16_speculation_differs_at_near_ties_alone(
-    prompts: list[list[int]], plain_bf16: list[list[int]], judge: Any, tmp_path: Path,
-    mode: str, batch: int, least_accepted: float,
+    prompts: list[list[int]], plain_bf16: list[list[int]], judge: Any, mode: str, batch: int,
+    least_accepted: float,
 ) -> None:  # fmt: skip
-    config = bf16_config(mode, MODEL_DIR, tmp_path)
     llm, outputs = generate(
-        MODEL_DIR, config, prompts, BF16_TOKENS, "cuda", "bfloat16", batch=batch
+        MODEL_DIR, BF16_CONFIGS[mode], prompts, BF16_TOKENS, "cuda", "bfloat16", batch=batch
     )
     found = divergences(judge, prompts, plain_bf16, tokens_of(outputs))
     gaps = sorted((d.gap for d in found), reverse=True)
