@@ -8,6 +8,7 @@ was trained, it is simply weak.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,10 +32,15 @@ from .train.unroll import StepScore, Texts, score, teach, unroll
 
 NUM_STEPS = 3
 SIGNIFICANT_GAIN = 0.10
-"""What a change must add to a position's acceptance, given that those before are accepted, to be
-named."""
+"""How far acceptance of the first draft may lie below training's on texts of another kind."""
+LEAST_GAIN = 0.05
+"""Drafts that a change must add at a place, on average, to be named."""
+CERTAIN, UNCERTAIN = 4.0, 2.0
+"""Standard errors, place by place: a gain of that many is no accident, or may well be one."""
 FEWEST_JUDGED = 50
-"""Positions with fewer judged rows than this show nothing."""
+"""Fewer judged places than this show nothing."""
+MAP_MAY_BE_WRONG = 0.25
+"""A head whose first draft is accepted more often than this has the right vocabulary map."""
 
 
 @dataclass(frozen=True)
@@ -148,26 +154,29 @@ def diagnose(
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):
         diagnosis.trained = [float(rate) for rate in notes["held_out_conditional"]]
     exam = _Exam(target, head, texts)
-    diagnosis.as_loaded = exam.evaluate(None)
-    best, made = diagnosis.as_loaded, list[_Trial]()
+    best, made = exam.evaluate(None), list[_Trial]()
+    diagnosis.as_loaded = best.result
+    if len(best.accepted) < FEWEST_JUDGED:
+        return diagnosis
     for _ in range(2):  # a second mistake may hide behind the first
         trials = [trial for trial in _trials(head, target.config) if trial not in made]
         found = []
         for trial in trials:
             tell(f"trying: {trial.name}")
             found.append((trial, exam.evaluate(trial)))
-        diagnosis.tried += [Finding(t.name, t.cure, result) for t, result in found]
-        trial, result = max(found, key=lambda pair: pair[1].acceptance_length)
-        if not _is_better(result, best) and not made and head.d2t is not None:
+        diagnosis.tried += [Finding(t.name, t.cure, outcome.result) for t, outcome in found]
+        trial, outcome = _most_telling(found)
+        is_poor = best.result.conditional[0] <= MAP_MAY_BE_WRONG
+        if not _is_better(outcome, best) and not made and is_poor and head.d2t is not None:
             # A wrong map hides every other mistake, and every other mistake hides it.
             tell("trying: two changes at once")
             found = [(pair, exam.evaluate(pair)) for pair in _pairs(trials, head.d2t)]
-            trial, result = max(found, key=lambda pair: pair[1].acceptance_length)
-        if not _is_better(result, best):
+            trial, outcome = _most_telling(found)
+        if not _is_better(outcome, best):
             break
-        best = result
+        best = outcome
         made.append(trial)
-        diagnosis.changes.append(Finding(trial.name, trial.cure, result))
+        diagnosis.changes.append(Finding(trial.name, trial.cure, outcome.result))
         exam.keep(trial)
     return diagnosis
 
@@ -190,14 +199,33 @@ def _pairs(trials: Sequence[_Trial], d2t: Tensor) -> list[_Trial]:
     return [both(one, other) for one in maps for other in trials if other.name not in names]
 
 
-def _is_better(new: Evaluation, old: Evaluation) -> bool:
-    gains = [
-        after - before
-        for after, before, rows in zip(new.conditional, old.conditional, new.judged, strict=True)
-        if rows >= FEWEST_JUDGED
-    ]
-    longer = new.acceptance_length > old.acceptance_length
-    return longer and max(gains, default=0.0) >= SIGNIFICANT_GAIN
+@dataclass(frozen=True)
+class _Outcome:
+    """How the head does with a setting."""
+
+    result: Evaluation
+    accepted: Tensor  # [R] float64, drafts accepted at each place the target wrote
+
+    def gain_over(self, other: _Outcome) -> tuple[float, float]:
+        """(mean, standard error) of the drafts gained, place by place."""
+        gain = self.accepted - other.accepted
+        return float(gain.mean()), float(gain.std()) / math.sqrt(len(gain))
+
+
+def _most_telling(found: Sequence[tuple[_Trial, _Outcome]]) -> tuple[_Trial, _Outcome]:
+    """The best, or an earlier one that the best surpasses by chance at most (of RoPE's bases the
+    target's is the first)."""
+    _, best = max(found, key=lambda pair: pair[1].result.acceptance_length)
+    for trial, outcome in found:
+        gain, error = best.gain_over(outcome)
+        if gain <= UNCERTAIN * error:
+            return trial, outcome
+    raise AssertionError("the best does not surpass itself")
+
+
+def _is_better(new: _Outcome, old: _Outcome) -> bool:
+    gain, error = new.gain_over(old)
+    return gain >= max(LEAST_GAIN, CERTAIN * error)
 
 
 class _Exam:
@@ -216,7 +244,7 @@ class _Exam:
             self.states = states.view(len(states), len(every), -1)
 
     @torch.no_grad()
-    def evaluate(self, trial: _Trial | None) -> Evaluation:
+    def evaluate(self, trial: _Trial | None) -> _Outcome:
         layers = trial.layers if trial and trial.layers is not None else self.kept_layers
         hidden = self.teacher.hidden
         if layers is not None and self.states is not None:
@@ -232,7 +260,8 @@ class _Exam:
                 score(self.head, step, teacher, with_loss=False) for step in steps
             ]
         result.add(scores)
-        return result
+        right = torch.stack([each.is_right for each in scores])[:, scores[0].is_counted]
+        return _Outcome(result, right.double().cumprod(0).sum(0))
 
     def keep(self, trial: _Trial) -> None:
         trial.change(self.head)

@@ -226,6 +226,9 @@ def train(
         Path | None,
         typer.Option("--prompts", help="What to ask it; default: made from templates."),
     ] = None,
+    self_written: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of user turns that the target writes too.")
+    ] = 0.4,
     num_layers: Annotated[
         int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
     ] = 1,
@@ -260,9 +263,9 @@ def train(
     from .train import TrainOptions, run_train
 
     options = TrainOptions(
-        kind, target, out, data, self_generate, prompts, num_layers, draft_vocab_size, length,
-        max_answer, steps, epochs, batch_size, unroll, learning_rate, head_format, dtype, device,
-        max_batch_size, seed, skip_bad,
+        kind, target, out, data, self_generate, prompts, self_written, num_layers,
+        draft_vocab_size, length, max_answer, steps, epochs, batch_size, unroll, learning_rate,
+        head_format, dtype, device, max_batch_size, seed, skip_bad,
     )  # fmt: skip
     raise typer.Exit(run_train(options))
 

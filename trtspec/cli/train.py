@@ -30,6 +30,7 @@ class TrainOptions:
     data: Path | None
     self_generate: int | None
     prompts: Path | None
+    self_written: float
     num_layers: int
     draft_vocab_size: int
     length: int
@@ -175,6 +176,7 @@ def _generate(
     say: Callable[[str], None],
 ) -> None:
     from ..llm import LLM
+    from ..train.conversation import Mix
     from ..train.self_generate import Report, read_prompts, self_generate
 
     assert options.self_generate is not None
@@ -191,7 +193,8 @@ def _generate(
 
         report = self_generate(
             llm, path, options.self_generate, seed=options.seed, prompts=prompts,
-            max_tokens=options.max_answer, progress=tell,
+            max_tokens=options.max_answer, mix=Mix(self_written=options.self_written),
+            progress=tell,
         )  # fmt: skip
     say(
         f"{path}: {report.examples} conversations, {report.added} of them new, "

@@ -45,7 +45,7 @@ class Mix:
     max_user_tokens, max_passage_tokens: of a user's turn or passage that the target writes.
     """
 
-    self_written: float = 0.25
+    self_written: float = 0.4
     second_turn: float = 0.25
     greedy: float = 0.5
     temperature: float = 0.8
