@@ -36,11 +36,13 @@ class DensePass:
         Each call for a layer is one more use of it.
         """
         uses = self._uses.setdefault(layer, [])
+        uses.append((self._by_head(k), self._by_head(v)))
         # Widened: kernels that take a mask take no GQA.
         groups = q.shape[1] // k.shape[1]
-        k, v = (self._by_head(x).repeat_interleave(groups, dim=1) for x in (k, v))
-        uses.append((k, v))
-        keys, values = (torch.cat(side, dim=2) for side in zip(*uses, strict=True))
+        keys, values = (
+            (side[0] if len(side) == 1 else torch.cat(side, dim=2)).repeat_interleave(groups, dim=1)
+            for side in zip(*uses, strict=True)
+        )
         out = F.scaled_dot_product_attention(
             self._by_head(q), keys, values, attn_mask=self._mask(len(uses) - 1, window)
         )

@@ -143,9 +143,10 @@ def paged_attention(
 
 def _context_tile(q: Tensor, k_slots: Tensor) -> int:
     """Rows of a context that are one tile; 0 if the heads that share keys are more than fit."""
-    most = min(CONTEXT_TILE, MAX_TILE // _block_d(q.shape[2]))
-    if q.dtype == torch.float32:
-        most //= 2
+    block_d = _block_d(q.shape[2])
+    most = min(CONTEXT_TILE, MAX_TILE // block_d)
+    if q.dtype == torch.float32:  # such products keep whole rows in registers
+        most = min(64, 4096 // block_d)
     return most // (q.shape[1] // k_slots.shape[1])
 
 
@@ -192,7 +193,10 @@ def context_attention(
     kv_heads = k_slots.shape[1]
     per_kv, block_d = q_heads // kv_heads, _block_d(dim)
     block_m = max(16, triton.next_power_of_2(tile_rows * per_kv))
-    is_large = block_m * block_d > 128 * 64
+    block_n = BLOCK_N if block_d <= 128 else BLOCK_N // 2
+    num_warps = 8 if block_m * block_d > 128 * 64 else 4
+    if q.dtype == torch.float32:
+        block_n, num_warps = block_n // 2, 8 if block_d <= 128 else 4
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,
         dim**-0.5 * 1.4426950408889634,
@@ -200,8 +204,8 @@ def context_attention(
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), block_tables.shape[1],
         out.stride(0), out.stride(1),
         per_kv=per_kv, dim=dim, page_size=page_size, window=-1 if window is None else window,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N if block_d <= 128 else BLOCK_N // 2, BLOCK_D=block_d,
-        num_warps=8 if is_large else 4, num_stages=2, **dependent_launch(q),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
+        **dependent_launch(q),
     )  # fmt: skip
 
 
@@ -253,7 +257,7 @@ def _sums(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "table_width"])  # they change as texts come and go
 def _context_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, tile_ptr, out_ptr, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, out_row, out_head,
@@ -273,14 +277,13 @@ def _context_kernel(
         q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
     )
     first, last, _ = _split(positions, is_row, window, 1, BLOCK_N)
-    _, total, acc = _sums(
+    _best, total, acc = _sums(
         q, positions, first, last + 1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head,
         k_row, v_row, table_ptr + seq * table_row, table_width, scale,
         dim=dim, page_size=page_size, window=window,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
-    # Rows that are none stand at 0 and, far from it in a window, see nothing.
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    acc = acc / tl.where(is_row, total, 1.0)[:, None]
     tl.store(
         out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :],
         acc.to(out_ptr.dtype.element_ty), mask=inside,

@@ -125,8 +125,15 @@ def bench(
 @app.command()
 def demo(
     model: ModelOption = DEFAULT_MODEL,
-    speculative: SpeculativeOption = "eagle3",
-    max_draft_len: DraftLenOption = 3,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative",
+            help="As for generate. Default: eagle3, K = 3, where the package has a head for the "
+            "model, else ngram.",
+        ),
+    ] = None,
+    max_draft_len: DraftLenOption = None,
     draft_model: DraftModelOption = None,
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
@@ -135,8 +142,12 @@ def demo(
     device: DeviceOption = "auto",
 ) -> None:
     """Show the same answers decoded without and with speculation."""
+    from ..models.zoo import head_for
     from .demo import run_demo
 
+    if speculative is None and (head or head_for(model, "eagle3")):
+        speculative, max_draft_len = "eagle3", max_draft_len or 3
+    speculative = speculative or "ngram"
     engine = EngineOptions(
         model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device, 1
     )

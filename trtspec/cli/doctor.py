@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .engine import resolve_model
-from .errors import EXIT_FAILED
+from .errors import EXIT_FAILED, CliError
 from .generate import write_json
 from .render import make_console
 from .status import Progress
@@ -26,10 +26,15 @@ def run_doctor(
     from ..llm import LLM
     from ..models.hf_config import load_config
     from ..models.weights import load_decoder
-    from ..models.zoo import resolve_head
+    from ..models.zoo import HEADS, resolve_head
     from ..sampling.params import SamplingParams
 
-    head = resolve_head(head)
+    if not (found := resolve_head(head)).is_dir():
+        raise CliError(
+            f"{head} is neither a directory nor a known head. Give the head's directory, or one "
+            f"of: {', '.join(HEADS)}."
+        )
+    head = found
     kind = _kind(head)
     with Progress() as progress:
         target_dir = Path(resolve_model(target, progress))

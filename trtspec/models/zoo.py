@@ -69,7 +69,7 @@ def resolve_head(head: str | os.PathLike[str]) -> Path:
 def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
     """The name of the package's head for a model that is given by name. kind: "eagle3", "mtp"."""
     name = f"{model}-{kind}"
-    return name if HEADS.get(name) == str(model) else None
+    return name if HEADS.get(name) == str(model) and not Path(model).is_dir() else None
 
 
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:

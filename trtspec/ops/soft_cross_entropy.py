@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .dispatch import triton_kernels
 
@@ -32,6 +33,8 @@ def linear_soft_cross_entropy(
     Returns:
         (the sum [] float32, the best token of every row [R] int64, the lowest of equal ones).
     """
+    if not torch.is_grad_enabled():  # which autograd's `needs_input_grad` does not say
+        hidden, weight = hidden.detach(), weight.detach()
     total, best = _LinearSoftCrossEntropy.apply(hidden, weight, theirs, rows, counts)
     return total, best
 
@@ -55,19 +58,17 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += logits.t() @ hidden[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(best)
         return total, best
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.dtype),
-            None, None, None,
-        )  # fmt: skip
+        grads = (None if g is None else (g.float() * grad).to(g.dtype) for g in ctx.saved_tensors)
+        return *grads, None, None, None
 
 
 def soft_cross_entropy_(
@@ -83,6 +84,7 @@ def soft_cross_entropy_(
     best = logits.argmax(-1)
     ours, p = logits.float(), theirs[rows].softmax(-1, dtype=torch.float32)
     normalizer = ours.logsumexp(-1)
-    loss = (normalizer - (p * ours).sum(-1)) * counts
-    logits.copy_(((ours - normalizer[:, None]).exp_() - p) * counts[:, None])
+    loss = (normalizer - (p * ours).sum(-1)).masked_fill_(~counts, 0.0)
+    gradient = (ours - normalizer[:, None]).exp_().sub_(p)
+    logits.copy_(gradient.masked_fill_(~counts[:, None], 0.0))
     return loss, best

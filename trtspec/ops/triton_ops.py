@@ -185,7 +185,9 @@ def soft_cross_entropy_(
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
     _soft_cross_entropy_kernel[(count,)](
         logits, theirs, rows, counts, loss, best, logits.stride(0), theirs.stride(0), vocab,
-        BLOCK=min(4096, triton.next_power_of_2(vocab)), num_warps=8, **dependent_launch(logits),
+        # A thread for every element, or two warps would hold the same one while it is overwritten.
+        BLOCK=min(4096, max(256, triton.next_power_of_2(vocab))), num_warps=8,
+        **dependent_launch(logits),
     )  # fmt: skip
     return loss, best
 
