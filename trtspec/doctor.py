@@ -33,9 +33,10 @@ from .train.unroll import StepScore, Texts, score, teach, unroll
 NUM_STEPS = 3
 SIGNIFICANT_GAIN = 0.10
 """How far acceptance of the first draft may lie below training's on texts of another kind."""
-LEAST_GAIN = 0.05
-"""Drafts that a change must add at a place, on average, to be named."""
-CERTAIN, UNCERTAIN = 4.0, 2.0
+LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
+"""Drafts that a change must add to a step, on average, to be named. Less is enough where it brings
+the usual setting: another RoPE base may gain a little on short texts with nothing wrong."""
+CERTAIN, UNCERTAIN = 3.0, 2.0
 """Standard errors, place by place: a gain of that many is no accident, or may well be one."""
 FEWEST_JUDGED = 50
 """Fewer judged places than this show nothing."""
@@ -123,6 +124,7 @@ class _Trial:
     change: Callable[[DraftHead], None] = lambda head: None
     layers: tuple[int, ...] | None = None
     shift: int = 1
+    is_usual: bool = False  # the setting that a head has unless somebody chose otherwise
 
 
 def diagnose(
@@ -167,12 +169,12 @@ def diagnose(
         diagnosis.tried += [Finding(t.name, t.cure, outcome.result) for t, outcome in found]
         trial, outcome = _most_telling(found)
         is_poor = best.result.conditional[0] <= MAP_MAY_BE_WRONG
-        if not _is_better(outcome, best) and not made and is_poor and head.d2t is not None:
+        if not _explains(trial, outcome, best) and not made and is_poor and head.d2t is not None:
             # A wrong map hides every other mistake, and every other mistake hides it.
             tell("trying: two changes at once")
             found = [(pair, exam.evaluate(pair)) for pair in _pairs(trials, head.d2t)]
             trial, outcome = _most_telling(found)
-        if not _is_better(outcome, best):
+        if not _explains(trial, outcome, best):
             break
         best = outcome
         made.append(trial)
@@ -223,9 +225,10 @@ def _most_telling(found: Sequence[tuple[_Trial, _Outcome]]) -> tuple[_Trial, _Ou
     raise AssertionError("the best does not surpass itself")
 
 
-def _is_better(new: _Outcome, old: _Outcome) -> bool:
+def _explains(trial: _Trial, new: _Outcome, old: _Outcome) -> bool:
     gain, error = new.gain_over(old)
-    return gain >= max(LEAST_GAIN, CERTAIN * error)
+    least = LEAST_GAIN_OF_USUAL if trial.is_usual else LEAST_GAIN
+    return gain >= max(least, CERTAIN * error)
 
 
 class _Exam:
@@ -235,13 +238,16 @@ class _Exam:
         self.target, self.head, self.texts = target, head, texts
         self.kept_layers: tuple[int, ...] | None = None
         self.kept_shift = 1
-        self.teacher = teach(target, head, texts)
         self.states: Tensor | None = None  # [T, num_layers, D]
-        if head.layers_to_capture:
-            every = tuple(range(target.config.num_layers))
-            with _capturing(head, every):
-                states = teach(target, head, texts).hidden
-            self.states = states.view(len(states), len(every), -1)
+        layers = head.layers_to_capture
+        if not layers:
+            self.teacher = teach(target, head, texts)
+            return
+        every = tuple(range(target.config.num_layers))
+        with _capturing(head, every):
+            teacher = teach(target, head, texts)
+        self.states = teacher.hidden.view(len(teacher.hidden), len(every), -1)
+        self.teacher = replace(teacher, hidden=self.states[:, list(layers)].flatten(1))
 
     @torch.no_grad()
     def evaluate(self, trial: _Trial | None) -> _Outcome:
@@ -323,7 +329,8 @@ def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[_Trial]:
     ):
         if layers != now and layers and all(0 <= i < target.num_layers for i in layers):
             cure = f"eagle3_layers_to_capture={list(layers)} (0-based outputs), now {list(now)}"
-            trials.append(_Trial(name, cure, layers=layers))
+            is_usual = layers == _default_layers(target, len(now))
+            trials.append(_Trial(name, cure, layers=layers, is_usual=is_usual))
     return trials
 
 
@@ -415,6 +422,7 @@ def _rope_trials(head: DraftHead, target: DecoderConfig) -> list[_Trial]:
                 f"rope_theta should be {whose}, {theta:g}",
                 f'"rope_theta": {theta:g} in config.json, now {now.get("rope_theta"):g}',
                 change,
+                is_usual=theta == theirs["rope_theta"],
             )
         )
     return trials
@@ -459,7 +467,7 @@ def _vocabulary_trials(d2t: Tensor) -> list[_Trial]:
 def texts_of(
     prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device
 ) -> Texts:
-    """One row for each prompt and the text the target wrote after it.
+    """Each prompt with the text the target wrote after it, short ones side by side in a row.
 
     Raises:
         ConfigError: nothing was written.
@@ -468,12 +476,20 @@ def texts_of(
     if not any(len(o) for o in outputs):
         raise ConfigError("The target wrote nothing after these prompts: give other ones.")
     length = max(map(len, rows))
-    shape = len(rows), length
+    places, used = list[tuple[int, int]](), list[int]()  # (line, first column); columns, by line
+    for row in rows:
+        line = next((i for i, n in enumerate(used) if n + len(row) <= length), len(used))
+        used += [0] * (line == len(used))
+        places.append((line, used[line]))
+        used[line] += len(row)
+    shape = len(used), length
     ids, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
     mask = torch.zeros(shape, dtype=torch.bool)
-    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        ids[i, : len(row)] = torch.tensor(row)
-        documents[i, : len(row)] = 0
-        mask[i, len(prompt) : len(row)] = True
-    positions = torch.arange(length).expand(shape).contiguous()
+    positions = torch.zeros(shape, dtype=torch.int64)
+    for row, prompt, (line, first) in zip(rows, prompts, places, strict=True):
+        end = first + len(row)
+        ids[line, first:end] = torch.tensor(row)
+        documents[line, first:end] = documents[line].max() + 1
+        mask[line, first + len(prompt) : end] = True
+        positions[line, first:end] = torch.arange(len(row))
     return Texts(ids, mask, documents, positions).to(device)

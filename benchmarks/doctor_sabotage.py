@@ -1,0 +1,220 @@
+"""Sabotages the heads in the package, one mistake to a copy, and asks the doctor what is wrong.
+
+A copy has one mistake that a person could make in config.json or in converting the tensors. The
+texts are those of `trtspec doctor`, written once. The last line counts the copies whose mistake was
+named; exit code 1 if they are fewer than nine in ten, or if a good head is blamed.
+
+Left out: an MTP layer fed the hidden state before the norm (no file says so; it is an argument of
+MTPDecodingConfig), and weights in another dtype (none is above 4, so float16 holds them all).
+
+    python benchmarks/doctor_sabotage.py [--prompts 16] [--max-tokens 64] [--only NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trtspec import LLM, SamplingParams
+from trtspec.acceptance_prompts import load_prompts
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.doctor import Diagnosis, diagnose, texts_of
+from trtspec.models.decoder import Decoder
+from trtspec.models.weights import load_decoder
+from trtspec.models.zoo import resolve_head, resolve_model
+from trtspec.train.unroll import Texts
+
+MODEL = "smollm2-135m"
+SHARE_TO_NAME = 0.9
+Config, Tensors = dict[str, Any], dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """One mistake."""
+
+    head: str  # "eagle3" or "mtp"
+    name: str
+    named: str  # what the verdict must hold
+    change: Callable[[Config, Tensors], None]
+
+
+def _shift_layers(by: int) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i + by for i in ids]
+
+    return change
+
+
+def _reverse_layers(config: Config, tensors: Tensors) -> None:
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"].reverse()
+
+
+def _reverse_fc(config: Config, tensors: Tensors) -> None:
+    blocks = tensors["fc.weight"].split(config["target_hidden_size"], dim=1)
+    tensors["fc.weight"] = torch.cat(blocks[::-1], dim=1)
+
+
+def _set(name: str, value: object) -> Callable[[Config, Tensors], None]:
+    return lambda config, tensors: config.update({name: value})
+
+
+def _rope_theta(config: Config, tensors: Tensors) -> None:
+    config["rope_parameters"]["rope_theta"] = 10_000.0
+    if "rope_theta" in config:
+        config["rope_theta"] = 10_000.0
+
+
+def _d2t_as_ids(config: Config, tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def _d2t_one_up(config: Config, tensors: Tensors) -> None:
+    """Both maps, as a wrong list of ids makes them."""
+    tensors["d2t"] += 1
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def _swap_halves(*names: str) -> Callable[[Config, Tensors], None]:
+    def change(config: Config, tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith(tuple(f"{n}.weight" for n in names))]:
+            left, right = tensors[key].chunk(2, dim=1)
+            tensors[key] = torch.cat([right, left], dim=1)
+
+    return change
+
+
+def _count_the_mtp_layer(config: Config, tensors: Tensors) -> None:
+    config["num_hidden_layers"] += 1
+
+
+SABOTAGES = [
+    Sabotage("eagle3", "layer ids one too high", "one too late", _shift_layers(1)),
+    Sabotage("eagle3", "layer ids one too low", "one too early", _shift_layers(-1)),
+    Sabotage("eagle3", "layer ids in reverse order", "in reverse order", _reverse_layers),
+    Sabotage("eagle3", "blocks of fc in reverse order", "in reverse order", _reverse_fc),
+    Sabotage("eagle3", "norm_before_residual true", "norm_before_residual is wrong",
+             _set("norm_before_residual", True)),
+    Sabotage("eagle3", "norm_output true", "fed on before the final norm",
+             _set("norm_output", True)),
+    Sabotage("eagle3", "rope_theta 10000", "rope_theta should be the target's", _rope_theta),
+    Sabotage("eagle3", "d2t holds ids", "ids in place of offsets", _d2t_as_ids),
+    Sabotage("eagle3", "d2t one too high", "one token too high", _d2t_one_up),
+    Sabotage("eagle3", "halves of q, k, v swapped", "in the other order",
+             _swap_halves("q_proj", "k_proj", "v_proj")),
+    Sabotage("mtp", "halves of eh_proj swapped", "in the other order", _swap_halves("eh_proj")),
+    Sabotage("mtp", "rope_theta 10000", "rope_theta should be the target's", _rope_theta),
+    Sabotage("mtp", "num_hidden_layers counts the layer", "not numbered from 31",
+             _count_the_mtp_layer),
+]  # fmt: skip
+
+
+class Clinic:
+    """The target and its texts, for many heads."""
+
+    def __init__(self, num_prompts: int, max_tokens: int):
+        model_dir, device = resolve_model(MODEL), torch.device("cpu")
+        llm = LLM(model_dir, device="cpu", dtype="bfloat16", max_batch_size=16, max_seq_len=1024)
+        prompts = load_prompts()
+        chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]  # as the command's
+        outputs = llm.chat(
+            [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
+        )
+        self.target: Decoder = load_decoder(
+            model_dir, torch.bfloat16, device, TorchAttention(), pack=False
+        )
+        self.texts: Texts = texts_of(
+            [output.prompt_token_ids for output in outputs],
+            [output.outputs[0].token_ids for output in outputs],
+            device,
+        )
+
+    def examine(self, head: str, sabotage: Sabotage | None = None) -> Diagnosis:
+        """A head of the package, or a copy of it with a mistake. head: "eagle3" or "mtp"."""
+        kind = "mtp" if head == "mtp" else "eagle"
+        source = resolve_head(f"{MODEL}-{head}")
+        if sabotage is None:
+            return diagnose(self.target, source, kind, self.texts)
+        with tempfile.TemporaryDirectory() as name:
+            sabotaged_copy(source, Path(name), sabotage)
+            return diagnose(self.target, Path(name), kind, self.texts)
+
+
+def sabotaged_copy(source: Path, out: Path, sabotage: Sabotage) -> None:
+    shutil.copytree(source, out, dirs_exist_ok=True)
+    config = json.loads((out / "config.json").read_text())
+    tensors = load_file(out / "model.safetensors")
+    sabotage.change(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, out / "model.safetensors")
+
+
+def is_named(diagnosis: Diagnosis, sabotage: Sabotage) -> bool:
+    """That mistake, and no other beside it."""
+    return sabotage.named in diagnosis.verdict and len(diagnosis.changes) <= 1
+
+
+def is_silent(diagnosis: Diagnosis) -> bool:
+    return diagnosis.is_well and not diagnosis.changes
+
+
+def _row(head: str, name: str, diagnosis: Diagnosis, is_right: bool, started: float) -> str:
+    loaded = diagnosis.as_loaded
+    length = f"{loaded.acceptance_length:.2f}" if loaded else "-"
+    said = " and ".join(finding.name for finding in diagnosis.changes) or diagnosis.verdict
+    if not diagnosis.changes and diagnosis.is_well:
+        said = "nothing"
+    mark = "right" if is_right else "WRONG"
+    seconds = time.perf_counter() - started
+    return f"{head:6} {name:36} {length:>5}  {mark}  {seconds:4.0f} s  {said}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--only", default="", help="mistakes whose name holds this")
+    args = parser.parse_args()
+
+    began = time.perf_counter()
+    clinic = Clinic(args.prompts, args.max_tokens)
+    judged = int(clinic.texts.loss_mask.sum())
+    print(f"{judged} tokens of {MODEL} in {time.perf_counter() - began:.0f} s")
+    print(f"{'head':6} {'mistake':36} {'length':>5} {'':7} {'':6}   what the doctor named")
+    silent, named = [], []
+    for head in ("eagle3", "mtp"):
+        started = time.perf_counter()
+        diagnosis = clinic.examine(head)
+        silent.append(is_silent(diagnosis))
+        print(_row(head, "(none)", diagnosis, silent[-1], started), flush=True)
+    for sabotage in SABOTAGES:
+        if args.only not in sabotage.name:
+            continue
+        started = time.perf_counter()
+        diagnosis = clinic.examine(sabotage.head, sabotage)
+        named.append(is_named(diagnosis, sabotage))
+        print(_row(sabotage.head, sabotage.name, diagnosis, named[-1], started), flush=True)
+    seconds = time.perf_counter() - began
+    print(
+        f"{sum(named)} of {len(named)} mistakes named, {sum(silent)} of {len(silent)} good heads "
+        f"left in peace, {seconds:.0f} s"
+    )
+    sys.exit(sum(named) < SHARE_TO_NAME * len(named) or not all(silent))
+
+
+if __name__ == "__main__":
+    main()
