@@ -389,23 +389,32 @@ class CudaGraphConfig:
             eagerly.
         capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
             built, the largest first, so that no request waits for it; else each on first use.
+        context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
+            generations' graph; prompts that fit none run eagerly, with the generations. Empty by
+            default: NOT YET RUN ON A GPU. Only for modes that draft inside the step (not MTP
+            vanilla, SAVE_HIDDEN_STATES) and attention in Triton; others leave prompts eager.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
     capture_at_start: bool = False
+    context_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         require_bool(self, "enable_padding")
         require_bool(self, "capture_at_start")
-        if self.batch_sizes is None:
-            return
-        sizes: Any = self.batch_sizes
-        good = isinstance(sizes, Sequence) and not isinstance(sizes, str) and len(sizes) > 0
-        if not good or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-            raise ConfigError(
-                f"CudaGraphConfig.batch_sizes={sizes!r}: give a list of ints >= 1, or None."
-            )
+        for name, allowed in (("batch_sizes", "or None"), ("context_tokens", "perhaps none")):
+            sizes: Any = getattr(self, name)
+            if sizes is None and name == "batch_sizes":
+                continue
+            good = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+            good = good and (len(sizes) > 0 or name == "context_tokens")
+            if not good or any(
+                isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes
+            ):
+                raise ConfigError(
+                    f"CudaGraphConfig.{name}={sizes!r}: give a list of ints >= 1, {allowed}."
+                )
 
     def buckets(self, max_batch_size: int) -> list[int]:
         """The sizes in use, ascending; by default up to max_batch_size exactly."""

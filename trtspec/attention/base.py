@@ -21,6 +21,9 @@ class AttentionBackend(ABC):
     lengths_on_device: ClassVar[bool] = False
     """Generation rows depend on no length of the host's, so that a captured graph stays right."""
 
+    contexts_on_device: ClassVar[bool] = False
+    """The same of contexts, with `AttentionMetadata.last_context_rows`."""
+
     @abstractmethod
     def attend(
         self,

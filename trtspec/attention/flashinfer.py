@@ -43,6 +43,7 @@ PREFILL_TILE = 128  # the most query rows in a tile of FA2's
 
 class FlashInferAttention(TritonAttention):
     name: ClassVar[str] = "flashinfer"
+    contexts_on_device: ClassVar[bool] = False  # its prefill is planned on the host
 
     def __init__(self, device: torch.device):
         """Allocates the kernels' scratch memory on `device`, before the KV cache is sized.

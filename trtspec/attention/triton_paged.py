@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
 from .torch_sdpa import TorchAttention
@@ -31,6 +32,7 @@ TARGET_PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; twice 
 class TritonAttention(TorchAttention):
     name: ClassVar[str] = "triton"
     lengths_on_device: ClassVar[bool] = True
+    contexts_on_device: ClassVar[bool] = True
 
     def attend(
         self,
@@ -43,9 +45,17 @@ class TritonAttention(TorchAttention):
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
+        if rows and not size and meta.last_context_rows is not None:
+            raise ConfigError(
+                f"{q.shape[1]} query heads on {k_slots.shape[1]} KV heads are too many for a graph "
+                "of prompts: leave CudaGraphConfig.context_tokens empty."
+            )
         if not rows or not size:
             return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        # Padding is of no tile. It is nobody's, but had better stay finite.
+        is_padded = meta.last_context_rows is not None
+        new = torch.zeros_like if is_padded else torch.empty_like
+        out = new(q, memory_format=torch.contiguous_format)
         context_attention(
             q,
             k_slots,
@@ -157,6 +167,8 @@ def _block_d(dim: int) -> int:
 def _tiles(meta: AttentionMetadata, size: int) -> Tensor:
     """[tiles, 3] int32 on the device: a tile's request, first row and number of rows."""
     key = "context tiles", size
+    if key not in meta.derived and meta.last_context_rows is not None:
+        meta.derived[key] = _tiles_on_device(meta.last_context_rows, meta.num_context_tokens, size)
     if key not in meta.derived:
         tiles, start = [], 0
         for i, rows in enumerate(meta.context_lens):
@@ -167,6 +179,20 @@ def _tiles(meta: AttentionMetadata, size: int) -> Tensor:
         host = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
         meta.derived[key] = host.to(device, non_blocking=True)
     return meta.derived[key]
+
+
+def _tiles_on_device(last_rows: Tensor, num_rows: int, size: int) -> Tensor:
+    """The same from [C] device rows: as many tiles as there can be, some of no rows."""
+    ends = last_rows + 1
+    lens = torch.diff(ends, prepend=ends.new_zeros(1))
+    counts = (lens + size - 1) // size
+    tile_ends = counts.cumsum(0)
+    n = torch.arange(num_rows // size + len(ends), device=ends.device)
+    request = torch.searchsorted(tile_ends, n, right=True).clamp_max(len(ends) - 1)
+    before = (n - tile_ends[request] + counts[request]) * size  # rows of the text before the tile
+    rows = (lens[request] - before).clamp(0, size)
+    first = (ends[request] - lens[request] + before).clamp_max(num_rows - 1)
+    return torch.stack([request, first, rows], dim=1).to(torch.int32)
 
 
 def context_attention(

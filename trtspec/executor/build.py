@@ -181,6 +181,11 @@ def build_executor(
     overlap = (
         where.type == "cuda" if disable_overlap_scheduler is None else not disable_overlap_scheduler
     )
+    mode = (
+        SpeculativeDecodingMode.NONE
+        if speculative_config is None
+        else speculative_config.spec_dec_mode
+    )
     executor_config = ExecutorConfig(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
@@ -188,12 +193,7 @@ def build_executor(
         enable_chunked_prefill=enable_chunked_prefill,
         prefill_batch_size=prefill_batch_size,
         overlap=overlap,
-        cuda_graph=_graph_config(cuda_graph_config, backend, where),
-    )
-    mode = (
-        SpeculativeDecodingMode.NONE
-        if speculative_config is None
-        else speculative_config.spec_dec_mode
+        cuda_graph=_graph_config(cuda_graph_config, backend, where, mode),
     )
     kv_cache = KVCacheManager(specs, num_blocks, page_size, where)
     saver = None
@@ -250,13 +250,19 @@ def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def _graph_config(
-    config: CudaGraphConfig | None, backend: AttentionBackend, device: torch.device
-) -> CudaGraphConfig | None:
-    """Graphs need attention whose lengths come from the device."""
+    config: CudaGraphConfig | None, backend: AttentionBackend, device: torch.device,
+    mode: SpeculativeDecodingMode,
+) -> CudaGraphConfig | None:  # fmt: skip
+    """Graphs need attention whose lengths come from the device; those of prompts also a drafter
+    that asks the host for no prompt's length, and nothing between the step and the next."""
     if config is not None and not isinstance(config, CudaGraphConfig):
         raise ConfigError(f"cuda_graph_config={config!r}: give a CudaGraphConfig, or None.")
     if device.type != "cuda" or not backend.lengths_on_device:
         return None
+    asks_host = mode.is_mtp_vanilla() or mode.is_save_hidden_states()
+    apart = mode.drafts_in_passes() or mode.drafts_on_host()
+    if config is not None and (asks_host or apart or not backend.contexts_on_device):
+        return replace(config, context_tokens=())
     return config
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,9 +24,10 @@ from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import CudaGraphConfig
 from ..errors import ConfigError
+from .context_inputs import ContextInputs
 from .forward_step import StepOutputs
 from .inputs import StepInputs
-from .request import Request
+from .request import ContextChunk, Request
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,12 @@ Passes = Callable[[StepOutputs], Iterator[None]]
 
 @dataclass(frozen=True)
 class GraphKey:
-    batch_size: int
+    batch_size: int  # of a context pass: its shape's contexts
     num_drafts: int  # K', verified
     draft_len: int  # proposed
     all_greedy: bool
     has_filters: bool
+    context_tokens: int = 0  # of a context pass
 
 
 @dataclass
@@ -58,6 +60,7 @@ class CudaGraphs:
         self,
         config: CudaGraphConfig,
         max_batch_size: int,
+        max_num_tokens: int,
         max_seq_len: int,
         kv_cache: KVCacheManager,
         state: SlotState,
@@ -77,6 +80,10 @@ class CudaGraphs:
         self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inputs[:, 0] = self.scratch_slot
         self._sent: list[tuple[int, int, int]] = []
+        self.contexts = [
+            ContextInputs(n, max_batch_size, max_seq_len, kv_cache, device)
+            for n in sorted({min(n, max_num_tokens) for n in config.context_tokens})
+        ]
         self._graphs: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # of all captures: cuBLAS keeps memory for each
@@ -100,10 +107,32 @@ class CudaGraphs:
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         self._send(requests, bucket)
+        return self._replay(key, len(requests))
+
+    def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
+        """The smallest captured shape that holds these parts of prompts, if there is one."""
+        return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
+
+    def run_contexts(
+        self, inputs: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int, draft_len: int
+    ) -> StepOutputs:
+        """One pass over these parts of prompts, alone."""
+        params = [chunk.request.sampling_params for chunk in chunks]
+        key = GraphKey(
+            inputs.num_contexts, num_drafts, draft_len, all(p.is_greedy for p in params),
+            any(p.has_filters for p in params), inputs.num_tokens,
+        )  # fmt: skip
+        if key not in self._graphs:
+            inputs.fill([])
+            self._graphs[key] = self._capture(key)
+        inputs.fill(chunks)
+        return self._replay(key, len(chunks))
+
+    def _replay(self, key: GraphKey, num_requests: int) -> StepOutputs:
         captured = self._graphs[key]
         for graph in captured.graphs:
             graph.replay()
-        return first_rows(captured.outputs, len(requests))
+        return first_rows(captured.outputs, num_requests)
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -171,6 +200,9 @@ class CudaGraphs:
         return self.step(self._step_inputs(key), key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
+        if key.context_tokens:
+            inputs = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
+            return inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
         rows = self.inputs[: key.batch_size]
         tables, start = [], 1
         for width in self.widths:
@@ -184,6 +216,7 @@ class CudaGraphs:
             context_positions=none,
             context_rows=none,
             context_ends=none,
+            last_context_rows=None,
             next_prompt_tokens=None,
             context_lens=(),
             context_starts=(),

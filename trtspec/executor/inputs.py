@@ -31,8 +31,9 @@ class StepInputs:
     block_tables: tuple[Tensor, ...]  # per KV group [B, M] int32
     context_ids: Tensor  # [T_ctx] int64
     context_positions: Tensor  # [T_ctx] int64
-    context_rows: Tensor  # [T_ctx] int64, the request (row of the batch) of each token
+    context_rows: Tensor  # [T_ctx] int64, the request (row of the batch) of each token, -1 padding
     context_ends: Tensor  # [C] int64, KV length after this pass
+    last_context_rows: Tensor | None  # as in AttentionMetadata; None: context_lens is the truth
     next_prompt_tokens: Tensor | None  # [C] int32, None without contexts
     context_lens: tuple[int, ...]
     context_starts: tuple[int, ...]
@@ -66,6 +67,7 @@ def build_inputs(
         context_positions=ints([p for c in chunks for p in range(c.start, c.end)]),
         context_rows=ints([i for i, n in enumerate(lens) for _ in range(n)]),
         context_ends=ints([c.end for c in chunks]),
+        last_context_rows=None,
         next_prompt_tokens=ints([c.next_prompt_token for c in chunks], torch.int32)
         if chunks
         else None,
@@ -120,6 +122,7 @@ def assemble(
     attn_metadata = AttentionMetadata(
         context_lens=inputs.context_lens,
         context_starts=inputs.context_starts,
+        last_context_rows=inputs.last_context_rows,
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
         position_ids=step.position_ids,
@@ -171,8 +174,10 @@ def _with_contexts(
 ) -> StepRows:
     """The generations' rows with the contexts' in front; a context has logits at its last row."""
     slots = inputs.slot_ids[: len(inputs.context_lens)]
-    ends = [end - 1 for end in accumulate(inputs.context_lens)]
-    last_rows = rows_to_tensor(ends, torch.int64, slots.device)
+    last_rows = inputs.last_context_rows
+    if last_rows is None:
+        ends = [end - 1 for end in accumulate(inputs.context_lens)]
+        last_rows = rows_to_tensor(ends, torch.int64, slots.device)
     positions = inputs.context_positions
     kv_lens = inputs.context_ends.clamp(max=max_seq_len).to(torch.int32)
     return StepRows(
@@ -194,5 +199,9 @@ def _with_contexts(
 
 def _context_slots(table: Tensor, inputs: StepInputs, page_size: int) -> Tensor:
     """[T_ctx] int64. Context positions are inside the maximum and reserved; the host saw to it."""
-    block = table[inputs.context_rows, inputs.context_positions // page_size].to(torch.int64)
-    return block * page_size + inputs.context_positions % page_size
+    rows, positions = inputs.context_rows, inputs.context_positions
+    block = table[rows, positions // page_size].to(torch.int64)
+    slots = block * page_size + positions % page_size
+    if inputs.last_context_rows is not None:  # row -1, the last one's, is harmless to look up
+        slots = torch.where(rows < 0, -1, slots)
+    return slots

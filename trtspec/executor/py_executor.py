@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ from ..outputs import EngineStats, acceptance_stats
 from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
+from .context_inputs import ContextInputs
 from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
 from .inputs import StepInputs, assemble, build_inputs
-from .request import Request, RequestState, ScheduledBatch, StepRecord
+from .request import ContextChunk, Request, RequestState, ScheduledBatch, StepRecord
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
@@ -110,8 +111,8 @@ class PyExecutor:
         self.graphs: CudaGraphs | None = None
         if device.type == "cuda" and config.cuda_graph is not None:
             self.graphs = CudaGraphs(
-                config.cuda_graph, config.max_batch_size, config.max_seq_len, kv_cache, self.state,
-                device, self._step, self._draft_passes,
+                config.cuda_graph, config.max_batch_size, config.max_num_tokens,
+                config.max_seq_len, kv_cache, self.state, device, self._step, self._draft_passes,
             )  # fmt: skip
             if config.cuda_graph.capture_at_start:
                 self.graphs.capture_all(self.max_draft_len)
@@ -229,9 +230,10 @@ class PyExecutor:
         while self._cancel_later:
             self.cancel(self._cancel_later.popleft())
         batch = self._schedule()
-        if batch:
-            self._pending.append(self._launch(batch))
-        keep_in_flight = 1 if self.overlap and batch else 0
+        parts, draft_len = self._parts(batch), self._draft_len_of(batch)
+        launched = [self._launch(part, draft_len) for part in parts]
+        self._pending.extend(launched)
+        keep_in_flight = len(launched) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
         self._flush_when_idle()
@@ -254,19 +256,38 @@ class PyExecutor:
                 self._num_preemptions += 1
                 self.scheduler.preempt(victim)
 
-    def _launch(self, batch: ScheduledBatch) -> _Pending:
+    def _parts(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
+        """The batch as it is; or, where prompts have a graph, generations and prompts apart."""
+        if not batch:
+            return []
+        if batch.contexts and batch.generations and self._context_shape(batch.contexts):
+            return [replace(batch, contexts=[]), replace(batch, generations=[])]
+        return [batch]
+
+    def _context_shape(self, chunks: list[ContextChunk]) -> ContextInputs | None:
+        """The graphs' inputs for these parts of prompts, if graphs serve them."""
+        if self.graphs is None or self.worker.guided_decoder is not None:
+            return None
+        return self.graphs.shape_for(chunks)
+
+    def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> _Pending:
         for chunk in batch.contexts:
             if chunk.start == 0:
                 self._admit(chunk.request)
         num_drafts = self._num_drafts_to_verify(batch)
-        draft_len = self._draft_len_of(batch)
+        if draft_len is None:
+            draft_len = self._draft_len_of(batch)
         asked = [min(request.num_drafts, num_drafts) for request in batch.generations]
         proposed = self._count_proposed(batch.generations, num_drafts)
         outputs = None
         # A guided decoder is host code, which a replay would not run again.
-        can_replay = not batch.contexts and self.worker.guided_decoder is None
-        if self.graphs is not None and can_replay:
+        can_replay = self.worker.guided_decoder is None
+        if self.graphs is not None and can_replay and not batch.contexts:
             outputs = self.graphs.run(batch.generations, num_drafts, draft_len)
+        elif self.graphs is not None and not batch.generations:
+            shape = self._context_shape(batch.contexts)
+            if shape is not None:
+                outputs = self.graphs.run_contexts(shape, batch.contexts, num_drafts, draft_len)
         if outputs is None:
             inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
             outputs = self._step(inputs, draft_len)

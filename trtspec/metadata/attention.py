@@ -57,6 +57,10 @@ class AttentionMetadata:
     slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64: where a row's KV goes, -1 nowhere
     max_seq_len: int  # rows at or past this position write nowhere
     context_starts: tuple[int, ...] = ()  # position of each context's first row; () is all 0
+    last_context_rows: Tensor | None = None
+    """[C] int64: each context's last row. If set, it is the truth and `context_lens` says no more
+    than how many contexts and rows there are: rows after the last one, and contexts that end where
+    the one before does, are padding (a captured graph)."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Scratch of the attention backend: masks and gather indices, built once per pass."""
 
@@ -75,6 +79,16 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
+
+    def ends_of_contexts(self) -> Tensor:
+        """[C] int64, the last row of each context."""
+        if self.last_context_rows is not None:
+            return self.last_context_rows
+        ends = torch.tensor(self.context_lens, dtype=torch.int64).cumsum(0) - 1
+        device = self.position_ids.device
+        if device.type == "cuda":  # the host does not wait
+            return ends.pin_memory().to(device, non_blocking=True)
+        return ends
 
     def contexts_only(self) -> AttentionMetadata:
         """The same pass without its generation requests."""
@@ -105,6 +119,7 @@ class AttentionMetadata:
             self,
             context_lens=(),
             context_starts=(),
+            last_context_rows=None,
             num_generations=num_seqs,
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),

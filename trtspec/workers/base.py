@@ -373,7 +373,7 @@ class SpecWorkerBase(nn.Module, ABC):
 
     def prepare_context_input_ids(
         self, input_ids: Tensor, accepted_tokens: Tensor, context_lens: Sequence[int],
-        next_prompt_tokens: Tensor | None = None,
+        next_prompt_tokens: Tensor | None = None, last_rows: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Context ids shifted left by one, for drafters that read the *next* token's embedding.
 
@@ -383,6 +383,7 @@ class SpecWorkerBase(nn.Module, ABC):
             context_lens: rows per context.
             next_prompt_tokens: [C], the true next prompt token where a chunk ends inside the
                 prompt (-1 at its end); it goes before the sample.
+            last_rows: [C] int64, each context's last row; None follows from context_lens.
 
         Returns:
             [T_ctx], e.g. `a1 a2 | b1` with next `a3 | b2` -> `a2 a3 | b2`.
@@ -393,8 +394,9 @@ class SpecWorkerBase(nn.Module, ABC):
         if next_prompt_tokens is not None:
             following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
         shifted = torch.roll(input_ids, -1)
-        ends = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
-        shifted[ends] = following.to(shifted.dtype)
+        if last_rows is None:
+            last_rows = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
+        shifted[last_rows] = following.to(shifted.dtype)
         return shifted
 
 
@@ -404,10 +406,9 @@ def certain_rows(meta: AttentionMetadata) -> Tensor:
     if not meta.context_lens:  # nothing to send: the device counts by itself
         end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
         return torch.arange(0, end, meta.rows_per_generation, device=device)
-    ends = torch.tensor(meta.context_lens, dtype=torch.int64).cumsum(0) - 1
-    firsts = torch.arange(meta.num_generations) * meta.rows_per_generation
-    rows = torch.cat([ends, firsts + meta.num_context_tokens])
-    return to_device(rows, meta.position_ids.device)
+    ends = meta.ends_of_contexts()
+    firsts = torch.arange(meta.num_generations, device=ends.device) * meta.rows_per_generation
+    return torch.cat([ends, firsts + meta.num_context_tokens])
 
 
 def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:

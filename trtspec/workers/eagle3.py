@@ -139,6 +139,6 @@ def shifted_input_ids(
         return following
     ids = worker.prepare_context_input_ids(
         inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
-        inputs.spec_metadata.next_prompt_tokens,
+        inputs.spec_metadata.next_prompt_tokens, meta.last_context_rows,
     )  # fmt: skip
     return torch.cat([ids.to(torch.int64), following])

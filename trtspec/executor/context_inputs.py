@@ -1,0 +1,107 @@
+"""The inputs of a context pass in a fixed shape, so that one captured graph serves many passes.
+
+A pass of this shape has T token rows and C contexts. What is left over is padding: rows of no
+context, which write nowhere, and contexts without rows, which stand on the scratch slot. Whatever
+else differs from pass to pass is data in one device tensor, sent in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache.manager import KVCacheManager
+from ..metadata.sampling import to_device
+from .inputs import StepInputs
+from .request import ContextChunk
+
+TOKENS_PER_CONTEXT = 16
+"""A shape has a context for so many of its rows; shorter prompts want a larger shape."""
+
+
+class ContextInputs:
+    """Device tensors of one shape, and how to fill them.
+
+    Args:
+        num_tokens: T. max_batch_size: the scratch slot, and the most contexts there can be.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_batch_size: int, max_seq_len: int, kv_cache: KVCacheManager,
+        device: torch.device,
+    ):  # fmt: skip
+        self.num_tokens, self.scratch_slot = num_tokens, max_batch_size
+        self.max_seq_len, self.kv_cache, self.device = max_seq_len, kv_cache, device
+        self.num_contexts = min(max_batch_size, max(1, num_tokens // TOKENS_PER_CONTEXT))
+        self.widths = [kv_cache.blocks_for(max_seq_len)] * len(kv_cache.groups)
+        # ids, positions, contexts of the rows; slot, end, next prompt token, last row and block
+        # tables of the contexts.
+        self.size = 3 * num_tokens + (4 + sum(self.widths)) * self.num_contexts
+        self.sent = torch.zeros(self.size, dtype=torch.int32, device=device)
+        self.fill([])
+
+    def holds(self, chunks: Sequence[ContextChunk]) -> bool:
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        if len(chunks) < self.num_contexts:
+            tokens += 1  # a row for the contexts that are padding to end at
+        return tokens <= self.num_tokens and len(chunks) <= self.num_contexts
+
+    def fill(self, chunks: Sequence[ContextChunk]) -> None:
+        """Sends what a pass over these chunks reads; without any, all of it is padding."""
+        tokens, contexts = self.num_tokens, self.num_contexts
+        host = torch.zeros(self.size, dtype=torch.int32)
+        ids, positions, rows = host[: 3 * tokens].view(3, tokens)
+        slots, ends, following, last = host[3 * tokens :][: 4 * contexts].view(4, contexts)
+        rows.fill_(-1)
+        slots.fill_(self.scratch_slot)
+        ends.fill_(1)
+        following.fill_(-1)
+        start = 0
+        for i, chunk in enumerate(chunks):
+            count = chunk.end - chunk.start
+            own = slice(start, start + count)
+            ids[own] = torch.tensor(chunk.token_ids)
+            positions[own] = torch.arange(chunk.start, chunk.end)
+            rows[own] = i
+            start += count
+            last[i] = start - 1
+            slots[i], ends[i] = chunk.request.slot, chunk.end
+            following[i] = chunk.next_prompt_token
+        last[len(chunks) :] = start
+        tables = self.kv_cache.block_tables([chunk.request.request_id for chunk in chunks])
+        place = 3 * tokens + 4 * contexts
+        for table, width in zip(tables, self.widths, strict=True):
+            whole = host[place : place + contexts * width].view(contexts, width)
+            whole[: len(chunks), : table.shape[1]] = table
+            place += contexts * width
+        self.sent.copy_(to_device(host, self.device), non_blocking=True)
+
+    def step_inputs(self, num_drafts: int, all_greedy: bool, has_filters: bool) -> StepInputs:
+        """What a step reads: views of the device tensor and what is made of them there."""
+        tokens, contexts = self.num_tokens, self.num_contexts
+        wide = self.sent[: 3 * tokens + 4 * contexts].to(torch.int64)
+        ids, positions, rows = wide[: 3 * tokens].view(3, tokens)
+        slots, ends, following, last = wide[3 * tokens :].view(4, contexts)
+        tables, place = [], 3 * tokens + 4 * contexts
+        for width in self.widths:
+            tables.append(self.sent[place : place + contexts * width].view(contexts, width))
+            place += contexts * width
+        return StepInputs(
+            slot_ids=slots,
+            block_tables=tuple(tables),
+            context_ids=ids,
+            context_positions=positions,
+            context_rows=rows,
+            context_ends=ends,
+            last_context_rows=last,
+            next_prompt_tokens=following.to(torch.int32),
+            context_lens=(tokens, *[0] * (contexts - 1)),
+            context_starts=(0,) * contexts,
+            num_generations=0,
+            num_drafts=num_drafts,
+            max_kv_len=self.max_seq_len,
+            request_ids=[-1] * contexts,
+            all_greedy=all_greedy,
+            has_filters=has_filters,
+        )
