@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from test_executor import Oracle, _config, _prompts
+from test_executor import VOCAB, Oracle, _config, _prompts
 from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
 from trtspec.executor.context_inputs import ContextInputs
 from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import first_rows
+from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
-from trtspec.executor.request import ContextChunk, Request
+from trtspec.executor.request import ContextChunk, Request, ScheduledBatch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
@@ -68,13 +71,14 @@ class Uncaptured:
 
 
 def _llm(
-    target_dir: Path, draft_dir: Path, mode: str, monkeypatch: pytest.MonkeyPatch, **arguments: bool
-) -> LLM:
+    target_dir: Path, config: DecodingBaseConfig | None, monkeypatch: pytest.MonkeyPatch,
+    **arguments: Any,
+) -> LLM:  # fmt: skip
     """With Triton's attention, in its interpreter."""
     backend = triton_paged.TritonAttention()
     monkeypatch.setattr(build, "_attention_backend", lambda name, device: backend)
     return LLM(
-        target_dir, _config(mode, 2, draft_dir, None), device="cpu", dtype="float32",
+        target_dir, config, device="cpu", dtype="float32",
         max_batch_size=3, max_seq_len=96,
         kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8), **arguments,
     )  # fmt: skip
@@ -86,7 +90,7 @@ def test_padding_changes_no_token(
 ) -> None:
     """Prompts of a pass and less, alone and several, beside generations; some fit no shape."""
     arguments = {"enable_chunked_prefill": True, "max_num_tokens": 40} if chunked else {}
-    llm = _llm(target_dir, draft_dir, mode, monkeypatch, **arguments)
+    llm = _llm(target_dir, _config(mode, 2, draft_dir, None), monkeypatch, **arguments)
     graphs = Uncaptured(llm.executor, (24, 40) if chunked else (24, 96))
     llm.executor.graphs = graphs  # type: ignore[assignment]
     prompts = [*_prompts(4), [1] * 70]
@@ -100,23 +104,52 @@ def test_padding_changes_no_token(
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
 
 
-def test_sampled_text_is_the_same(
-    target_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spans", [[(0, 9)], [(0, 20), (8, 11)], [(16, 17), (0, 14)]])
+def test_a_pass_is_what_the_host_would_send(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, spans: list[tuple[int, int]]
 ) -> None:
-    """Padding stands on the scratch slot: its parameters and noise are nobody's."""
-    texts = []
-    for fixed in (False, True):
-        llm = _llm(target_dir, draft_dir, "eagle3", monkeypatch)
-        if fixed:
-            llm.executor.graphs = Uncaptured(llm.executor, (64,))  # type: ignore[assignment]
-        params = [SamplingParams(5, 0.9, seed=i, ignore_eos=True) for i in range(3)]
-        outputs = llm.generate(_prompts(3), params)
-        texts.append([output.outputs[0].token_ids for output in outputs])
-    assert texts[0] == texts[1]
+    """Everything a step reads of the real rows; padding writes nowhere and ends at a row of its
+    own, lest what is written for it lands in a prompt's row."""
+    executor = _llm(target_dir, None, monkeypatch).executor
+    chunks = []
+    for i, (start, end) in enumerate(spans):
+        request = executor.enqueue(
+            [(5 * i + j) % VOCAB for j in range(17 + 3 * i)], SamplingParams(3)
+        )
+        request.slot = i
+        assert executor.kv_cache.reserve(request.request_id, end)
+        chunks.append(ContextChunk(request, request.token_ids[start:end], start, end))
+    rows = sum(end - start for start, end in spans)
+    batch = ScheduledBatch(chunks, [])
+    shape = Uncaptured(executor, (32,)).shapes[0]
+    assert shape.holds(chunks)
+    shape.fill(chunks)
+    cache, device = executor.kv_cache, executor.device
+    ours, fixed = build_inputs(batch, cache, 2, device), shape.step_inputs(2, True, False)
+    step, padded = (
+        assemble(inputs, executor.state, cache, executor.mode, 2, executor.config.max_seq_len)
+        for inputs in (ours, fixed)
+    )
+    count = len(chunks)
+    meta, other = step.attn_metadata, padded.attn_metadata
+    assert torch.equal(padded.input_ids[:rows], step.input_ids)
+    assert torch.equal(other.position_ids[:rows], meta.position_ids)
+    assert torch.equal(other.slot_mappings[0][:rows], meta.slot_mappings[0])
+    assert (other.slot_mappings[0][rows:] == -1).all()
+    assert torch.equal(other.kv_lens[:count], meta.kv_lens)
+    width = ours.block_tables[0].shape[1]
+    assert torch.equal(fixed.block_tables[0][:count, :width], ours.block_tables[0])
+    spec, wide = step.spec_metadata, padded.spec_metadata
+    assert torch.equal(wide.gather_ids[:count], spec.gather_ids)
+    assert torch.equal(wide.next_prompt_tokens[:count], spec.next_prompt_tokens)
+    assert torch.equal(wide.slot_ids[:count], spec.slot_ids)
+    assert torch.equal(wide.sampling.positions[:count], spec.sampling.positions)
+    assert (wide.gather_ids[count:] >= rows).all()
+    assert (wide.slot_ids[count:] == executor.config.max_batch_size).all()
 
 
-def test_what_a_shape_holds(target_dir: Path, draft_dir: Path, monkeypatch) -> None:
-    executor = _llm(target_dir, draft_dir, "none", monkeypatch).executor
+def test_what_a_shape_holds(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = _llm(target_dir, None, monkeypatch).executor
     shape = Uncaptured(executor, (32,)).shapes[0]
     request = executor.enqueue([1] * 40, SamplingParams(max_tokens=2))
 
