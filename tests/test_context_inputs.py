@@ -114,7 +114,7 @@ def test_a_pass_is_what_the_host_would_send(
     chunks = []
     for i, (start, end) in enumerate(spans):
         request = executor.enqueue(
-            [(5 * i + j) % VOCAB for j in range(17 + 3 * i)], SamplingParams(3)
+            [(5 * i + j) % VOCAB for j in range(33 + 3 * i)], SamplingParams(3)
         )
         request.slot = i
         assert executor.kv_cache.reserve(request.request_id, end)

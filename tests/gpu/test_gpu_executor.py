@@ -314,6 +314,22 @@ def test_graphs_and_eager_steps_say_the_same(
     assert stats[0] == stats[1]
 
 
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp_eagle"])
+def test_graphs_of_prompts_say_the_same(
+    target_dir: Path, draft_dir: Path, expected: list[list[int]], mode: str
+) -> None:
+    """Prompts of several sizes in graphs of their own, beside the generations' graphs."""
+    llm = LLM(
+        target_dir, _config(mode, draft_dir), device="cuda", dtype="float32", max_batch_size=3,
+        max_seq_len=96, cuda_graph_config=CudaGraphConfig(context_tokens=(32, 96)),
+        kv_cache_config=KvCacheConfig(max_tokens=1024),
+    )  # fmt: skip
+    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    captured = {key.context_tokens for key in llm.executor.graphs._graphs}
+    assert captured & {32, 96} and 0 in captured
+
+
 def test_torch_attention_runs_without_graphs(
     target_dir: Path, draft_dir: Path, expected: list[list[int]]
 ) -> None:
