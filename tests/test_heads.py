@@ -323,7 +323,7 @@ def _d2t_without_lm_head(tmp_path: Path) -> Path:
 
 
 OTHERS: list[Case] = [
-    (lambda tmp: tmp / "gone", "gone neither a directory nor a known head.*Give"),
+    (lambda tmp: tmp / "gone", "gone is neither a directory nor a known head.*Give"),
     (_narrow_eagle1, "hidden_size|24 wide"), (_d2t_without_lm_head, "d2t"),
     (lambda tmp: _speculators(eagle3_dir(tmp), quantization_config={"quant_method": "int8"}),
      r"quantization_config \('int8'\) is set"),
