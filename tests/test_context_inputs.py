@@ -52,6 +52,9 @@ class Uncaptured:
             for n in tokens
         ]
 
+    def bucket(self, batch_size: int) -> int:
+        return batch_size
+
     def run(self, requests: list[Request], num_drafts: int, draft_len: int) -> None:
         return None  # generations by themselves, eagerly
 
@@ -146,6 +149,32 @@ def test_a_pass_is_what_the_host_would_send(
     assert torch.equal(wide.sampling.positions[:count], spec.sampling.positions)
     assert (wide.gather_ids[count:] >= rows).all()
     assert (wide.slot_ids[count:] == executor.config.max_batch_size).all()
+
+
+def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs out: the generations launched before it are read later."""
+    executor = _llm(target_dir, None, monkeypatch).executor
+    graphs = Uncaptured(executor, (64,))
+    executor.graphs = graphs  # type: ignore[assignment]
+    prompts = _prompts(3)[1:]
+    first = executor.enqueue(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        executor.step()
+
+    def fail(*_: object) -> None:
+        raise ConfigError("no memory")
+
+    works, graphs.run_contexts = graphs.run_contexts, fail  # type: ignore[method-assign]
+    second = executor.enqueue(prompts[1], SamplingParams(max_tokens=8, ignore_eos=True))
+    with pytest.raises(ConfigError, match="no memory"):
+        executor.step()
+    graphs.run_contexts = works  # type: ignore[method-assign]
+    executor.run_until_done()
+    oracle = Oracle(target_dir)
+    for request, prompt in ((first, prompts[0]), (second, prompts[1])):
+        assert request.output_token_ids == oracle.extend(prompt, 8)
 
 
 def test_what_a_shape_holds(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

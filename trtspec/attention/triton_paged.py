@@ -187,7 +187,7 @@ def _tiles_on_device(last_rows: Tensor, num_rows: int, size: int) -> Tensor:
     lens = torch.diff(ends, prepend=ends.new_zeros(1))
     counts = (lens + size - 1) // size
     tile_ends = counts.cumsum(0)
-    n = torch.arange(num_rows // size + len(ends), device=ends.device)
+    n = torch.arange(num_rows // size + len(ends) - 1, -1, -1, device=ends.device)
     request = torch.searchsorted(tile_ends, n, right=True).clamp_max(len(ends) - 1)
     before = (n - tile_ends[request] + counts[request]) * size  # rows of the text before the tile
     rows = (lens[request] - before).clamp(0, size)

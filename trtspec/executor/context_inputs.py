@@ -2,7 +2,7 @@
 
 A pass of this shape has T token rows and C contexts. What is left over is padding: rows of no
 context, which write nowhere, and contexts without rows, which stand on the scratch slot. Whatever
-else differs from pass to pass is data in one device tensor, sent in one copy.
+else differs from pass to pass is data in one device tensor, sent from the host in one copy.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ContextInputs:
         self.fill([])
 
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
+        """A chunk that fills a whole pass (max_num_tokens) fits none: there is no row to spare."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         if len(chunks) < self.num_contexts:
             tokens += 1  # a row for the contexts that are padding to end at

@@ -115,8 +115,9 @@ class CudaGraphs:
 
     def run_contexts(
         self, inputs: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int, draft_len: int
-    ) -> StepOutputs:
-        """One pass over these parts of prompts, alone."""
+    ) -> StepOutputs | None:
+        """One pass over these parts of prompts, alone. None if it cannot be captured: then the
+        shape is given up, and such passes run eagerly."""
         params = [chunk.request.sampling_params for chunk in chunks]
         key = GraphKey(
             inputs.num_contexts, num_drafts, draft_len, all(p.is_greedy for p in params),
@@ -124,7 +125,14 @@ class CudaGraphs:
         )  # fmt: skip
         if key not in self._graphs:
             inputs.fill([])
-            self._graphs[key] = self._capture(key)
+            try:
+                self._graphs[key] = self._capture(key)
+            except ConfigError as error:
+                logger.warning(
+                    "Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error
+                )
+                self.contexts.remove(inputs)
+                return None
         inputs.fill(chunks)
         return self._replay(key, len(chunks))
 
@@ -141,6 +149,13 @@ class CudaGraphs:
                 key = GraphKey(size, num_drafts, num_drafts, all_greedy, has_filters=False)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
+        for inputs in reversed(self.contexts):
+            for all_greedy in (True, False):
+                key = GraphKey(
+                    inputs.num_contexts, num_drafts, num_drafts, all_greedy, False,
+                    inputs.num_tokens,
+                )  # fmt: skip
+                self._graphs[key] = self._capture(key)
 
     def _send(self, requests: list[Request], bucket: int) -> None:
         """Slots and block tables of the rows that are not on the device already."""
@@ -168,7 +183,7 @@ class CudaGraphs:
             raise ConfigError(
                 f"GPU memory ran out while the graph for batch size {key.batch_size} was captured: "
                 "lower KvCacheConfig.free_gpu_memory_fraction or max_batch_size, or name fewer "
-                "CudaGraphConfig.batch_sizes."
+                "CudaGraphConfig.batch_sizes or context_tokens."
             ) from error
         taken = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         self.memory_bytes += taken

@@ -231,9 +231,9 @@ class PyExecutor:
             self.cancel(self._cancel_later.popleft())
         batch = self._schedule()
         parts, draft_len = self._parts(batch), self._draft_len_of(batch)
-        launched = [self._launch(part, draft_len) for part in parts]
-        self._pending.extend(launched)
-        keep_in_flight = len(launched) if self.overlap else 0
+        for part in parts:  # one at a time: if the second fails, the first is in flight
+            self._pending.append(self._launch(part, draft_len))
+        keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
         self._flush_when_idle()
@@ -261,7 +261,9 @@ class PyExecutor:
         if not batch:
             return []
         if batch.contexts and batch.generations and self._context_shape(batch.contexts):
-            return [replace(batch, contexts=[]), replace(batch, generations=[])]
+            assert self.graphs is not None
+            if self.graphs.bucket(len(batch.generations)) is not None:
+                return [replace(batch, contexts=[]), replace(batch, generations=[])]
         return [batch]
 
     def _context_shape(self, chunks: list[ContextChunk]) -> ContextInputs | None:

@@ -380,6 +380,7 @@ def draft_step(
         meta,
         context_lens=(),
         context_starts=(),
+        last_context_rows=None,
         num_generations=positions.shape[0],
         rows_per_generation=positions.shape[1],
         position_ids=guarded,

@@ -137,8 +137,9 @@ def shifted_input_ids(
     following = accepted[contexts:, : meta.rows_per_generation].flatten().to(torch.int64)
     if not contexts:
         return following
+    last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}
     ids = worker.prepare_context_input_ids(
         inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
-        inputs.spec_metadata.next_prompt_tokens, meta.last_context_rows,
+        inputs.spec_metadata.next_prompt_tokens, **last_rows,
     )  # fmt: skip
     return torch.cat([ids.to(torch.int64), following])

@@ -202,6 +202,7 @@ class _Rows:
     """
 
     def __init__(self, meta: AttentionMetadata, window: int):
+        assert meta.last_context_rows is None, "contexts of unknown length"
         device = meta.position_ids.device
         self.num_seqs, self.rows = meta.num_seqs, meta.rows_per_generation
         self.order: Tensor | None = None  # row here -> row of [windows of all, rows of the pass]
