@@ -132,7 +132,9 @@ def _measure_set(
     engines = [(plain, result.plain), (speculative, result.speculative)]
     progress(f"warming up on {name!r}")
     for llm, _ in engines:
-        _run_once(llm, to_inputs(llm, prompts[:1], raw), params, Side())
+        # On CUDA every batch size that comes up has a graph, which is captured when it first does.
+        warm = prompts if str(llm.device).startswith("cuda") else prompts[:1]
+        _run_once(llm, to_inputs(llm, warm, raw), params, Side())
     for turn in range(1, repeat + 1):
         for llm, side in engines:
             progress(f"decoding {name!r}, run {turn} of {repeat}, {llm.mode.name}")
