@@ -23,6 +23,7 @@ from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, Request, ScheduledBatch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
+from trtspec.metadata.mode import SpeculativeDecodingMode
 
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
 MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
@@ -206,6 +207,22 @@ def test_tiles_on_the_device_are_the_hosts(lens: list[int], rows: int, size: int
     assert {tuple(tile) for tile in tiles if tile[2]} == expected
     assert all(0 <= i < len(lens) and 0 <= first < rows for i, first, _ in tiles)
     assert sum(tile[2] for tile in tiles) == sum(lens)
+
+
+@pytest.mark.parametrize("mode", ["EAGLE3_ONE_MODEL", "MTP", "EAGLE3", "USER_PROVIDED"])
+def test_where_prompts_have_no_graphs_it_is_said(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, cuda = CudaGraphConfig(context_tokens=[64]), torch.device("cuda")
+    kept = build._graph_config(
+        config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+    )
+    assert kept is not None
+    if mode == "EAGLE3_ONE_MODEL":
+        assert kept is config and not caplog.records
+        return
+    assert kept.context_tokens == ()
+    assert f"no effect: mode {mode} with attention in triton" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])
