@@ -74,6 +74,26 @@ def test_equals_torch(
     torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("programs", "join_programs"), [(1, 1), (5, 6), (24, 1000), (1000, 9)])
+def test_any_cut_of_ragged_texts_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, window: int | None
+) -> None:
+    """Requests of one part, of full parts alone, and of full parts and a rest; joined in one turn
+    and in several."""
+    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
+    monkeypatch.setattr(triton_paged, "JOIN_PROGRAMS", join_programs)
+    rows, lengths = 3, [1, 350, 29, 13, 160]
+    meta = make_pass(lengths, rows, 2, 16, 8, max_seq_len=4096)
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(len(lengths) * rows, 6, 16, generator=generator).to(DEVICE)
+    ours, twin = (
+        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("heads", "dim", "page", "window"),
     [((6, 2), 16, 4, None), ((9, 3), 64, 16, 40), ((4, 4), 48, 8, 7), ((8, 1), 256, 32, None)],

@@ -1,9 +1,11 @@
 """Paged attention in Triton: lengths and block tables come from the device.
 
-Generations are split-KV ("flash decoding"): the keys of each request and KV head are cut into a
-fixed number of parts, one program each, so that one long request fills the GPU; a second kernel
-joins the parts. All query rows of a request that share a KV head are one tile. Nothing depends on
-the host's idea of a length, so a captured graph stays right as texts grow.
+Generations are split-KV ("flash decoding"): the keys of all requests and KV heads are cut into
+parts of one size, for as many programs as the GPU runs at once, so that one long request fills it
+and a short one beside it waits for nobody; a second kernel joins what belongs together. Each
+program finds its part from all requests' positions. All query rows of a request that share a KV
+head are one tile.
+Nothing depends on the host's idea of a length, so a captured graph stays right as texts grow.
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has.
@@ -23,10 +25,11 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
 from .torch_sdpa import TorchAttention
 
-BLOCK_N = 64  # keys a program looks at in one turn
+BLOCK_N = 64  # keys that a program looks at in one turn; see `_cut`
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
-TARGET_PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; twice that for small heads
+MULTIPROCESSORS = 132  # of an H100 or H200
+JOIN_PROGRAMS = 8 * MULTIPROCESSORS
 
 
 class TritonAttention(TorchAttention):
@@ -112,7 +115,8 @@ def paged_attention(
         q: [G * rows, Hq, D].
         k_slots, v_slots: [slots, Hkv, D], indexed by block * page_size + offset.
         block_tables: [G, M] int32.
-        position_ids: [G * rows] int64; a row sees the keys at positions up to its own.
+        position_ids: [G * rows] int64; a row sees the keys at positions up to its own. A request's
+            rows follow one another, but for those past the maximum length, which are at 0.
         window: how many of the last of those it sees; None is all.
 
     Returns:
@@ -124,31 +128,44 @@ def paged_attention(
     per_kv = q_heads // kv_heads
     block_m = max(16, triton.next_power_of_2(rows * per_kv))
     block_d = _block_d(dim)
-    longest = triton.cdiv(table_width * page_size, BLOCK_N)
-    programs = TARGET_PROGRAMS if dim > 64 else 2 * TARGET_PROGRAMS
-    splits = max(1, min(longest, programs // max(1, num_seqs * kv_heads), 64))
+    pairs, tile = num_seqs * kv_heads, triton.next_power_of_2(rows * per_kv)
+    block_n, programs = _cut(pairs, block_d, q.dtype)
+    most_parts = min(pairs + programs, pairs * triton.cdiv(table_width * page_size, block_n))
     out = torch.empty_like(q)
-    shape = num_seqs, kv_heads, splits, block_m
-    partial = torch.empty((*shape, block_d), dtype=torch.float32, device=q.device)
-    stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
-    _partial_kernel[(num_seqs, kv_heads, splits)](
-        q, k_slots, v_slots, block_tables, position_ids, partial, stats,
+    partial = torch.empty((most_parts, block_m, block_d), dtype=torch.float32, device=q.device)
+    stats = torch.empty((most_parts, block_m, 2), dtype=torch.float32, device=q.device)
+    shared = {
+        "rows": rows, "per_kv": per_kv, "kv_heads": kv_heads, "dim": dim, "page_size": page_size,
+        "window": -1 if window is None else window, "PROGRAMS": programs,
+        "SEQS": triton.next_power_of_2(num_seqs), "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "BLOCK_D": block_d, "num_warps": 4, **dependent_launch(q),
+    }  # fmt: skip
+    _partial_kernel[(most_parts,)](
+        q, k_slots, v_slots, block_tables, position_ids, partial, stats, out,
         dim**-0.5 * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
-        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width, splits,
-        rows=rows, per_kv=per_kv, dim=dim, page_size=page_size,
-        window=-1 if window is None else window,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d, num_warps=4, num_stages=2,
-        **dependent_launch(q),
+        v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
+        out.stride(0), out.stride(1), num_seqs, **shared, num_stages=2,
     )  # fmt: skip
-    _join_kernel[(num_seqs, kv_heads, rows * per_kv)](
-        partial, stats, position_ids, out, out.stride(0), out.stride(1), splits,
-        rows=rows, per_kv=per_kv, dim=dim,
-        window=-1 if window is None else window,
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d,
-        SPLITS=triton.next_power_of_2(splits), num_warps=4, **dependent_launch(q),
+    join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)))
+    join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64)
+    _join_kernel[(num_seqs, kv_heads, tile // join_rows)](
+        partial, stats, position_ids, out, table_width, out.stride(0), out.stride(1), num_seqs,
+        **shared, ROWS=join_rows, PARTS=join_parts,
     )  # fmt: skip
     return out
+
+
+def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The keys of a block and the programs that all keys are cut for, by measurement: where there
+    are requests and heads enough for every multiprocessor, fewer programs with larger blocks."""
+    each = 4 if block_d > 64 else 6
+    if pairs < MULTIPROCESSORS:
+        return BLOCK_N, each * MULTIPROCESSORS
+    too_large = block_d > 128 or dtype == torch.float32
+    if too_large or (block_d > 64 and pairs >= 4 * MULTIPROCESSORS):
+        return BLOCK_N, 2 * MULTIPROCESSORS
+    return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS
 
 
 def _context_tile(q: Tensor, k_slots: Tensor) -> int:
@@ -236,15 +253,33 @@ def context_attention(
 
 
 @triton.jit
-def _split(positions, is_row, window: tl.constexpr, splits, BLOCK_N: tl.constexpr):
-    """First and last key that any row sees, and the keys of one part."""
-    last = tl.max(tl.where(is_row, positions, 0), 0)
-    first = last * 0
+def _blocks(
+    position, table_width, rows: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The first block of keys that rows see which begin at `position`, and how many blocks. Rows
+    follow one another, so that they see no key past that position plus their number."""
+    first = position * 0
     if window > 0:
-        first = tl.maximum(tl.min(tl.where(is_row, positions, 1 << 30), 0) - window + 1, 0)
-        first = first // BLOCK_N * BLOCK_N
-    part = tl.cdiv(tl.cdiv(last + 1 - first, splits), BLOCK_N) * BLOCK_N
-    return first, last, part
+        first = tl.maximum(position - window + 1, 0) // BLOCK_N
+    end = tl.minimum(position + rows, table_width * page_size)
+    return first, tl.cdiv(end, BLOCK_N) - first
+
+
+@triton.jit
+def _share_out(
+    position_ptr, num_seqs, table_width, rows: tl.constexpr, kv_heads: tl.constexpr,
+    page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """How the keys of all requests are cut into parts: the requests' first positions [SEQS], their
+    full parts, whether there is a rest (0 or 1), and the blocks of a full part."""
+    s = tl.arange(0, SEQS)
+    positions = tl.load(position_ptr + s * rows, mask=s < num_seqs, other=0).to(tl.int32)
+    _first, blocks = _blocks(positions, table_width, rows, page_size, window, BLOCK_N)
+    blocks = tl.where(s < num_seqs, blocks, 0)
+    part = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * kv_heads, PROGRAMS), 1)
+    return positions, blocks // part, (blocks % part > 0).to(tl.int32), part
 
 
 @triton.jit
@@ -302,7 +337,11 @@ def _context_kernel(
     q = tl.load(
         q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
     )
-    first, last, _ = _split(positions, is_row, window, 1, BLOCK_N)
+    last = tl.max(tl.where(is_row, positions, 0), 0)
+    first = last * 0
+    if window > 0:
+        first = tl.maximum(tl.min(tl.where(is_row, positions, 1 << 30), 0) - window + 1, 0)
+        first = first // BLOCK_N * BLOCK_N
     _best, total, acc = _sums(
         q, positions, first, last + 1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head,
         k_row, v_row, table_ptr + seq * table_row, table_width, scale,
@@ -316,69 +355,111 @@ def _context_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "table_width", "num_seqs"])
 def _partial_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, partial_ptr, stats_ptr, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, splits,
-    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr,
-    window: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, partial_ptr, stats_ptr, out_ptr, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, out_row, out_head,
+    num_seqs,
+    rows: tl.constexpr, per_kv: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
+    page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one request and KV head; its rows' softmax sums in base 2."""
+    """One part of the keys of one request and KV head: its rows' softmax sums in base 2, or their
+    attention where it is the only part. All full parts come before all rests, so that what starts
+    last is short."""
     after_previous(PDL)
-    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    m = tl.arange(0, BLOCK_M)
-    row, head = m // per_kv, kv_head * per_kv + m % per_kv
-    is_row = row < rows
-    d = tl.arange(0, BLOCK_D)
-    positions = tl.load(position_ptr + seq * rows + row, mask=is_row, other=0).to(tl.int32)
-    first, last, part = _split(positions, is_row, window, splits, BLOCK_N)
-    start = first + split * part
-    end = tl.minimum(start + part, last + 1)
-    if start > last:
-        return
-    q = tl.load(
-        q_ptr + (seq * rows + row)[:, None] * q_row + head[:, None] * q_head + d[None, :],
-        mask=is_row[:, None] & (d[None, :] < dim), other=0.0,
+    kv_head, number = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    starts, full, rest, part = _share_out(
+        position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
+        window=window, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
     )  # fmt: skip
+    num_full = tl.sum(full, 0)
+    is_rest = number >= num_full
+    own = tl.where(is_rest, rest, full)
+    number -= tl.where(is_rest, num_full, 0)
+    seq = tl.sum((tl.cumsum(own, 0) <= number).to(tl.int32), 0)
+    if seq >= num_seqs:
+        return
+    s = tl.arange(0, SEQS)
+    position = tl.sum(tl.where(s == seq, starts, 0), 0)
+    first, blocks = _blocks(position, table_width, rows, page_size, window, BLOCK_N)
+    index = tl.where(is_rest, blocks // part, number - tl.sum(tl.where(s < seq, full, 0), 0))
+    start = (first + index * part) * BLOCK_N
+    end = tl.minimum(start + part * BLOCK_N, position + rows)
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row, head = seq * rows + m // per_kv, kv_head * per_kv + m % per_kv
+    is_row = m // per_kv < rows
+    positions = tl.load(position_ptr + row, mask=is_row, other=0).to(tl.int32)
+    inside = is_row[:, None] & (d[None, :] < dim)
+    q = tl.load(
+        q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
+    )
     best, total, acc = _sums(
         q, positions, start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
         table_ptr + seq * table_row, table_width, scale,
         dim=dim, page_size=page_size, window=window,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
-    place = ((seq * tl.num_programs(1) + kv_head) * splits + split) * BLOCK_M + m
-    tl.store(partial_ptr + place[:, None] * BLOCK_D + d[None, :], acc)
-    tl.store(stats_ptr + place * 2, best)
-    tl.store(stats_ptr + place * 2 + 1, total)
+    if blocks <= part:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :],
+            acc.to(out_ptr.dtype.element_ty), mask=inside,
+        )  # fmt: skip
+    else:
+        before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
+        place = ((before + index) * kv_heads + kv_head) * BLOCK_M + m
+        tl.store(partial_ptr + place[:, None] * BLOCK_D + d[None, :], acc)
+        tl.store(stats_ptr + place * 2, best)
+        tl.store(stats_ptr + place * 2 + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "num_seqs"])
 def _join_kernel(
-    partial_ptr, stats_ptr, position_ptr, out_ptr, out_row, out_head, splits,
-    rows: tl.constexpr, per_kv: tl.constexpr, dim: tl.constexpr,
-    window: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    partial_ptr, stats_ptr, position_ptr, out_ptr, table_width, out_row, out_head, num_seqs,
+    rows: tl.constexpr, per_kv: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
+    page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query row that hold keys, put together; all of them at once."""
+    """ROWS query rows of one request and KV head, put together from several parts, PARTS of them
+    at once."""
     after_previous(PDL)
-    seq, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows_of_tile = tl.arange(0, BLOCK_M) // per_kv
-    is_row = rows_of_tile < rows
-    positions = tl.load(position_ptr + seq * rows + rows_of_tile, mask=is_row, other=0)
-    first, last, part = _split(positions.to(tl.int32), is_row, window, splits, BLOCK_N)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    is_part = s < tl.cdiv(last + 1 - first, part)
-    place = ((seq * tl.num_programs(1) + kv_head) * splits + s) * BLOCK_M + m
-    best = tl.load(stats_ptr + place * 2, mask=is_part, other=float("-inf"))
-    total = tl.load(stats_ptr + place * 2 + 1, mask=is_part, other=0.0)
-    values = tl.load(
-        partial_ptr + place[:, None] * BLOCK_D + d[None, :], mask=is_part[:, None], other=0.0
-    )
-    weights = tl.where(is_part, tl.exp2(best - tl.max(best, 0)), 0.0)
-    out = tl.sum(values * weights[:, None], 0) / tl.sum(total * weights, 0)
-    row, head = m // per_kv, kv_head * per_kv + m % per_kv
+    seq, kv_head = tl.program_id(0), tl.program_id(1)
+    _starts, full, rest, _part = _share_out(
+        position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
+        window=window, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    s = tl.arange(0, SEQS)
+    count = tl.sum(tl.where(s == seq, full + rest, 0), 0)
+    if count == 1:
+        return
+    before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
+    m, d = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for begin in range(0, count, PARTS):
+        parts = begin + tl.arange(0, PARTS)
+        place = ((before + parts) * kv_heads + kv_head)[:, None] * BLOCK_M + m[None, :]
+        is_part = (parts < count)[:, None] & (m < BLOCK_M)[None, :]
+        bests = tl.load(stats_ptr + place * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(stats_ptr + place * 2 + 1, mask=is_part, other=0.0)
+        values = tl.load(
+            partial_ptr + place[:, :, None] * BLOCK_D + d[None, None, :],
+            mask=is_part[:, :, None], other=0.0,
+        )  # fmt: skip
+        new_best = tl.maximum(best, tl.max(bests, 0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(bests - base[None, :])
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.sum(totals * weights, 0)
+        acc = acc * keep[:, None] + tl.sum(values * weights[:, :, None], 0)
+        best = new_best
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    row, head = seq * rows + m // per_kv, kv_head * per_kv + m % per_kv
     tl.store(
-        out_ptr + (seq * rows + row) * out_row + head * out_head + d,
-        out.to(out_ptr.dtype.element_ty), mask=d < dim,
+        out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :],
+        out.to(out_ptr.dtype.element_ty), mask=(m // per_kv < rows)[:, None] & (d[None, :] < dim),
     )  # fmt: skip
