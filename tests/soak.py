@@ -327,6 +327,7 @@ def run_lap(llm: LLM, references: References, count: int, seed: int) -> Tally:
     done: list[Request] = []
     everything: list[tuple[Plan, Request]] = []
     turn, most_live, drafts = 0, 1, llm.max_draft_len
+    draft_lens = [0, rng.randint(0, drafts), drafts, drafts]
     while len(everything) < count or executor.has_work:
         if turn % 20 == 0:
             most_live = rng.choice([1, 3, 8, 12, 16, 16])
@@ -345,8 +346,8 @@ def run_lap(llm: LLM, references: References, count: int, seed: int) -> Tally:
                 executor.cancel_at_next_step(request_id)
             else:
                 assert executor.cancel(request_id)
-        if drafts and turn % 25 == 24:  # speculation pauses, and goes on
-            executor.runtime_draft_len = rng.choice([0, drafts, drafts])
+        if drafts and turn % 25 == 24:  # speculation pauses, shortens and goes on
+            executor.runtime_draft_len = rng.choice(draft_lens)
         for request in executor.step():
             done.append(request)
             del live[request.request_id]

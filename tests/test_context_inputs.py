@@ -214,6 +214,11 @@ def test_where_prompts_have_no_graphs_it_is_said(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, cuda = CudaGraphConfig(context_tokens=[64]), torch.device("cuda")
+    quiet = build._graph_config(
+        CudaGraphConfig(), triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+    )
+    assert quiet is not None and not caplog.records
+    assert bool(quiet.context_sizes(4096)) == (mode == "EAGLE3_ONE_MODEL")
     kept = build._graph_config(
         config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
@@ -223,6 +228,14 @@ def test_where_prompts_have_no_graphs_it_is_said(
         return
     assert kept.context_tokens == ()
     assert f"no effect: mode {mode} with attention in triton" in caplog.text
+
+
+def test_default_sizes() -> None:
+    assert CudaGraphConfig().context_sizes(8192) == [64, 128, 256, 512, 1024, 2048]
+    assert CudaGraphConfig().context_sizes(300) == [64, 128, 256]
+    assert CudaGraphConfig().context_sizes(20) == [20]
+    assert CudaGraphConfig(context_tokens=()).context_sizes(300) == []
+    assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300) == [16, 300]
 
 
 @pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])

@@ -390,22 +390,23 @@ class CudaGraphConfig:
         capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
             built, the largest first, so that no request waits for it; else each on first use.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
-            generations' graph; prompts that fit none run eagerly, with the generations. Empty by
-            default: NOT YET RUN ON A GPU. Only for modes that draft inside the step (not MTP
-            vanilla, SAVE_HIDDEN_STATES) and attention in Triton; others leave prompts eager.
+            generations' graph; prompts that fit none run eagerly, with the generations. None is
+            64, 128, … 2048 up to the engine's max_num_tokens where such graphs can be had (modes
+            that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES; attention in
+            Triton); () is none.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
     capture_at_start: bool = False
-    context_tokens: Sequence[int] = ()
+    context_tokens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         require_bool(self, "enable_padding")
         require_bool(self, "capture_at_start")
-        for name, allowed in (("batch_sizes", "or None"), ("context_tokens", "perhaps none")):
+        for name, allowed in (("batch_sizes", ""), ("context_tokens", "() for none, ")):
             sizes: Any = getattr(self, name)
-            if sizes is None and name == "batch_sizes":
+            if sizes is None:
                 continue
             good = isinstance(sizes, Sequence) and not isinstance(sizes, str)
             good = good and (len(sizes) > 0 or name == "context_tokens")
@@ -413,7 +414,7 @@ class CudaGraphConfig:
                 isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes
             ):
                 raise ConfigError(
-                    f"CudaGraphConfig.{name}={sizes!r}: give a list of ints >= 1, {allowed}."
+                    f"CudaGraphConfig.{name}={sizes!r}: give a list of ints >= 1, {allowed}or None."
                 )
 
     def buckets(self, max_batch_size: int) -> list[int]:
@@ -422,6 +423,13 @@ class CudaGraphConfig:
             return sorted({min(n, max_batch_size) for n in self.batch_sizes})
         sizes = {1, 2, 4, *range(8, max_batch_size + 1, 8), max_batch_size}
         return sorted(n for n in sizes if n <= max_batch_size)
+
+    def context_sizes(self, max_num_tokens: int) -> list[int]:
+        """The sizes in use of passes over prompts, ascending."""
+        sizes = self.context_tokens
+        if sizes is None:
+            sizes = [2**i for i in range(6, 12) if i == 6 or 2**i <= max_num_tokens]
+        return sorted({min(n, max_num_tokens) for n in sizes})
 
 
 @dataclass(frozen=True, kw_only=True)

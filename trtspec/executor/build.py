@@ -262,11 +262,12 @@ def _graph_config(
     asks_host = mode.is_mtp_vanilla() or mode.is_save_hidden_states()
     apart = mode.drafts_in_passes() or mode.drafts_on_host()
     unserved = asks_host or apart or not backend.contexts_on_device
-    if config is not None and config.context_tokens and unserved:
-        logger.warning(
-            "CudaGraphConfig.context_tokens has no effect: mode %s with attention in %s runs "
-            "prompts eagerly.", mode.name, backend.name,
-        )  # fmt: skip
+    if config is not None and unserved:
+        if config.context_tokens:
+            logger.warning(
+                "CudaGraphConfig.context_tokens has no effect: mode %s with attention in %s runs "
+                "prompts eagerly.", mode.name, backend.name,
+            )  # fmt: skip
         return replace(config, context_tokens=())
     return config
 

@@ -82,7 +82,7 @@ class CudaGraphs:
         self._sent: list[tuple[int, int, int]] = []
         self.contexts = [
             ContextInputs(n, max_batch_size, max_seq_len, kv_cache, device)
-            for n in sorted({min(n, max_num_tokens) for n in config.context_tokens})
+            for n in config.context_sizes(max_num_tokens)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
