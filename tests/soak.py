@@ -327,7 +327,8 @@ def run_lap(llm: LLM, references: References, count: int, seed: int) -> Tally:
     done: list[Request] = []
     everything: list[tuple[Plan, Request]] = []
     turn, most_live, drafts = 0, 1, llm.max_draft_len
-    draft_lens = [0, rng.randint(0, drafts), drafts, drafts]
+    # The same in every lap of a seed: another length would be another graph to capture.
+    draft_lens = [0, random.Random(seed).randint(0, drafts), drafts, drafts]
     while len(everything) < count or executor.has_work:
         if turn % 20 == 0:
             most_live = rng.choice([1, 3, 8, 12, 16, 16])

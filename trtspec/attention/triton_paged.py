@@ -146,6 +146,7 @@ def paged_attention(
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), num_seqs, **shared, num_stages=2,
+        PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )  # fmt: skip
     join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)))
     join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64)
@@ -275,11 +276,38 @@ def _share_out(
     """How the keys of all requests are cut into parts: the requests' first positions [SEQS], their
     full parts, whether there is a rest (0 or 1), and the blocks of a full part."""
     s = tl.arange(0, SEQS)
-    positions = tl.load(position_ptr + s * rows, mask=s < num_seqs, other=0).to(tl.int32)
+    positions = tl.load(
+        position_ptr + s * rows, mask=s < num_seqs, other=0, cache_modifier=".cg"
+    ).to(tl.int32)
     _first, blocks = _blocks(positions, table_width, rows, page_size, window, BLOCK_N)
     blocks = tl.where(s < num_seqs, blocks, 0)
     part = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * kv_heads, PROGRAMS), 1)
     return positions, blocks // part, (blocks % part > 0).to(tl.int32), part
+
+
+@triton.jit
+def _prefetch(
+    begin, end, k_ptr, v_ptr, k_row, v_row, table_ptr, table_width,
+    page_size: tl.constexpr, dim: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Asks for a block of keys and values, so that they are in L2 when they are read."""
+    n = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    block = tl.load(table_ptr + tl.minimum(n // page_size, table_width - 1), cache_modifier=".cg")
+    slot = block.to(tl.int64) * page_size + n % page_size
+    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    for line in tl.static_range(0, dim * size, 128):
+        for_k = (k_ptr + slot * k_row + line // size).to(tl.int64)
+        for_v = (v_ptr + slot * v_row + line // size).to(tl.int64)
+        _prefetch_l2(for_k)
+        _prefetch_l2(for_v)
+
+
+@triton.jit
+def _prefetch_l2(address):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -363,11 +391,11 @@ def _partial_kernel(
     rows: tl.constexpr, per_kv: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
     page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one request and KV head: its rows' softmax sums in base 2, or their
     attention where it is the only part. All full parts come before all rests, so that what starts
     last is short."""
-    after_previous(PDL)
     kv_head, number = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     starts, full, rest, part = _share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
@@ -378,14 +406,22 @@ def _partial_kernel(
     own = tl.where(is_rest, rest, full)
     number -= tl.where(is_rest, num_full, 0)
     seq = tl.sum((tl.cumsum(own, 0) <= number).to(tl.int32), 0)
-    if seq >= num_seqs:
-        return
     s = tl.arange(0, SEQS)
     position = tl.sum(tl.where(s == seq, starts, 0), 0)
     first, blocks = _blocks(position, table_width, rows, page_size, window, BLOCK_N)
     index = tl.where(is_rest, blocks // part, number - tl.sum(tl.where(s < seq, full, 0), 0))
     start = (first + index * part) * BLOCK_N
     end = tl.minimum(start + part * BLOCK_N, position + rows)
+    if PDL and PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
+        if seq < num_seqs:
+            _prefetch(
+                start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
+                table_ptr + seq * table_row, table_width,
+                page_size=page_size, dim=dim, BLOCK_N=BLOCK_N,
+            )  # fmt: skip
+    after_previous(PDL)  # which wrote q and the pass's own keys; positions and tables are older
+    if seq >= num_seqs:
+        return
 
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     row, head = seq * rows + m // per_kv, kv_head * per_kv + m % per_kv
@@ -425,7 +461,6 @@ def _join_kernel(
 ):  # fmt: skip
     """ROWS query rows of one request and KV head, put together from several parts, PARTS of them
     at once."""
-    after_previous(PDL)
     seq, kv_head = tl.program_id(0), tl.program_id(1)
     _starts, full, rest, _part = _share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
@@ -433,9 +468,10 @@ def _join_kernel(
     )  # fmt: skip
     s = tl.arange(0, SEQS)
     count = tl.sum(tl.where(s == seq, full + rest, 0), 0)
+    before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
+    after_previous(PDL)
     if count == 1:
         return
-    before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
     m, d = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -26,8 +26,9 @@ def _has_dependent_launch(device: int) -> bool:
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
-    """First thing in a kernel: every block waits, or the kernel after this one would not know that
-    those before it are done."""
+    """Before a kernel reads what the one before it wrote. Every block waits, or the kernel after
+    this one would not know that those before it are done. What is older than the kernel before may
+    be read earlier, past L1 (".cg"): that kernel waited too before it let this one start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
