@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 MAX_DRAFT_LEN = 64
 """A sanity bound: a chain this long has never paid."""
 
+ACCEPTANCE_RULES = ("strict", "exact_match", "rejection", "block")
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -42,6 +44,16 @@ class DecodingBaseConfig:
         max_draft_len: K, draft tokens per generation request and step, >= 1.
         max_concurrency: with more requests than this in a step nothing is drafted; None is no
             such limit. (Verifying K + 1 rows each stops paying in large batches.)
+        acceptance: how the drafts of *sampled* requests are made and judged; greedy ones keep a
+            draft that is the target's best token. All four are lossless.
+            "strict": the drafter's best tokens; kept while they are the target's sample.
+            "exact_match": drawn with the noise that the target's sample will be drawn with; kept
+            while they are that sample. A seeded text is the same as without speculation, for this
+            rule and for "strict".
+            "rejection": drawn from the drafter's distribution; kept by rejection sampling.
+            "block": the same drafts, judged together; keeps at least as many.
+            Drafts from elsewhere than a network (NGRAM, USER_PROVIDED) have no distribution: for
+            them the four are one.
 
     Raises:
         ConfigError: a value is out of range.
@@ -49,12 +61,13 @@ class DecodingBaseConfig:
 
     max_draft_len: int = 4
     max_concurrency: int | None = None
+    acceptance: str = "strict"
 
     mode: ClassVar[SpeculativeDecodingMode]
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
-        require_max_concurrency(self)
+        require_common(self)
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -184,7 +197,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        require_max_concurrency(self)
+        require_common(self)
         require_path(self, "speculative_model")
         require_bool(self, "eagle3_one_model")
         require_layers(self, "eagle3_layers_to_capture")
@@ -243,7 +256,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
                 "MTPDecodingConfig.mtp_eagle_one_model=False asks for the two-engine form of one "
                 "layer used K times, use_mtp_vanilla=True for K layers: give one of them."
             )
-        require_max_concurrency(self)
+        require_common(self)
         if self.max_draft_len == 0:
             object.__setattr__(self, "max_draft_len", self.num_nextn_predict_layers)
         if self.max_draft_len != self.num_nextn_predict_layers:
@@ -303,7 +316,12 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
-        require_max_concurrency(self)
+        require_common(self)
+        if self.acceptance != "strict":
+            raise ConfigError(
+                f"SaveHiddenStatesDecodingConfig.acceptance={self.acceptance!r}: nothing is "
+                "drafted here, so there is nothing to accept. Leave it out."
+            )
         require_path(self, "output_directory")
         require_layers(self, "eagle3_layers_to_capture")
         require_int(self, "tokens_per_file", 1, None)
@@ -347,8 +365,9 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
         )
     if isinstance(config, AutoDecodingConfig):
         return NGramDecodingConfig(
-            max_draft_len=config.max_draft_len, max_concurrency=config.max_concurrency
-        )
+            max_draft_len=config.max_draft_len, max_concurrency=config.max_concurrency,
+            acceptance=config.acceptance,
+        )  # fmt: skip
     return config
 
 
@@ -469,9 +488,14 @@ def require_bool(config: object, name: str) -> None:
         raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be True or False.")
 
 
-def require_max_concurrency(config: DecodingBaseConfig) -> None:
+def require_common(config: DecodingBaseConfig) -> None:
     if config.max_concurrency is not None:
         require_int(config, "max_concurrency", 1, None)
+    if config.acceptance not in ACCEPTANCE_RULES:
+        raise ConfigError(
+            f"{type(config).__name__}.acceptance={config.acceptance!r}: it must be one of "
+            f"{', '.join(ACCEPTANCE_RULES)}."
+        )
 
 
 def require_layers(config: object, name: str) -> None:

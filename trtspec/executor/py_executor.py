@@ -103,6 +103,9 @@ class PyExecutor:
         self.state.worker = worker.allocate_state(
             config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
         )
+        d2t = getattr(draft_model, "d2t", None)
+        vocab = target.config.vocab_size if d2t is None else d2t.shape[0]
+        worker.remember_drafts(config.max_batch_size, vocab, d2t, device, dtype)
         if layers_to_capture:
             shape = config.max_num_tokens, len(layers_to_capture) * size
             buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -300,7 +303,7 @@ class PyExecutor:
         for chunk in batch.contexts:
             request = chunk.request
             request.num_computed = request.past_upper = chunk.end
-            if chunk.is_last:
+            if chunk.is_last:  # also of a preempted text, whose last token is known
                 request.state = RequestState.GENERATION
         for request in batch.generations:
             request.past_upper += num_drafts + 1
@@ -387,7 +390,8 @@ class PyExecutor:
             tensors = tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[assignment]
             ready = torch.cuda.Event()
             ready.record()
-        yields = [chunk.is_last for chunk in batch.contexts] + [True] * len(batch.generations)
+        yields = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
+        yields += [True] * len(batch.generations)
         return _Pending(batch, yields, rows, asked, proposed, *tensors, saved, ready)
 
     # -- reading -------------------------------------------------------------------------------

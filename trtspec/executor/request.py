@@ -59,6 +59,12 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_context_tokens(self) -> int:
+        """What context passes read: the prompt; after a preemption all but the last token, so that
+        the next step is the one that would have come."""
+        return self.num_tokens - (1 if self.output_token_ids else 0)
+
+    @property
     def is_generation(self) -> bool:
         return self.state is RequestState.GENERATION
 
@@ -88,11 +94,12 @@ class ContextChunk:
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.request.num_tokens
+        return self.end == self.request.num_context_tokens
 
     @property
     def next_prompt_token(self) -> int:
-        return -1 if self.is_last else self.request.token_ids[self.end]
+        """The token after the chunk; -1 where it is still to be chosen."""
+        return -1 if self.end == self.request.num_tokens else self.request.token_ids[self.end]
 
 
 @dataclass(frozen=True)

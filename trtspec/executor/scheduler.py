@@ -70,7 +70,8 @@ class Scheduler:
         if not self.waiting or not self._may_start() or self._may_chunk(self.waiting[0]):
             return 0
         request = self.waiting[0]
-        return request.num_tokens if self._can_admit(request, request.num_tokens) else 0
+        needed = request.num_context_tokens
+        return needed if self._can_admit(request, needed) else 0
 
     def _may_start(self) -> bool:
         """Whether prompts may start now: enough of them could, or nothing would be held up.
@@ -98,7 +99,7 @@ class Scheduler:
         chunks: list[ContextChunk] = []
         started = [
             r for r in self.running
-            if r.state is RequestState.CONTEXT and r.num_computed < r.num_tokens
+            if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
         ]  # fmt: skip
         for request in started:
             chunk = self._chunk(request, budget)
@@ -109,7 +110,7 @@ class Scheduler:
         may_start = self._may_start()
         while self.waiting and may_start and self._free_slots and budget > 0:
             request = self.waiting[0]
-            if not self._can_admit(request, min(request.num_tokens, budget)):
+            if not self._can_admit(request, min(request.num_context_tokens, budget)):
                 break
             chunk = self._chunk(request, budget)
             if chunk is None:
@@ -123,7 +124,7 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
         """The request's next tokens within budget and free blocks, or None."""
-        start, total = request.num_computed, request.num_tokens
+        start, total = request.num_computed, request.num_context_tokens
         end = min(total, start + budget)
         if end <= start or (end < total and not self._may_chunk(request)):
             return None

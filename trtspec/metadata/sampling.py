@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ class SamplingMetadata:
     positions: Tensor  # [R] int64, the position the sampled token will have
     all_greedy: bool = False
     has_filters: bool = True
+
+    def select(self, rows: slice) -> SamplingMetadata:
+        """The parameters of some of the rows."""
+        return replace(
+            self, temperatures=self.temperatures[rows], top_ks=self.top_ks[rows],
+            top_ps=self.top_ps[rows], seeds=self.seeds[rows], positions=self.positions[rows],
+        )  # fmt: skip
 
 
 def request_sampling_params(request: Any) -> tuple[float, int, float, int]:

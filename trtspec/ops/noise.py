@@ -36,7 +36,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _row_keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> tuple[Tensor, Tensor]:
+def of_depth(stream: NoiseStream, depth: int) -> int:
+    """The stream's own stream for the draft at this depth of a step, 0 for the first."""
+    return int(stream) + (len(NoiseStream) * (depth + 1))
+
+
+def _row_keys(seeds: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Tensor]:
     """Two 32-bit keys per row from a 64-bit seed, a position and a stream."""
     low, high = seeds & _MASK, (seeds >> 32) & _MASK
     positions = positions.to(torch.int64)
@@ -46,7 +51,7 @@ def _row_keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> tuple[Te
     return first, second & _MASK
 
 
-def uniform_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: int) -> Tensor:
+def uniform_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
     """[R, size] float32 in the open interval (0, 1): odd multiples of 2^-24, all exact in fp32.
 
     (One bit more and the largest would round to 1, whose Gumbel noise is infinite: every few
@@ -55,11 +60,15 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: i
     Args:
         seeds: [R] int64, any value.
         positions: [R] int, the position in the sequence of the token being decided.
-        size: numbers per row; entry j is the same for every size > j.
+        stream: a `NoiseStream`, or one of `of_depth`.
+        size: numbers per row; entry j is the same for every size > j. Or which entries, int64
+            [size], or [R, size] if they differ from row to row.
     """
     first, second = _row_keys(seeds, positions, stream)
-    index = torch.arange(size, device=seeds.device, dtype=torch.int64)
-    x = (_multiply(index, 0x9E3779B1)[None] + first[:, None]) & _MASK
+    index = size
+    if isinstance(index, int):
+        index = torch.arange(index, device=seeds.device, dtype=torch.int64)
+    x = (_multiply(index, 0x9E3779B1) + first[:, None]) & _MASK
     x = _multiply(x ^ (x >> 16), 0x7FEB352D) ^ second[:, None]
     x = _multiply(x ^ (x >> 15), 0x846CA68B)
     x = x ^ (x >> 16)
@@ -71,6 +80,6 @@ def _to_open_interval(x: Tensor) -> Tensor:
     return ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, stream: NoiseStream, size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
     """[R, size] float32 standard Gumbel: argmax(logits + noise) samples softmax(logits)."""
     return -torch.log(-torch.log(uniform_noise(seeds, positions, stream, size)))

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..acceptance.forced import force_accepted_lens, get_force_num_accepted_tokens
+from ..acceptance.rejection import block_rejection, target_log_probs, token_rejection
 from ..acceptance.strict import finish_rows, strict_acceptance
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
@@ -25,6 +26,8 @@ from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.choose import Accepted, RelaxedRule, accept_greedy, choose_drafts
 from ..ops.drafting import next_new_tokens
+from ..ops.sample import clean_logits, greedy_tokens
+from ..sampling.draft import DraftMemory, DraftSampler
 from ..sampling.target import sample_target_tokens
 from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
 
@@ -47,9 +50,13 @@ class SpecWorkerBase(nn.Module, ABC):
         config: the decoding config; `None` for plain decoding.
     """
 
+    drafts_with_network: ClassVar[bool] = False
+    """Whether proposals come from logits, so that they can be drawn from a distribution."""
+
     def __init__(self, config: DecodingBaseConfig | None = None):
         super().__init__()
         self.config = config
+        self.draft_memory: DraftMemory | None = None
         self.guided_decoder: GuidedDecoder | None = None
         self.force_num_accepted_tokens = get_force_num_accepted_tokens()
 
@@ -84,6 +91,21 @@ class SpecWorkerBase(nn.Module, ABC):
     ) -> None:
         """A request enters `slot` with these tokens: its prompt, the first `num_prompt_tokens`
         of them or all, and its output if it was preempted."""
+
+    def remember_drafts(
+        self, num_slots: int, vocab_size: int, d2t: Tensor | None, device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Makes room for what drafts are drawn from, if the acceptance rule asks for it.
+
+        Args:
+            vocab_size, d2t, dtype: of the drafter's logits, and its table of offsets if it has one.
+        """
+        rule = "strict" if self.config is None else self.config.acceptance
+        if self.drafts_with_network and rule in ("rejection", "block"):
+            self.draft_memory = DraftMemory.allocate(
+                num_slots, self.max_draft_len, vocab_size, d2t, device, dtype
+            )
 
     # -- the step ------------------------------------------------------------------------------
     def forward(
@@ -138,6 +160,10 @@ class SpecWorkerBase(nn.Module, ABC):
         accepted, lens = self.sample_and_accept_draft_tokens(
             logits, drafts, num_contexts, batch_size, spec_metadata
         )
+        following = spec_metadata.next_prompt_tokens
+        if num_contexts and following is not None:  # of a part of a prompt the next token is known
+            sampled = accepted[:num_contexts, 0]
+            accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
         return DraftInputs(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -147,6 +173,7 @@ class SpecWorkerBase(nn.Module, ABC):
             attn_metadata=attn_metadata,
             spec_metadata=spec_metadata,
             draft_model=draft_model,
+            num_contexts=num_contexts,
         )
 
     def outputs(
@@ -244,8 +271,13 @@ class SpecWorkerBase(nn.Module, ABC):
             spec_metadata.bad_requests = fused.bad_requests
             spec_metadata.num_accepted_draft_tokens = fused.num_accepted_drafts
             return fused.tokens, fused.lens
-        tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
-        accepted, lens = self.accept(logits, tokens, drafts, num_contexts, spec_metadata)
+        if self._may_reject(drafts, spec_metadata):
+            accepted, lens, bad_rows = self._sample_and_reject(
+                logits, drafts, num_contexts, spec_metadata
+            )
+        else:
+            tokens, bad_rows = self.sample_target_tokens(logits, spec_metadata)
+            accepted, lens = self.accept(logits, tokens, drafts, num_contexts, spec_metadata)
         lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
         accepted = finish_rows(accepted, lens)
         self.after_acceptance(accepted, lens, num_contexts, spec_metadata)
@@ -270,6 +302,56 @@ class SpecWorkerBase(nn.Module, ABC):
             return None
         forced_len = min(int(forced), drafts.shape[1]) + 1 if forced else 0
         return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
+
+    def _may_reject(self, drafts: Tensor, spec_metadata: SpecMetadata) -> bool:
+        """Whether drafts of sampled requests are judged by what they were drawn from. A worker
+        with its own way to choose the target's tokens keeps drafts that are those."""
+        sampling = spec_metadata.sampling_rows()
+        is_ours = getattr(self.sample_target_tokens, "has_kernel", False)
+        if self.draft_memory is None or sampling is None or sampling.all_greedy or not is_ours:
+            return False
+        return drafts.numel() > 0
+
+    def _sample_and_reject(
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`sample_target_tokens` and `accept` by rejection sampling, greedy requests as ever.
+
+        Returns:
+            (tokens [B, K'+1] int32 up to each length, lens [B] int32, rows with NaN [R] bool).
+        """
+        sampling, slots = spec_metadata.sampling_rows(), spec_metadata.slot_ids
+        assert sampling is not None and self.draft_memory is not None and self.config is not None
+        if slots is None:
+            raise ConfigError(
+                f"acceptance={self.config.acceptance!r} looks up what drafts were drawn from: set "
+                "spec_metadata.slot_ids [B]."
+            )
+        logits, bad = clean_logits(logits)
+        rows, lens = self.accept(
+            logits, greedy_tokens(logits), drafts, num_contexts, spec_metadata
+        )  # right for greedy requests
+        if num_contexts:
+            contexts = spec_metadata.replace_sampling(sampling.select(slice(num_contexts)))
+            rows[:num_contexts, 0] = self.sample_target_tokens(logits[:num_contexts], contexts)[0]
+        num_drafts, own = drafts.shape[1], sampling.select(slice(num_contexts, None))
+        log_p = target_log_probs(logits[num_contexts:], own).view(len(drafts), num_drafts + 1, -1)
+        judge = block_rejection if self.config.acceptance == "block" else token_rejection
+        memory = self.draft_memory.of(slots[num_contexts:], num_drafts)
+        count, token = judge(log_p, drafts, memory, own)
+        places = torch.arange(num_drafts + 1, device=drafts.device)
+        judged = torch.where(
+            places < count[:, None], nn.functional.pad(drafts, (0, 1)), rows[num_contexts:]
+        )
+        judged = torch.where(places == count[:, None], token[:, None], judged)
+        is_sampled = own.temperatures[:: num_drafts + 1] > 0
+        generations = torch.where(is_sampled[:, None], judged, rows[num_contexts:])
+        their_lens = torch.where(is_sampled, (count + 1).to(lens.dtype), lens[num_contexts:])
+        return (
+            torch.cat([rows[:num_contexts], generations]),
+            torch.cat([lens[:num_contexts], their_lens]),
+            bad,
+        )
 
     def relaxed_rule(self, spec_metadata: SpecMetadata) -> RelaxedRule | None:
         """What relaxes acceptance in this step; None: it is strict."""
@@ -357,6 +439,38 @@ class SpecWorkerBase(nn.Module, ABC):
         return drafts
 
     # -- building blocks of drafters -----------------------------------------------------------
+    def draft_sampler(self, inputs: DraftInputs) -> DraftSampler | None:
+        """What draws this step's proposals; None: they are the drafter's best tokens."""
+        spec, sampling = inputs.spec_metadata, inputs.spec_metadata.sampling_rows()
+        rule = "strict" if self.config is None else self.config.acceptance
+        if rule == "strict" or sampling is None or sampling.all_greedy:
+            return None
+        contexts, batch = inputs.num_contexts, inputs.num_accepted_tokens.shape[0]
+        per_request = 1
+        if batch > contexts:
+            per_request = (sampling.seeds.shape[0] - contexts) // (batch - contexts)
+
+        def of_requests(rows: Tensor) -> Tensor:
+            return torch.cat([rows[:contexts], rows[contexts::per_request]])
+
+        return DraftSampler(
+            of_requests(sampling.temperatures), of_requests(sampling.seeds), spec.slot_ids,
+            self.draft_memory,
+        )  # fmt: skip
+
+    def propose(
+        self, logits: Tensor, d2t: Tensor | None, sampler: DraftSampler | None,
+        last_positions: Tensor, depth: int,
+    ) -> Tensor:  # fmt: skip
+        """Draft logits [B, Vd] -> target ids [B] int32: drawn, or the best ones.
+
+        Args:
+            last_positions: [B] int64, of the last accepted tokens. depth: 0 for the first draft.
+        """
+        if sampler is None:
+            return self.draft_sampler_greedy(logits, d2t)
+        return sampler.draw(logits, d2t, last_positions, depth)
+
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
         """Draft logits [R, Vd] -> target token ids [R] int32.
 

@@ -23,6 +23,8 @@ from .protocols import DraftInputs, LanguageModel
 class DraftTargetWorker(SpecWorkerBase):
     """Mode DRAFT_TARGET."""
 
+    drafts_with_network = True
+
     @property
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len
@@ -41,11 +43,12 @@ class DraftTargetWorker(SpecWorkerBase):
         )  # fmt: skip
         last = positions[:, -1:]  # [B, 1], of the bonus
         proposals: list[Tensor] = []
+        sampler = self.draft_sampler(inputs)
         for i in range(self.max_draft_len):
             ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
             hidden = model(ids, step.position_ids, step)
             rows = step.rows_per_generation  # each request's last one proposes
             logits = model.compute_logits(hidden[rows - 1 :: rows])
-            proposals.append(self.draft_sampler_greedy(logits))
+            proposals.append(self.propose(logits, None, sampler, last[:, 0], i))
             tokens, positions = proposals[-1][:, None], last
         return finish_drafts(proposals, last[:, 0], meta.max_seq_len, self.max_draft_len)

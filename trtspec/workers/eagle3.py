@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.drafting import draft_step, finish_drafts, gather_rows, shift_for_drafting
+from ..sampling.draft import DraftSampler
 from .base import SpecWorkerBase, certain_rows
 from .protocols import DraftInputs, DraftModel
 
@@ -35,6 +36,7 @@ class DraftChain:
     positions: Tensor  # [B] int64, of the last accepted token
     hidden: Tensor  # [B, H], fed on to the next pass
     proposals: tuple[Tensor, ...]  # each [B] int32
+    sampler: DraftSampler | None = None
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """[B, K] int32, -1 past the maximum length and where no pass was run."""
@@ -43,6 +45,8 @@ class DraftChain:
 
 class Eagle3OneModelWorker(SpecWorkerBase):
     """Modes EAGLE3_ONE_MODEL and, its passes driven one by one by the executor, EAGLE3."""
+
+    drafts_with_network = True
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -76,7 +80,10 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             ids, meta.position_ids, model.project_target_hidden(hidden_states), meta, step=0
         )
         proposing, hidden = gather_rows(rows, out, fed_on)
-        chain = DraftChain(model=model, meta=meta, positions=positions, hidden=hidden, proposals=())
+        chain = DraftChain(
+            model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),
+            sampler=self.draft_sampler(inputs),
+        )  # fmt: skip
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
@@ -92,8 +99,9 @@ class Eagle3OneModelWorker(SpecWorkerBase):
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:
         """hidden [B, H] -> the chain with one more proposal."""
-        logits = chain.model.compute_logits(hidden, len(chain.proposals))
-        proposal = self.draft_sampler_greedy(logits, chain.model.d2t)
+        depth = len(chain.proposals)
+        logits = chain.model.compute_logits(hidden, depth)
+        proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)
         return replace(chain, proposals=(*chain.proposals, proposal))
 
 

@@ -145,6 +145,8 @@ class MTPWorker(RelaxedAcceptanceMixin):
     states of the last K-1 positions and the token after each, the newest last.
     """
 
+    drafts_with_network = True
+
     @property
     def window(self) -> int:
         return self.max_draft_len - 1
@@ -181,11 +183,12 @@ class MTPWorker(RelaxedAcceptanceMixin):
         positions = rows.metadata.position_ids[rows.certain] + inputs.num_accepted_tokens
         wanted = self.max_draft_len if spec.runtime_draft_len is None else spec.runtime_draft_len
         proposals: list[Tensor] = []
+        sampler = self.draft_sampler(inputs)
         for step in range(self.max_draft_len):  # every depth: its KV is kept whole
             out, hidden = model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
             if step < wanted:
                 logits = model.compute_logits(out[last], step)
-                proposal = self.draft_sampler_greedy(logits, model.d2t)
+                proposal = self.propose(logits, model.d2t, sampler, positions, step)
             else:  # what deeper rows compute from this guess is computed again next time
                 proposal = torch.zeros_like(inputs.num_accepted_tokens)
             proposals.append(proposal)

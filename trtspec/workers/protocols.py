@@ -72,3 +72,4 @@ class DraftInputs:
     attn_metadata: AttentionMetadata | None
     spec_metadata: SpecMetadata
     draft_model: DraftModel | LanguageModel | None
+    num_contexts: int = 0  # C

@@ -1,0 +1,163 @@
+"""Lossless acceptance of drafts that were drawn from a known distribution.
+
+With p the target's distribution at a row and q the draft's, a draft d ~ q is kept with probability
+min(1, p(d) / q(d)); where the first one is not, what comes out is drawn from norm(max(p - q, 0)).
+The text is then distributed as the target's own (Leviathan et al., 2023; Chen et al., 2023). Block
+verification judges all drafts of a step together and keeps at least as many (Sun et al., 2024).
+
+All noise is keyed by the request's seed, the token's position and its depth in the step: what one
+step drew for a position and threw away, the next step does not meet again.
+
+Sizes: G requests, K drafts verified, V target tokens, Vd draft tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..metadata.sampling import SamplingMetadata
+from ..ops.noise import NoiseStream, gumbel_noise, uniform_noise
+from ..ops.sample import filter_logits
+
+
+@dataclass(frozen=True)
+class DraftDistributions:
+    """What the drafts of a step were drawn from; logits as drafted, before temperature."""
+
+    logits: Tensor  # [G, K, Vd]
+    log_q: Tensor  # [G, K] float32, of the drafts themselves
+    target_ids: Tensor | None  # [Vd] int64; None: the same vocabulary
+
+    def probabilities(self, temperatures: Tensor, vocab_size: int, rows: Tensor) -> Tensor:
+        """q of one row per request, in the target's vocabulary: [G, V] float32.
+
+        Args:
+            temperatures: [G], > 0. rows: [G] int64 in 0 … K-1.
+        """
+        index = torch.arange(rows.shape[0], device=rows.device)
+        q = draft_log_probs(self.logits[index, rows], temperatures).exp()
+        if self.target_ids is None:
+            return q
+        return q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
+
+
+def draft_log_probs(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """log q [G, Vd] float32 of draft logits [G, Vd]; a greedy request's temperature counts as 1."""
+    return (logits.float() / _positive(temperatures)[:, None]).log_softmax(-1)
+
+
+def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+    """log p [R, V] float32 of what a sampled request's token is drawn from, filters included.
+
+    Args:
+        logits: [R, V], no NaN. sampling: R rows; a greedy row's temperature counts as 1.
+    """
+    scaled = logits.float() / _positive(sampling.temperatures)[:, None]
+    if sampling.has_filters:
+        scaled = filter_logits(scaled, sampling.top_ks, sampling.top_ps)
+    return scaled.log_softmax(-1)
+
+
+def _positive(temperatures: Tensor) -> Tensor:
+    return torch.where(temperatures > 0, temperatures, 1.0)
+
+
+def token_rejection(
+    log_p: Tensor, drafts: Tensor, draft: DraftDistributions, sampling: SamplingMetadata
+) -> tuple[Tensor, Tensor]:
+    """Judges draft after draft.
+
+    Args:
+        log_p: [G, K+1, V]. drafts: [G, K] int32, -1 is none, and none follows.
+        sampling: [G * (K+1)] rows; `positions` are those of the tokens to be decided.
+
+    Returns:
+        (number of drafts kept [G] int64, the token that comes after them [G] int32).
+    """
+    log_ratio = _log_p_of(log_p, drafts) - draft.log_q
+    is_kept = (_coins(sampling, drafts).log() < log_ratio) & (drafts >= 0)
+    count = is_kept.to(torch.int64).cumprod(1).sum(1)
+    whole = log_p.new_ones(drafts.shape[0])
+    return count, _next_token(log_p, drafts, draft, sampling, count, whole)
+
+
+def block_rejection(
+    log_p: Tensor, drafts: Tensor, draft: DraftDistributions, sampling: SamplingMetadata
+) -> tuple[Tensor, Tensor]:
+    """Judges the drafts of a step together; arguments and result as in `token_rejection`.
+
+    Sun et al., "Block verification accelerates speculative decoding" (2024), algorithm 2: with
+    w[0] = 1 and w[i] = min(w[i-1] p(d[i]) / q(d[i]), 1), the first i drafts are kept for the
+    largest i whose coin is at most h[i] = s / (s + 1 - w[i]), s the sum of max(w[i] p - q, 0) over
+    what follows them; the last one's h is w itself. What comes next is drawn from that difference.
+    """
+    num_requests, num_drafts = drafts.shape
+    if num_drafts == 0:
+        return token_rejection(log_p, drafts, draft, sampling)
+    ratios = (_log_p_of(log_p, drafts) - draft.log_q).exp()
+    coins = _coins(sampling, drafts)
+    temperatures = sampling.temperatures.view(num_requests, -1)[:, 0]
+    weight = torch.ones_like(ratios[:, 0])
+    weights = [weight]
+    count = torch.zeros(num_requests, dtype=torch.int64, device=drafts.device)
+    for i in range(1, num_drafts + 1):
+        exists = drafts[:, i - 1] >= 0
+        weight = torch.where(exists, (weight * ratios[:, i - 1]).clamp(max=1.0), 0.0)
+        weights.append(weight)
+        keep = weight  # of the last draft
+        if i < num_drafts:
+            rows = torch.full_like(count, i)
+            q = draft.probabilities(temperatures, log_p.shape[-1], rows)
+            left = (weight[:, None] * log_p[:, i].exp() - q).clamp_min(0).sum(-1)
+            inner = left / (left + 1.0 - weight).clamp_min(1e-30)
+            keep = torch.where(drafts[:, i] >= 0, inner, weight)
+        count = torch.where(exists & (coins[:, i - 1] <= keep), i, count)
+    scale = torch.stack(weights, dim=1).gather(1, count[:, None])[:, 0]
+    return count, _next_token(log_p, drafts, draft, sampling, count, scale)
+
+
+def _log_p_of(log_p: Tensor, drafts: Tensor) -> Tensor:
+    """[G, K] float32, the target's log probability of each draft."""
+    ids = drafts.clamp_min(0).to(torch.int64)[..., None]
+    return log_p[:, :-1].gather(-1, ids)[..., 0]
+
+
+def _coins(sampling: SamplingMetadata, drafts: Tensor) -> Tensor:
+    """[G, K] float32 in (0, 1), keyed by the draft's position and its depth."""
+    num_requests, num_drafts = drafts.shape
+    seeds = sampling.seeds.view(num_requests, -1)[:, :-1].reshape(-1)
+    positions = sampling.positions.view(num_requests, -1)[:, :-1].reshape(-1)
+    depth = torch.arange(num_drafts, device=drafts.device).repeat(num_requests)[:, None]
+    coins = uniform_noise(seeds, positions, NoiseStream.ACCEPTANCE, depth)
+    return coins.view(num_requests, num_drafts)
+
+
+def _next_token(
+    log_p: Tensor,
+    drafts: Tensor,
+    draft: DraftDistributions,
+    sampling: SamplingMetadata,
+    count: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """[G] int32, the token after `count` drafts: from max(scale * p - q, 0) where one was turned
+    down, from p where there was none."""
+    num_requests, num_drafts = drafts.shape
+    index = torch.arange(num_requests, device=drafts.device)
+    p = log_p[index, count].exp()
+    if num_drafts:
+        place = count.clamp(max=num_drafts - 1)
+        is_turned_down = (count < num_drafts) & (drafts[index, place] >= 0)
+        temperatures = sampling.temperatures.view(num_requests, -1)[:, 0]
+        q = draft.probabilities(temperatures, p.shape[-1], place)
+        left = (scale[:, None] * p - q).clamp_min(0)
+        # Where q is p but for rounding nothing is left, and p is as good.
+        is_turned_down &= left.sum(-1) > 0
+        p = torch.where(is_turned_down[:, None], left, p)
+    seeds = sampling.seeds.view(num_requests, -1)[:, 0]
+    positions = sampling.positions.view(num_requests, -1)[index, count]
+    noise = gumbel_noise(seeds, positions, NoiseStream.TARGET, p.shape[-1])
+    return (p.log() + noise).argmax(-1).to(torch.int32)
