@@ -1,0 +1,210 @@
+"""Sampled speculation through the engine: the target's distribution, and the same tokens for the
+same request and seed whatever happens around it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+from torch import Tensor
+
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig, SaveHiddenStatesDecodingConfig
+from trtspec.errors import ConfigError
+
+VOCAB, K = 97, 3
+NETWORKS = [
+    "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle", "mtp_eagle_two_engine",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    mtp_model_dir(path, seed=1, num_mtp_layers=K).rename(path / "target")
+    tiny_model_dir(path, seed=2).rename(path / "draft")
+    eagle3_dir(path).rename(path / "head")
+    return path
+
+
+def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
+    if mode == "ngram":
+        return NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, acceptance=rule)
+    if mode == "draft_target":
+        return DraftTargetDecodingConfig(
+            max_draft_len=K, speculative_model=folder / "draft", acceptance=rule
+        )
+    if mode.startswith("eagle3"):
+        return EagleDecodingConfig(
+            max_draft_len=K, speculative_model=folder / "head", acceptance=rule,
+            eagle3_one_model=mode == "eagle3", eagle3_layers_to_capture=[0, 1, 2],
+        )  # fmt: skip
+    return MTPDecodingConfig(
+        num_nextn_predict_layers=K, use_mtp_vanilla=mode == "mtp", acceptance=rule,
+        mtp_eagle_one_model=not mode.endswith("two_engine"),
+    )  # fmt: skip
+
+
+def engine(folder: Path, config: DecodingBaseConfig | None, **options: Any) -> LLM:
+    given: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 96} | options
+    return LLM(folder / "target", config, device="cpu", dtype="float32", **given)
+
+
+# -- distribution ------------------------------------------------------------------------------
+PROMPT, TEMPERATURE = [5, 17, 3, 88, 41], 5.0  # random models agree on nothing when cold
+
+
+@pytest.fixture(scope="module")
+def probabilities(folder: Path) -> list[Tensor]:
+    """Of the token at output positions 1 and 2, by transformers over all texts before them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def after(texts: list[list[int]]) -> Tensor:
+        parts = [
+            model(torch.tensor(texts[i : i + 512])).logits[:, -1].double()
+            for i in range(0, len(texts), 512)
+        ]
+        return (torch.cat(parts) / TEMPERATURE).softmax(-1)
+
+    first = after([PROMPT])[0]
+    second = after([[*PROMPT, a] for a in range(VOCAB)])
+    pairs = [[*PROMPT, a, b] for a, b in itertools.product(range(VOCAB), repeat=2)]
+    joint = (first[:, None] * second).flatten()
+    return [first @ second, joint @ after(pairs)]
+
+
+def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
+    counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB).double()
+    wanted = probabilities * len(tokens)
+    chi_square = ((counts - wanted) ** 2 / wanted).sum()
+    return float(torch.special.gammaincc(torch.tensor((VOCAB - 1) / 2).double(), chi_square / 2))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("mode", NETWORKS)
+def test_the_engine_draws_what_the_target_would(
+    folder: Path, probabilities: list[Tensor], mode: str, rule: str
+) -> None:
+    count = 4000
+    llm = engine(
+        folder, config_of(folder, mode, rule), max_batch_size=100, max_seq_len=32,
+        kv_cache_config=KvCacheConfig(max_tokens=100 * 32, tokens_per_block=8),
+    )  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=i, ignore_eos=True)
+        for i in range(count)
+    ]
+    outputs = llm.generate([PROMPT] * count, params)
+    assert llm.stats().acceptance_length > 1.2, "too little was accepted to show anything"
+    for place, wanted in zip((1, 2), probabilities, strict=True):
+        assert p_value([o.outputs[0].token_ids[place] for o in outputs], wanted) > 1e-3
+
+
+# -- reproducible ------------------------------------------------------------------------------
+def requests(count: int, longest: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 6.0}, {"temperature": 0.7, "top_k": 9}, {"temperature": 0.0},
+        {"temperature": 4.0, "top_p": 0.9},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(longest // 3, longest),
+            seed=i,
+            ignore_eos=True,
+            **settings[i % 4],
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("mode", NETWORKS)
+def test_a_seeded_request_says_the_same_in_any_company(folder: Path, mode: str, rule: str) -> None:
+    prompts, params = requests(12)
+    config = config_of(folder, mode, rule)
+    alone = engine(folder, config, max_batch_size=1, disable_overlap_scheduler=True)
+    expected = texts(alone, prompts, params)
+    order = random.Random(1).sample(range(12), 12)
+    companies: list[dict[str, Any]] = [
+        {"max_num_tokens": 16, "enable_chunked_prefill": True},
+        {"kv_cache_config": KvCacheConfig(max_tokens=80, tokens_per_block=4)},  # preempts
+    ]
+    for options in companies:
+        llm = engine(folder, config, **options)
+        got = texts(llm, [prompts[i] for i in order], [params[i] for i in order])
+        assert got == [expected[i] for i in order], options
+    assert llm.stats().num_preemptions > 0
+
+
+def test_two_hundred_requests(folder: Path) -> None:
+    """Alone, together, the other way round, and preempted."""
+    prompts, params = requests(200, 12)
+    config = config_of(folder, "eagle3", "rejection")
+    expected = texts(engine(folder, config, max_batch_size=1), prompts, params)
+    tight = KvCacheConfig(max_tokens=96, tokens_per_block=4)
+    llm = engine(folder, config, max_batch_size=16, kv_cache_config=tight)
+    assert texts(llm, prompts, params) == expected
+    assert texts(llm, prompts[::-1], params[::-1]) == expected[::-1]
+    assert llm.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", ["ngram", *NETWORKS])
+def test_exact_match_says_what_plain_decoding_does(folder: Path, mode: str) -> None:
+    prompts, params = requests(12)
+    expected = texts(engine(folder, None, max_batch_size=1), prompts, params)
+    assert (
+        texts(engine(folder, config_of(folder, mode, "exact_match")), prompts, params) == expected
+    )
+
+
+def test_a_network_that_is_the_target_is_always_right(folder: Path) -> None:
+    """With p = q nothing is ever turned down, in any rule that draws its drafts."""
+    for rule in ("exact_match", "rejection", "block"):
+        config = DraftTargetDecodingConfig(
+            max_draft_len=K, speculative_model=folder / "target", acceptance=rule
+        )
+        llm = engine(folder, config)
+        params = SamplingParams(max_tokens=1 + 5 * (K + 1), temperature=0.9, ignore_eos=True)
+        for output in llm.generate([[1, 2, 3], [4, 5]], params):
+            assert output.spec_stats.acceptance_length == K + 1
+
+
+def test_lookup_has_no_distribution(folder: Path) -> None:
+    """For NGRAM all rules are one, and no memory is set aside."""
+    prompts, params = requests(6)
+    said = []
+    for rule in ("strict", "exact_match", "rejection", "block"):
+        llm = engine(folder, config_of(folder, "ngram", rule))
+        assert llm.executor.worker.draft_memory is None
+        said.append(texts(llm, prompts, params))
+    assert all(one == said[0] for one in said)
+
+
+def test_nothing_to_accept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing is drafted"):
+        SaveHiddenStatesDecodingConfig(output_directory=tmp_path, acceptance="rejection")
