@@ -55,6 +55,7 @@ class FakeLLM:
         config = speculative_config
         self.mode = config.spec_dec_mode if config else SpeculativeDecodingMode.NONE
         self.max_draft_len = config.max_draft_len if config else 0
+        self.acceptance = config.acceptance if config else None
         self.device, self.dtype = "cpu", "torch.bfloat16"
         self.tokenizer = FakeTokenizer()
         self.texts: dict[int, str] = {}
@@ -206,7 +207,7 @@ def test_json_is_the_only_thing_on_stdout(run):
     assert out.count("\n") == 1
     report = json.loads(out)
     assert list(report) == [
-        "model", "mode", "max_draft_len", "device", "dtype", "outputs", "stats"
+        "model", "mode", "max_draft_len", "acceptance", "device", "dtype", "outputs", "stats"
     ]  # fmt: skip
     assert report["mode"] == "ngram" and report["max_draft_len"] == 2
     assert report["device"] == "cpu" and report["dtype"] == "bfloat16"
@@ -272,6 +273,20 @@ def test_options_reach_the_engine(run, fake):
     run("generate", "--prompt", "a", "--dtype", "float32", "--device", "cpu",
         "--max-batch-size", "3")  # fmt: skip
     assert fake.built[0].options == {"device": "cpu", "dtype": "float32", "max_batch_size": 3}
+
+
+def test_acceptance_rules_by_name(run):
+    drafting = ["--speculative", "ngram", "--acceptance", "block"]
+    code, out, _ = run("generate", "--prompt", "a", "--json", *drafting)
+    assert code == 0 and json.loads(out)["acceptance"] == "block"
+    code, out, _ = run("bench", "--prompt", "a", "--temperature", "1", "--repeat", "1", *drafting)
+    assert code == 0 and "other draws of the same distribution" in " ".join(out.split())
+    code, _, err = run(
+        "generate", "--prompt", "a", "--speculative", "none", "--acceptance", "block"
+    )
+    assert code == 2 and "drafts nothing" in err
+    code, _, err = run("generate", "--prompt", "a", *drafting[:-1], "lenient")
+    assert code == 2 and "strict, exact_match, rejection, block" in " ".join(err.split())
 
 
 def test_ctrl_c_exits_130_without_a_traceback(run):

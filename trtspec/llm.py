@@ -99,6 +99,12 @@ class LLM:
     def max_draft_len(self) -> int:
         return self.executor.max_draft_len
 
+    @property
+    def acceptance(self) -> str | None:
+        """How drafts of sampled requests are judged; None without speculation."""
+        config = self.executor.worker.config
+        return None if config is None else config.acceptance
+
     # -- generating ----------------------------------------------------------------------------
     def generate(
         self,

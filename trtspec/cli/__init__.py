@@ -23,6 +23,7 @@ from .errors import (
 from .inputs import read_prompts
 from .options import (
     DEFAULT_MODEL,
+    AcceptanceOption,
     BatchSizeOption,
     DeviceOption,
     DraftLenOption,
@@ -63,6 +64,7 @@ def generate(
     draft_model: DraftModelOption = None,
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
+    acceptance_rule: AcceptanceOption = None,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
     raw: RawOption = False,
@@ -81,7 +83,7 @@ def generate(
 
     engine = EngineOptions(
         model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
-        max_batch_size,
+        max_batch_size, acceptance_rule,
     )  # fmt: skip
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, seed)
     prompts = read_prompts(prompt, prompt_file)
@@ -96,6 +98,7 @@ def bench(
     draft_model: DraftModelOption = None,
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
+    acceptance_rule: AcceptanceOption = None,
     prompt: PromptOption = None,
     prompt_file: PromptFileOption = None,
     raw: RawOption = False,
@@ -115,7 +118,7 @@ def bench(
 
     engine = EngineOptions(
         model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
-        max_batch_size,
+        max_batch_size, acceptance_rule,
     )  # fmt: skip
     sampling = SamplingOptions(max_tokens, temperature, top_p, top_k, seed)
     prompts = read_prompts(prompt, prompt_file)
@@ -162,6 +165,7 @@ def acceptance(
     draft_model: DraftModelOption = None,
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
+    acceptance_rule: AcceptanceOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -208,7 +212,7 @@ def acceptance(
 
     engine = EngineOptions(
         model, speculative, max_draft_len, draft_model, head, two_engine, dtype, device,
-        max_batch_size,
+        max_batch_size, acceptance_rule,
     )  # fmt: skip
     what = AcceptanceOptions(
         prompts, categories, per_category, temperatures, contexts, max_tokens, seed, advise, html,

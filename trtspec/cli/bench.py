@@ -204,7 +204,7 @@ def _print_report(
 ) -> None:
     about = describe(speculative)
     mode = f"{about['mode']} K={about['max_draft_len']}"
-    seed = f", temperature {sampling.temperature:g}, seed {sampling.seed}"
+    seed = f", temperature {sampling.temperature:g}, seed {sampling.seed}, {about['acceptance']}"
     console.print(
         Text(
             f"{options.model}, {about['dtype']} on {about['device']}, batch "
@@ -214,6 +214,7 @@ def _print_report(
         ),
         soft_wrap=True,
     )
+    draws_anew = sampling.temperature > 0 and about["acceptance"] in ("rejection", "block")
     table = Table()
     table.add_column("prompts")
     for heading in ("NONE tok/s", f"{mode} tok/s", "speedup", "AL"):
@@ -226,7 +227,9 @@ def _print_report(
             f"{result.speculative.tokens_per_second:.1f}",
             f"{result.speedup:.2f}x",
             f"{result.speculative.acceptance_length:.2f}",
-            identity_text(result.differences),
+            Text("other draws of the same distribution")
+            if draws_anew
+            else identity_text(result.differences),
         )
     console.print(table)
     for result in results:

@@ -47,6 +47,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
             "have."
         )
     if mode.is_none():
+        if options.acceptance is not None:
+            raise CliError("--acceptance was given, but --speculative none drafts nothing.")
         if options.max_draft_len is not None:
             raise CliError("--max-draft-len was given, but --speculative none drafts nothing.")
         return None
@@ -57,6 +59,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     if options.max_draft_len is not None:
         name = "num_nextn_predict_layers" if is_mtp else "max_draft_len"
         arguments[name] = options.max_draft_len
+    if options.acceptance is not None:
+        arguments["acceptance"] = options.acceptance
     if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
@@ -123,7 +127,7 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
     with_speculation = load_llm(options, progress)  # first: it is the one whose options can fail
     plain = replace(
         options, speculative="none", max_draft_len=None, draft_model=None, head=None,
-        two_engine=False,
+        two_engine=False, acceptance=None,
     )  # fmt: skip
     return load_llm(plain, progress), with_speculation
 
@@ -148,6 +152,7 @@ def describe(llm: LLM) -> dict[str, Any]:
     return {
         "mode": llm.mode.name.lower(),
         "max_draft_len": llm.max_draft_len,
+        "acceptance": llm.acceptance,
         "device": str(llm.device),
         "dtype": dtype_name(llm),
     }

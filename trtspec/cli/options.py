@@ -41,6 +41,14 @@ TwoEngineOption = Annotated[
     bool,
     typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
 ]
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        help="How drafts of sampled answers are judged: strict (the default), exact_match, "
+        "rejection or block. All are lossless.",
+    ),
+]
 PromptOption = Annotated[
     list[str] | None, typer.Option("--prompt", help="Text to answer. May be given several times.")
 ]
@@ -84,6 +92,7 @@ class EngineOptions:
     dtype: str
     device: str
     max_batch_size: int
+    acceptance: str | None = None
 
 
 @dataclass(frozen=True)
