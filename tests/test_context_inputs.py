@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
-from trtspec.executor.request import ContextChunk, Request, ScheduledBatch
+from trtspec.executor.request import ContextChunk, ScheduledBatch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
@@ -56,22 +57,24 @@ class Uncaptured:
     def bucket(self, batch_size: int) -> int:
         return batch_size
 
-    def run(self, requests: list[Request], num_drafts: int, draft_len: int) -> None:
+    def run(self, *_: object) -> None:
         return None  # generations by themselves, eagerly
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
     def run_contexts(
-        self, shape: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int, draft_len: int
-    ) -> StepOutputs:
+        self, shape: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int,
+        draft_len: int, num_logprobs: int | None,
+    ) -> StepOutputs:  # fmt: skip
         shape.fill(chunks)
         params = [chunk.request.sampling_params for chunk in chunks]
         inputs = shape.step_inputs(
             num_drafts, all(p.is_greedy for p in params), any(p.has_filters for p in params)
         )
         self.passes += 1
-        return first_rows(self.executor._step(inputs, draft_len), len(chunks))
+        inputs = replace(inputs, num_logprobs=num_logprobs)
+        return first_rows(self.executor._step(inputs, draft_len), len(chunks), 1)
 
 
 def _llm(

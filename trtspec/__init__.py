@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .metadata.mode import SpeculativeDecodingMode
     from .metadata.spec import SpecMetadata
-    from .outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
+    from .outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, SpecStats
     from .sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _HOMES = {
     "llm": ("LLM",),
     "metadata.mode": ("SpeculativeDecodingMode",),
     "metadata.spec": ("SpecMetadata",),
-    "outputs": ("CompletionOutput", "EngineStats", "RequestOutput", "SpecStats"),
+    "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
     "sampling.params": ("SamplingParams",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -68,6 +68,7 @@ __all__ = [
     "EagleDecodingConfig",
     "EngineStats",
     "KvCacheConfig",
+    "Logprob",
     "MTPDecodingConfig",
     "NGramDecodingConfig",
     "PyExecutor",

@@ -290,6 +290,7 @@ class LLM:
             finish_reason=request.finish_reason,
             token_ids_diff=request.output_token_ids[seen_tokens:],
             text_diff=full[seen_text:],
+            logprobs=None if request.logprobs is None else list(request.logprobs),
         )
         return RequestOutput(
             request_id=request.request_id,

@@ -21,6 +21,14 @@ class SpecStats:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """Of one token at one place, under the model's own distribution."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One completion. The `_diff` fields hold what is new since the previous snapshot."""
 
@@ -30,6 +38,8 @@ class CompletionOutput:
     index: int = 0
     token_ids_diff: list[int] = field(default_factory=list)
     text_diff: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token: itself first, then the likeliest asked for. None if none were."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ..cache.slots import SlotState
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
 from ..ops.drafting import save_step
+from ..ops.logprobs import TokenLogprobs, token_logprobs
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import StepTensors
@@ -25,6 +26,7 @@ class StepOutputs:
     bad_requests: Tensor  # [B] bool, the request's logits held NaN
     hidden_states: Tensor | None = None  # [T, (n+1) * D] captured layers and final, to be saved
     draft_inputs: DraftInputs | None = None  # for a drafter outside the step
+    logprobs: TokenLogprobs | None = None  # 1 row per context, K'+1 per generation
 
 
 @torch.inference_mode()
@@ -35,6 +37,7 @@ def forward_step(
     tensors: StepTensors,
     state: SlotState,
     mode: SpeculativeDecodingMode,
+    num_logprobs: int | None = None,
 ) -> StepOutputs:
     """Runs one pass and leaves the next step's inputs in the slots. No host synchronisation."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
@@ -71,4 +74,7 @@ def forward_step(
         captured = spec.draft_hidden_states(None, meta.num_tokens)
         assert captured is not None
         saved = torch.cat([captured, hidden], dim=-1)
-    return StepOutputs(outputs["new_tokens"], lens, spec.bad_requests, saved, to_draft)
+    logprobs = None
+    if num_logprobs is not None:
+        logprobs = token_logprobs(logits, outputs["new_tokens"], contexts, num_logprobs)
+    return StepOutputs(outputs["new_tokens"], lens, spec.bad_requests, saved, to_draft, logprobs)

@@ -15,7 +15,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class GraphKey:
     all_greedy: bool
     has_filters: bool
     context_tokens: int = 0  # of a context pass
+    num_logprobs: int | None = None
 
 
 @dataclass
@@ -94,7 +95,9 @@ class CudaGraphs:
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
-    def run(self, requests: list[Request], num_drafts: int, draft_len: int) -> StepOutputs | None:
+    def run(
+        self, requests: list[Request], num_drafts: int, draft_len: int, num_logprobs: int | None
+    ) -> StepOutputs | None:
         """One generation step of these requests, or None where no bucket holds them."""
         bucket = self.bucket(len(requests))
         if bucket is None:
@@ -102,7 +105,7 @@ class CudaGraphs:
         key = GraphKey(
             bucket, num_drafts, draft_len,
             all(r.sampling_params.is_greedy for r in requests),
-            any(r.sampling_params.has_filters for r in requests),
+            any(r.sampling_params.has_filters for r in requests), num_logprobs=num_logprobs,
         )  # fmt: skip
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
@@ -114,14 +117,19 @@ class CudaGraphs:
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
     def run_contexts(
-        self, inputs: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int, draft_len: int
+        self,
+        inputs: ContextInputs,
+        chunks: Sequence[ContextChunk],
+        num_drafts: int,
+        draft_len: int,
+        num_logprobs: int | None,
     ) -> StepOutputs | None:
         """One pass over these parts of prompts, alone. None if it cannot be captured: then the
         shape is given up, and such passes run eagerly."""
         params = [chunk.request.sampling_params for chunk in chunks]
         key = GraphKey(
             inputs.num_contexts, num_drafts, draft_len, all(p.is_greedy for p in params),
-            any(p.has_filters for p in params), inputs.num_tokens,
+            any(p.has_filters for p in params), inputs.num_tokens, num_logprobs,
         )  # fmt: skip
         if key not in self._graphs:
             inputs.fill([])
@@ -140,7 +148,8 @@ class CudaGraphs:
         captured = self._graphs[key]
         for graph in captured.graphs:
             graph.replay()
-        return first_rows(captured.outputs, num_requests)
+        rows = 1 if key.context_tokens else key.num_drafts + 1
+        return first_rows(captured.outputs, num_requests, rows)
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -217,7 +226,8 @@ class CudaGraphs:
     def _step_inputs(self, key: GraphKey) -> StepInputs:
         if key.context_tokens:
             inputs = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
-            return inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
+            made = inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
+            return replace(made, num_logprobs=key.num_logprobs)
         rows = self.inputs[: key.batch_size]
         tables, start = [], 1
         for width in self.widths:
@@ -241,6 +251,7 @@ class CudaGraphs:
             request_ids=[-1] * key.batch_size,
             all_greedy=key.all_greedy,
             has_filters=key.has_filters,
+            num_logprobs=key.num_logprobs,
         )
 
     @property
@@ -261,12 +272,14 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def first_rows(outputs: StepOutputs, count: int) -> StepOutputs:
-    """The outputs of the requests, without those that fill the bucket."""
+def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
+    """The outputs of the requests, of `rows` logits each, without those that fill the bucket."""
+    logprobs = outputs.logprobs
     hidden: Tensor | None = outputs.hidden_states
     return StepOutputs(
         outputs.new_tokens[:count],
         outputs.new_tokens_lens[:count],
         outputs.bad_requests[:count],
         None if hidden is None else hidden[:count],
+        logprobs=None if logprobs is None else logprobs.rows(count * rows),
     )

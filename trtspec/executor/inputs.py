@@ -43,6 +43,7 @@ class StepInputs:
     request_ids: list[int]
     all_greedy: bool
     has_filters: bool
+    num_logprobs: int | None = None
 
 
 def build_inputs(
@@ -79,6 +80,7 @@ def build_inputs(
         request_ids=[r.request_id for r in requests],
         all_greedy=greedy,
         has_filters=any(r.sampling_params.has_filters for r in requests),
+        num_logprobs=batch.num_logprobs,
     )
 
 

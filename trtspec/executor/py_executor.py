@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
 from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
-from ..outputs import EngineStats, acceptance_stats
+from ..ops.logprobs import TokenLogprobs
+from ..outputs import EngineStats, Logprob, acceptance_stats
 from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
@@ -63,6 +65,7 @@ class _Pending:
     lens: Tensor
     bad: Tensor
     hidden_states: Tensor | None  # [T, (n+1) * D], to be saved
+    logprobs: TokenLogprobs | None
     ready: torch.cuda.Event | None
 
 
@@ -288,11 +291,13 @@ class PyExecutor:
         # A guided decoder is host code, which a replay would not run again.
         can_replay = self.worker.guided_decoder is None
         if self.graphs is not None and can_replay and not batch.contexts:
-            outputs = self.graphs.run(batch.generations, num_drafts, draft_len)
+            outputs = self.graphs.run(batch.generations, num_drafts, draft_len, batch.num_logprobs)
         elif self.graphs is not None and not batch.generations:
             shape = self._context_shape(batch.contexts)
             if shape is not None:
-                outputs = self.graphs.run_contexts(shape, batch.contexts, num_drafts, draft_len)
+                outputs = self.graphs.run_contexts(
+                    shape, batch.contexts, num_drafts, draft_len, batch.num_logprobs
+                )
         if outputs is None:
             inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
             outputs = self._step(inputs, draft_len)
@@ -326,8 +331,9 @@ class PyExecutor:
             self.config.max_seq_len, draft_len,
         )  # fmt: skip
         return forward_step(
-            self.target, self.worker, self.draft_model, tensors, self.state, self.mode
-        )
+            self.target, self.worker, self.draft_model, tensors, self.state, self.mode,
+            inputs.num_logprobs,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _draft_passes(self, outputs: StepOutputs) -> Iterator[None]:
@@ -383,16 +389,17 @@ class PyExecutor:
         proposed: Tensor | None,
     ) -> _Pending:  # fmt: skip
         tensors = (outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests)
-        ready, saved = None, outputs.hidden_states
+        ready, saved, logprobs = None, outputs.hidden_states, outputs.logprobs
         if self.device.type == "cuda":
             saved = None if saved is None else saved.to("cpu", non_blocking=True)
+            logprobs = None if logprobs is None else logprobs.to_host()
             proposed = None if proposed is None else proposed.to("cpu", non_blocking=True)
             tensors = tuple(t.to("cpu", non_blocking=True) for t in tensors)  # type: ignore[assignment]
             ready = torch.cuda.Event()
             ready.record()
         yields = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
         yields += [True] * len(batch.generations)
-        return _Pending(batch, yields, rows, asked, proposed, *tensors, saved, ready)
+        return _Pending(batch, yields, rows, asked, proposed, *tensors, saved, logprobs, ready)
 
     # -- reading -------------------------------------------------------------------------------
     def _read(self, pending: _Pending) -> None:
@@ -444,6 +451,7 @@ class PyExecutor:
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {type(error).__name__}: {error}")
         appended = request.num_tokens - before
+        self._keep_logprobs(pending, row, request.output_token_ids[-appended:] if appended else [])
         self._save_rows(pending, row, before)
         self._generated_tokens += appended
         self._decoded_tokens += appended if is_generation else 0
@@ -481,6 +489,22 @@ class PyExecutor:
                 self._finish(request, "length")
             if request.is_finished:
                 return
+
+    def _keep_logprobs(self, pending: _Pending, row: int, tokens: list[int]) -> None:
+        """What is known of the tokens that one request of the step got."""
+        request, contexts = pending.batch.requests[row], len(pending.batch.contexts)
+        count, known = request.sampling_params.logprobs, pending.logprobs
+        if count is None or known is None:
+            return
+        first = row if row < contexts else contexts + (row - contexts) * pending.num_rows
+        if request.logprobs is None:
+            request.logprobs = []
+        for i, token in enumerate(tokens, start=first):
+            entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
+            pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
+            for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):
+                entry.setdefault(other, Logprob(logprob, rank))
+            request.logprobs.append(entry)
 
     def _draft_on_host(self, requests: list[Request]) -> None:
         assert isinstance(self.worker.config, UserProvidedDecodingConfig)

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
+from ..outputs import Logprob
 from ..sampling.params import SamplingParams
 from ..text import TextStream
 
@@ -48,6 +49,7 @@ class Request:
     text: TextStream | None = None  # kept by whoever checks stop strings
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
+    logprobs: list[dict[int, Logprob]] | None = None  # per output token, if asked for
     steps: list[StepRecord] | None = None  # kept if `PyExecutor.record_steps` was set
 
     @property
@@ -112,6 +114,12 @@ class ScheduledBatch:
     @cached_property
     def requests(self) -> list[Request]:
         return [chunk.request for chunk in self.contexts] + self.generations
+
+    @cached_property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to give with the tokens of this step; None: no log probabilities at all."""
+        asked = [n for r in self.requests if (n := r.sampling_params.logprobs) is not None]
+        return max(asked, default=None)
 
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)

@@ -11,6 +11,7 @@ from ..errors import RequestError
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 1e4
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class SamplingParams:
         stop: text that ends the output; it is not part of `text`.
         stop_token_ids: ids that end the output, beside the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.
+        logprobs: also give each output token's log probability and rank, and those of this many
+            likeliest tokens at its place (0 … 20), all of the model's own distribution: temperature
+            1, before filters. None is none.
 
     Raises:
         RequestError: a value is out of range.
@@ -40,6 +44,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +84,14 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "stop_strings", stop)
+
+        count = self.logprobs
+        _check(
+            count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
+            "logprobs",
+            self,
+            f"None or an int in 0 … {MAX_LOGPROBS}",
+        )
 
     @property
     def is_greedy(self) -> bool:

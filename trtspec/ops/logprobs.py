@@ -1,0 +1,53 @@
+"""Log probabilities of the tokens that a step emits, and of the likeliest others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One row per logits row of a step; N alternatives."""
+
+    own: Tensor  # [R] float32, of the token that came out at the row
+    ranks: Tensor  # [R] int64, 1 is the likeliest
+    top_ids: Tensor  # [R, N] int64, likeliest first
+    top: Tensor  # [R, N] float32
+
+    def rows(self, count: int) -> TokenLogprobs:
+        """The first `count` rows."""
+        return TokenLogprobs(
+            self.own[:count], self.ranks[:count], self.top_ids[:count], self.top[:count]
+        )
+
+    def to_host(self) -> TokenLogprobs:
+        """A copy on the CPU; on CUDA the host does not wait for it."""
+        tensors = self.own, self.ranks, self.top_ids, self.top
+        return TokenLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
+
+
+def token_logprobs(
+    logits: Tensor, new_tokens: Tensor, num_contexts: int, num_top: int
+) -> TokenLogprobs:
+    """Of the model's own distribution: temperature 1, before filters.
+
+    Args:
+        logits: [C + G*(K'+1), V] of the target.
+        new_tokens: [B, >= K'+1] int32, what comes out at each row; -1 past the length, where the
+            result means nothing. A context's is in column 0.
+        num_top: N >= 0.
+    """
+    rows, generations = logits.shape[0] - num_contexts, new_tokens.shape[0] - num_contexts
+    per_generation = rows // generations if generations else 0
+    own_tokens = torch.cat(
+        [new_tokens[:num_contexts, 0], new_tokens[num_contexts:, :per_generation].flatten()]
+    )
+    logits = logits.float()
+    total = logits.logsumexp(-1)
+    own = logits.gather(1, own_tokens.clamp_min(0).to(torch.int64)[:, None])
+    top, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
+    ranks = 1 + (logits > own).sum(-1)
+    return TokenLogprobs(own[:, 0] - total, ranks, top_ids, top - total[:, None])
