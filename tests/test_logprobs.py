@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_sampled_speculation import config_of, engine, folder, requests  # noqa: F401
+from sampled import config_of, engine, make_models, requests
 from torch import Tensor
 
 from trtspec import KvCacheConfig, SamplingParams
 from trtspec.errors import RequestError
 from trtspec.ops.logprobs import token_logprobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
+
 
 MODES = ["none", "ngram", "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle"]
 
@@ -26,7 +32,7 @@ def reference(model: Any, prompt: list[int], output: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 @pytest.mark.parametrize("mode", MODES)
-def test_against_transformers(folder: Path, mode: str, rule: str) -> None:  # noqa: F811
+def test_against_transformers(folder: Path, mode: str, rule: str) -> None:
     """Greedy and sampled, with filters; some ask for none; chunked prompts, preemption."""
     from transformers import AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..metadata.logits import LogitsState
 from ..metadata.sampling import rows_to_tensor
 from ..metadata.spec import CapturedHiddenStates
 
@@ -27,6 +28,7 @@ class SlotState:
     seeds: Tensor  # [S+1] int64
     worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
     captured: CapturedHiddenStates | None = None  # of the pass at hand, not by slot
+    logits: LogitsState | None = None  # from the first request on that shapes its logits
 
     @staticmethod
     def allocate(num_slots: int, max_draft_len: int, device: torch.device) -> SlotState:

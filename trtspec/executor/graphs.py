@@ -46,6 +46,7 @@ class GraphKey:
     has_filters: bool
     context_tokens: int = 0  # of a context pass
     num_logprobs: int | None = None
+    shapes_logits: bool = False
 
 
 @dataclass
@@ -106,6 +107,7 @@ class CudaGraphs:
             bucket, num_drafts, draft_len,
             all(r.sampling_params.is_greedy for r in requests),
             any(r.sampling_params.has_filters for r in requests), num_logprobs=num_logprobs,
+            shapes_logits=any(r.sampling_params.shapes_logits for r in requests),
         )  # fmt: skip
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
@@ -130,6 +132,7 @@ class CudaGraphs:
         key = GraphKey(
             inputs.num_contexts, num_drafts, draft_len, all(p.is_greedy for p in params),
             any(p.has_filters for p in params), inputs.num_tokens, num_logprobs,
+            any(p.shapes_logits for p in params),
         )  # fmt: skip
         if key not in self._graphs:
             inputs.fill([])
@@ -227,7 +230,7 @@ class CudaGraphs:
         if key.context_tokens:
             inputs = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
             made = inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
-            return replace(made, num_logprobs=key.num_logprobs)
+            return replace(made, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits)
         rows = self.inputs[: key.batch_size]
         tables, start = [], 1
         for width in self.widths:
@@ -252,6 +255,7 @@ class CudaGraphs:
             all_greedy=key.all_greedy,
             has_filters=key.has_filters,
             num_logprobs=key.num_logprobs,
+            shapes_logits=key.shapes_logits,
         )
 
     @property

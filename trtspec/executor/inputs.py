@@ -44,6 +44,7 @@ class StepInputs:
     all_greedy: bool
     has_filters: bool
     num_logprobs: int | None = None
+    shapes_logits: bool = False
 
 
 def build_inputs(
@@ -81,6 +82,7 @@ def build_inputs(
         all_greedy=greedy,
         has_filters=any(r.sampling_params.has_filters for r in requests),
         num_logprobs=batch.num_logprobs,
+        shapes_logits=batch.shapes_logits,
     )
 
 
@@ -159,6 +161,7 @@ def assemble(
             has_filters=inputs.has_filters,
         ),
         captured=state.captured,
+        logits_state=state.logits if inputs.shapes_logits else None,
         runtime_draft_len=runtime_draft_len,
         state=state.worker,
         device=inputs.slot_ids.device,

@@ -27,6 +27,7 @@ from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import ConfigError, DrafterError, RequestError
+from ..metadata.logits import MAX_ENDS, LogitsState
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
 from ..metadata.spec import CapturedHiddenStates
@@ -146,6 +147,7 @@ class PyExecutor:
         """
         params = sampling_params or SamplingParams()
         prompt = self.check_prompt(prompt_token_ids)
+        self._check_shaping(params)
         if params.stop_strings and self.stop_check is None:
             raise RequestError(
                 f"stop={params.stop!r} needs text: set executor.stop_check, use LLM, or give "
@@ -163,6 +165,25 @@ class PyExecutor:
         self._requests[request.request_id] = request
         self.scheduler.waiting.append(request)
         return request
+
+    def _check_shaping(self, params: SamplingParams) -> None:
+        """Raises RequestError where token ids are not the model's, or too many are held back."""
+        vocab = self.target.config.vocab_size
+        for name, ids in (
+            ("logit_bias", [token for token, _ in params.logit_bias_items]),
+            ("bad_token_ids", params.bad_token_ids or ()),
+        ):
+            outside = [token for token in ids if token >= vocab]
+            if outside:
+                raise RequestError(
+                    f"SamplingParams.{name} has token {outside[0]}: ids must be in 0 … {vocab - 1}."
+                )
+        count = len(self._end_ids(params))
+        if params.min_tokens and count > MAX_ENDS:
+            raise RequestError(
+                f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
+                f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
+            )
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt as a list of ints. Raises RequestError as `enqueue` does."""
@@ -346,6 +367,15 @@ class PyExecutor:
         if params.is_greedy:
             temperature, top_k, top_p = 0.0, NO_TOP_K, NO_TOP_P
         self.state.admit(request.slot, temperature, top_k, top_p, request.seed)
+        if self.state.logits is None and params.shapes_logits:
+            self.state.logits = LogitsState.allocate(
+                self.config.max_batch_size, self.target.config.vocab_size, self.device
+            )
+        if self.state.logits is not None:
+            self.state.logits.admit(
+                request.slot, params, request.prompt_token_ids, request.output_token_ids,
+                sorted(self._end_ids(params)),
+            )  # fmt: skip
         self.worker.admit(
             self.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)
         )
@@ -474,13 +504,15 @@ class PyExecutor:
         if self.dead_drafter_watch is not None and not is_forced and pending.asked[generation]:
             self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
+    def _end_ids(self, params: SamplingParams) -> set[int]:
+        """Tokens that end a request's output."""
+        own = () if params.ignore_eos else self.target.config.eos_token_ids
+        return {*(params.stop_token_ids or ()), *own}
+
     def _append(self, request: Request, tokens: list[int]) -> None:
         """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would
         have ended without speculation."""
-        params = request.sampling_params
-        end_ids = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            end_ids.update(self.target.config.eos_token_ids)
+        end_ids = self._end_ids(request.sampling_params)
         for token in tokens:
             request.output_token_ids.append(token)
             if token in end_ids or (self.stop_check is not None and self.stop_check(request)):

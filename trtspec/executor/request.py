@@ -121,5 +121,9 @@ class ScheduledBatch:
         asked = [n for r in self.requests if (n := r.sampling_params.logprobs) is not None]
         return max(asked, default=None)
 
+    @cached_property
+    def shapes_logits(self) -> bool:
+        return any(request.sampling_params.shapes_logits for request in self.requests)
+
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
 from .sampling import SamplingMetadata, request_sampling_params, rows_to_tensor
 
@@ -63,6 +64,7 @@ class SpecMetadata:
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
+    logits_state: LogitsState | None = None  # set where a request shapes its logits
     captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
     # -- rows written by populate_sampling_params_for_one_model --------------------------------
     temperatures: Tensor | None = None  # [R] float32

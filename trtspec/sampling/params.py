@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,16 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the smallest set with this probability; 1 is off.
+        min_p: drop tokens less likely than this share of the likeliest one; 0 is off. Before top-k
+            and top-p, after temperature.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive,
+            else multiplied; 1 is off.
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and
+            for each time; -2 … 2, 0 is off.
+        logit_bias: token id -> what is added to its logit, -100 … 100.
+        bad_token_ids: tokens that never come out.
+        min_tokens: no end token, neither the model's own nor one of `stop_token_ids`, among the
+            first so many output tokens; <= max_tokens. `stop` texts end the output all the same.
         seed: the same request and seed give the same tokens whatever shares the batch. None
             draws a seed, so that unseeded requests differ.
         stop: text that ends the output; it is not part of `text`.
@@ -40,12 +50,20 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
+    logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
@@ -85,6 +103,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "stop_strings", stop)
 
+        self._check_shaping()
         count = self.logprobs
         _check(
             count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
@@ -92,6 +111,49 @@ class SamplingParams:
             self,
             f"None or an int in 0 … {MAX_LOGPROBS}",
         )
+
+    def _check_shaping(self) -> None:
+        _check(_is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
+        _check(
+            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            self,
+            "in (0, 100] (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_number(value) and -2 <= value <= 2, name, self, "in -2 … 2")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _check(
+            isinstance(bias, Mapping)
+            and all(_is_int(k) and k >= 0 for k in bias)
+            and all(_is_number(v) and -100 <= v <= 100 for v in bias.values()),
+            "logit_bias",
+            self,
+            "a mapping of token ids >= 0 to numbers in -100 … 100",
+        )
+        object.__setattr__(self, "logit_bias_items", tuple(bias.items()))
+        bad = _items(self.bad_token_ids)
+        _check(
+            bad is not None and all(_is_int(i) and i >= 0 for i in bad),
+            "bad_token_ids",
+            self,
+            "a list of token ids >= 0",
+        )
+        object.__setattr__(self, "bad_token_ids", bad)
+        _check(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self,
+            f"an int in 0 … max_tokens ({self.max_tokens})",
+        )
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        others = self.min_p, self.logit_bias_items, self.bad_token_ids, self.min_tokens
+        return any(penalties) or any(others)
 
     @property
     def is_greedy(self) -> bool:

@@ -22,6 +22,7 @@ from ..acceptance.strict import finish_rows, strict_acceptance
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
+from ..metadata.logits import LogitsState
 from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.choose import Accepted, RelaxedRule, accept_greedy, choose_drafts
@@ -266,10 +267,15 @@ class SpecWorkerBase(nn.Module, ABC):
         if self.guided_decoder is not None:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
+        shaping = spec_metadata.logits_state
+        if shaping is not None:
+            logits = self._shaped(logits, drafts, spec_metadata, shaping)
         fused = self._accept_in_one_kernel(logits, drafts, num_contexts, spec_metadata)
         if fused is not None:
             spec_metadata.bad_requests = fused.bad_requests
             spec_metadata.num_accepted_draft_tokens = fused.num_accepted_drafts
+            if shaping is not None:
+                self._count_output(shaping, fused.tokens, fused.lens, num_contexts, spec_metadata)
             return fused.tokens, fused.lens
         if self._may_reject(drafts, spec_metadata):
             accepted, lens, bad_rows = self._sample_and_reject(
@@ -281,10 +287,31 @@ class SpecWorkerBase(nn.Module, ABC):
         lens = self.apply_forced_acceptance(lens, num_contexts, drafts.shape[1], spec_metadata)
         accepted = finish_rows(accepted, lens)
         self.after_acceptance(accepted, lens, num_contexts, spec_metadata)
+        if shaping is not None:
+            self._count_output(shaping, accepted, lens, num_contexts, spec_metadata)
         spec_metadata.bad_requests = _per_request(bad_rows, num_contexts, drafts.shape[1])
         spec_metadata.num_accepted_draft_tokens = lens - 1
         unused = self.max_draft_len - drafts.shape[1]
         return nn.functional.pad(accepted, (0, unused), value=-1), lens
+
+    @staticmethod
+    def _shaped(logits: Tensor, drafts: Tensor, spec: SpecMetadata, shaping: LogitsState) -> Tensor:
+        if spec.slot_ids is None or spec.sampling is None:
+            raise ConfigError(
+                "spec_metadata.logits_state needs slot_ids [B] and sampling: set both."
+            )
+        rows = spec.sampling
+        return shaping.shape(logits, spec.slot_ids, drafts, rows.positions, rows.temperatures)
+
+    @staticmethod
+    def _count_output(
+        shaping: LogitsState, tokens: Tensor, lens: Tensor, num_contexts: int, spec: SpecMetadata
+    ) -> None:
+        assert spec.slot_ids is not None
+        if spec.next_prompt_tokens is not None:  # a sample inside the prompt is no text
+            inside = spec.next_prompt_tokens >= 0
+            lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
+        shaping.update(spec.slot_ids, tokens, lens)
 
     def _accept_in_one_kernel(
         self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata

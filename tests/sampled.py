@@ -1,0 +1,79 @@
+"""Engines and requests of the tests of sampled speculation."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+
+VOCAB, K = 97, 3
+NETWORKS = [
+    "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle", "mtp_eagle_two_engine",
+]  # fmt: skip
+
+
+def make_models(path: Path) -> Path:
+    """A target with MTP layers, a drafting model and an EAGLE-3 head."""
+    mtp_model_dir(path, seed=1, num_mtp_layers=K).rename(path / "target")
+    tiny_model_dir(path, seed=2).rename(path / "draft")
+    eagle3_dir(path).rename(path / "head")
+    return path
+
+
+def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
+    if mode == "ngram":
+        return NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, acceptance=rule)
+    if mode == "draft_target":
+        return DraftTargetDecodingConfig(
+            max_draft_len=K, speculative_model=folder / "draft", acceptance=rule
+        )
+    if mode.startswith("eagle3"):
+        return EagleDecodingConfig(
+            max_draft_len=K, speculative_model=folder / "head", acceptance=rule,
+            eagle3_one_model=mode == "eagle3", eagle3_layers_to_capture=[0, 1, 2],
+        )  # fmt: skip
+    return MTPDecodingConfig(
+        num_nextn_predict_layers=K, use_mtp_vanilla=mode == "mtp", acceptance=rule,
+        mtp_eagle_one_model=not mode.endswith("two_engine"),
+    )  # fmt: skip
+
+
+def engine(folder: Path, config: DecodingBaseConfig | None, **options: Any) -> LLM:
+    given: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 96} | options
+    return LLM(folder / "target", config, device="cpu", dtype="float32", **given)
+
+
+def requests(count: int, longest: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 6.0}, {"temperature": 0.7, "top_k": 9}, {"temperature": 0.0},
+        {"temperature": 4.0, "top_p": 0.9},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(
+            max_tokens=rng.randint(longest // 3, longest),
+            seed=i,
+            ignore_eos=True,
+            **settings[i % 4],
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

@@ -1,0 +1,124 @@
+"""What a request does to the target's logits before a token is chosen: penalties, biases, bans.
+
+Under speculation the row after draft i must see the text *and* drafts 1 … i, or the tokens would
+not be those of plain decoding. State is kept by slot on the device, so that a step asks the host
+for nothing; it is made when the first request needs it. Shaping comes before temperature and
+filters, and before a draft is judged by any rule.
+
+Formulas: repetition penalty of Keskar et al. (2019), presence and frequency penalties of the
+OpenAI API, min-p of Nguyen et al. (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sampling import rows_to_tensor, to_device
+
+MAX_ENDS = 32
+"""End tokens of one request that `min_tokens` can hold back."""
+
+
+@dataclass(frozen=True)
+class LogitsState:
+    """S slots and one scratch slot; V tokens; E end tokens. 9 bytes a slot and token."""
+
+    counts: Tensor  # [S+1, V] int32, in the output so far
+    in_prompt: Tensor  # [S+1, V] bool
+    bias: Tensor  # [S+1, V] float32; -inf bans
+    penalties: Tensor  # [S+1, 3] float32: repetition, presence, frequency
+    log_min_p: Tensor  # [S+1] float32, -inf is off
+    ends: Tensor  # [S+1, E] int64, tokens that may not come before `first_end`, -1 none
+    first_end: Tensor  # [S+1] int64, the first position at which they may
+
+    @staticmethod
+    def allocate(num_slots: int, vocab_size: int, device: torch.device) -> LogitsState:
+        rows = num_slots + 1
+        return LogitsState(
+            counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
+            in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
+            bias=torch.zeros(rows, vocab_size, device=device),
+            penalties=torch.tensor([1.0, 0.0, 0.0], device=device).repeat(rows, 1),
+            log_min_p=torch.full((rows,), float("-inf"), device=device),
+            ends=torch.full((rows, MAX_ENDS), -1, dtype=torch.int64, device=device),
+            first_end=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def admit(
+        self, slot: int, params: Any, prompt: Sequence[int], output: Sequence[int],
+        end_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        """A request enters `slot`, with its output if it was preempted. Also one that shapes
+        nothing: what the slot's last request asked for must not stay.
+
+        Args:
+            params: its SamplingParams. end_ids: the tokens that end it.
+        """
+        device, vocab = self.counts.device, self.counts.shape[1]
+        text = torch.tensor([*prompt, *output], dtype=torch.int64)
+        counts = torch.bincount(text[len(prompt) :], minlength=vocab).to(torch.int32)
+        in_prompt = torch.bincount(text[: len(prompt)], minlength=vocab) > 0
+        bias = torch.zeros(vocab)
+        for token, value in params.logit_bias_items:
+            bias[token] = value
+        for token in params.bad_token_ids or ():
+            bias[token] = float("-inf")
+        self.counts[slot] = to_device(counts, device)
+        self.in_prompt[slot] = to_device(in_prompt, device)
+        self.bias[slot] = to_device(bias, device)
+        penalties = [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+        self.penalties[slot] = rows_to_tensor(penalties, torch.float32, device)
+        min_p = torch.tensor([params.min_p]).log()
+        self.log_min_p[slot : slot + 1] = to_device(min_p, device)
+        ends = list(end_ids)[:MAX_ENDS] if params.min_tokens else []
+        ends += [-1] * (MAX_ENDS - len(ends))
+        self.ends[slot] = rows_to_tensor(ends, torch.int64, device)
+        first = len(prompt) + params.min_tokens
+        self.first_end[slot : slot + 1] = rows_to_tensor([first], torch.int64, device)
+
+    def shape(
+        self, logits: Tensor, slots: Tensor, drafts: Tensor, positions: Tensor, temperatures: Tensor
+    ) -> Tensor:
+        """logits [C + G*(K'+1), V] -> the same in float32, shaped row by row.
+
+        Args:
+            slots: [B] int64. drafts: [G, K'] int32, -1 is none.
+            positions, temperatures: of the rows; the position is that of the token to be chosen.
+        """
+        num_requests, (generations, num_drafts) = slots.shape[0], drafts.shape
+        contexts = num_requests - generations
+        per_row = torch.cat([slots[:contexts], slots[contexts:].repeat_interleave(num_drafts + 1)])
+        logits, counts = logits.float(), self.counts[per_row]
+        seen = counts[contexts:].view(generations, num_drafts + 1, counts.shape[1])
+        for i in range(num_drafts):  # rows after draft i have it in their text
+            draft = drafts[:, i].to(torch.int64)
+            one = (draft >= 0).to(torch.int32)[:, None, None].expand(-1, num_drafts - i, -1)
+            index = draft.clamp_min(0)[:, None, None].expand(-1, num_drafts - i, -1)
+            seen[:, i + 1 :].scatter_add_(2, index, one)
+        repetition, presence, frequency = self.penalties[per_row].unbind(1)
+        is_repeated = self.in_prompt[per_row] | (counts > 0)
+        scaled = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+        logits = torch.where(is_repeated, scaled, logits)
+        logits = logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+        logits = logits + self.bias[per_row]
+        ends = self.ends[per_row]
+        is_held = (ends >= 0) & (positions < self.first_end[per_row])[:, None]
+        # One column more takes what is not held back.
+        held = torch.zeros_like(logits[:, :1], dtype=torch.bool).expand(-1, logits.shape[1] + 1)
+        held = held.scatter(1, torch.where(is_held, ends, logits.shape[1]), True)[:, :-1]
+        logits = logits.masked_fill(held, float("-inf"))
+        # p < min_p * max p, before the temperature divides both.
+        floor = logits.amax(1) + temperatures * self.log_min_p[per_row]
+        is_low = (logits < floor[:, None]) & (temperatures > 0)[:, None]
+        return logits.masked_fill(is_low, float("-inf"))
+
+    def update(self, slots: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Counts what came out: slots [B], tokens [B, K'+1] int32 of which lens [B] are new."""
+        is_new = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
+        place = slots[:, None] * self.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
+        self.counts.view(-1).scatter_add_(0, place.flatten(), is_new.to(torch.int32).flatten())
