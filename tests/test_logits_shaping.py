@@ -77,7 +77,7 @@ def requests(plain: Plain, tokens: int) -> list[tuple[list[int], SamplingParams,
     rng, found = random.Random(3), []
     for settings in SETTINGS:
         for _ in range(20):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 10))]
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 30))]
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
             text, gap = plain.decode(prompt, params)
             if gap > 2e-3:
