@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.config import SaveHiddenStatesDecodingConfig
-from trtspec.errors import ConfigError
+from trtspec.errors import ConfigError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +149,33 @@ def test_lookup_has_no_distribution(folder: Path) -> None:
 def test_nothing_to_accept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing is drafted"):
         SaveHiddenStatesDecodingConfig(output_directory=tmp_path, acceptance="rejection")
+
+
+# -- several completions -----------------------------------------------------------------------
+def test_n_completions_are_n_requests(folder: Path) -> None:
+    llm = engine(folder, config_of(folder, "eagle3", "rejection"))
+    params = SamplingParams(max_tokens=12, temperature=3.0, seed=5, n=4, ignore_eos=True)
+    several, one = llm.generate([[1, 2, 3], [4, 5]], [params, replace(params, n=1)])
+    ids = [completion.token_ids for completion in several.outputs]
+    assert [completion.index for completion in several.outputs] == [0, 1, 2, 3]
+    assert len({tuple(i) for i in ids}) == 4 and all(len(i) == 12 for i in ids)
+    assert ids == texts(llm, [[1, 2, 3]] * 4, params.each())
+    assert ids[0] == texts(llm, [[1, 2, 3]], [replace(params, n=1)])[0]
+    assert len(one.outputs) == 1
+    assert several.spec_stats.num_steps > one.spec_stats.num_steps
+    unseeded = llm.generate([7, 8], replace(params, seed=None))
+    assert len({tuple(completion.token_ids) for completion in unseeded.outputs}) == 4
+
+
+def test_n_where_it_cannot_be(folder: Path) -> None:
+    with pytest.raises(RequestError, match=r"n=3 with temperature=0.*says the same"):
+        SamplingParams(n=3)
+    with pytest.raises(RequestError, match=r"n=0.*1 … 128"):
+        SamplingParams(n=0)
+    llm = engine(folder, None)
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=2)
+    with pytest.raises(RequestError, match="queue n requests"):
+        next(iter(llm.generate_stream([1, 2], params)))
+    with pytest.raises(RequestError, match=r"prompt 1 of 2: .*logit_bias"):  # nothing was started
+        llm.generate([[1], [2]], [params, SamplingParams(logit_bias={VOCAB: 1.0})])
+    assert not llm.executor.has_work

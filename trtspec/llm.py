@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,18 +215,19 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
         tokenized = [self._tokenize(_plain(prompt)) for prompt in prompts]
-        requests: list[Request] = []
+        groups: list[list[Request]] = []
         with self._lock:
             for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
                 try:  # before any is queued
                     self.executor.check_prompt(ids)
+                    self.executor.check_params(p.each()[0])
                     self._check_stop(p)
                 except RequestError as error:
                     which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
                     raise RequestError(f"{which}{error}") from None
-            requests += [
-                self._enqueue(ids, p) for (_, ids), p in zip(tokenized, params, strict=True)
-            ]
+            for (_, ids), p in zip(tokenized, params, strict=True):
+                groups.append([self._enqueue(ids, one) for one in p.each()])
+        requests = [request for group in groups for request in group]
         try:
             while not all(request.is_finished for request in requests):
                 self.advance()
@@ -233,7 +236,23 @@ class LLM:
                 for request in requests:
                     self.executor.cancel(request.request_id)
         texts = [text for text, _ in tokenized]
-        return [self.snapshot(r, text) for r, text in zip(requests, texts, strict=True)]
+        return [
+            self._join([self.snapshot(request, text) for request in group], group)
+            for group, text in zip(groups, texts, strict=True)
+        ]
+
+    def _join(self, outputs: list[RequestOutput], requests: list[Request]) -> RequestOutput:
+        """The completions of one prompt as one output."""
+        if len(outputs) == 1:
+            return outputs[0]
+        completions = [replace(o.outputs[0], index=i) for i, o in enumerate(outputs)]
+        accepted: Counter[int] = sum((r.accepted_lens for r in requests), Counter())
+        return replace(
+            outputs[0],
+            outputs=completions,
+            error=next((output.error for output in outputs if output.error), None),
+            spec_stats=acceptance_stats(accepted, self.max_draft_len),
+        )
 
     def advance(self) -> None:
         """One step of the executor. The lock is held for a step, not for a generation."""

@@ -147,7 +147,7 @@ class PyExecutor:
         """
         params = sampling_params or SamplingParams()
         prompt = self.check_prompt(prompt_token_ids)
-        self._check_shaping(params)
+        self.check_params(params)
         if params.stop_strings and self.stop_check is None:
             raise RequestError(
                 f"stop={params.stop!r} needs text: set executor.stop_check, use LLM, or give "
@@ -166,8 +166,14 @@ class PyExecutor:
         self.scheduler.waiting.append(request)
         return request
 
-    def _check_shaping(self, params: SamplingParams) -> None:
-        """Raises RequestError where token ids are not the model's, or too many are held back."""
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises RequestError where this model or executor cannot do what is asked: token ids that
+        are not the model's, too many end tokens held back, several completions in one request."""
+        if params.n > 1:
+            raise RequestError(
+                f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
+                "and LLM.chat take n; for streams and executors queue n requests."
+            )
         vocab = self.target.config.vocab_size
         for name, ids in (
             ("logit_bias", [token for token, _ in params.logit_bias_items]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RequestError
@@ -12,6 +12,7 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_TEMPERATURE = 1e4
 MAX_LOGPROBS = 20
+MAX_N = 128
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class SamplingParams:
 
     Args:
         max_tokens: most new tokens, >= 1.
+        n: completions of the prompt, each with noise of its own, in `RequestOutput.outputs`; more
+            than one needs a temperature.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the smallest set with this probability; 1 is off.
@@ -50,6 +53,12 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -57,11 +66,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
@@ -104,6 +108,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", stop)
 
         self._check_shaping()
+        _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self, f"an int in 1 … {MAX_N}")
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(
+                f"SamplingParams.n={self.n} with temperature={self.temperature:g}, "
+                f"top_k={self.top_k}: a greedy request says the same {self.n} times. Set a "
+                "temperature above 0, or n=1."
+            )
         count = self.logprobs
         _check(
             count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
@@ -147,6 +158,16 @@ class SamplingParams:
             self,
             f"an int in 0 … max_tokens ({self.max_tokens})",
         )
+
+    def each(self) -> list[SamplingParams]:
+        """The n completions as requests of their own; the first has the seed given."""
+        if self.n == 1:
+            return [self]
+        step = 0x9E3779B97F4A7C15
+        seeds = [
+            None if self.seed is None else (self.seed + i * step) % 2**63 for i in range(self.n)
+        ]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     @property
     def shapes_logits(self) -> bool:
