@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -328,6 +330,32 @@ def test_graphs_of_prompts_say_the_same(
     assert [output.outputs[0].token_ids for output in outputs] == expected
     captured = {key.context_tokens for key in llm.executor.graphs._graphs}
     assert captured & {32, 96} and 0 in captured
+
+
+@pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "mtp", "mtp_eagle"])
+def test_sampled_rules_in_a_graph_say_what_the_cpu_does(
+    target_dir: Path, draft_dir: Path, mode: str, rule: str
+) -> None:
+    """Seeded texts of fp32 on the CPU, eagerly and as graphs; filters, shaping and logprobs too."""
+    config = replace(_config(mode, draft_dir), acceptance=rule)
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 3.0}, {"temperature": 1.0, "top_k": 9, "logprobs": 2}, {},
+        {"temperature": 2.0, "presence_penalty": 0.7, "min_p": 0.02, "logit_bias": {5: 2.0}},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **wish)
+        for i, wish in enumerate(wishes)
+    ]
+    texts = []
+    for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
+        llm = LLM(
+            target_dir, config, device=device, dtype="float32", max_batch_size=4, max_seq_len=96,
+            cuda_graph_config=graphs, kv_cache_config=KvCacheConfig(max_tokens=1024),
+        )  # fmt: skip
+        outputs = llm.generate(_prompts(4), params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[1] == texts[0] and texts[2] == texts[0]
 
 
 def test_torch_attention_runs_without_graphs(
