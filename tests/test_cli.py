@@ -279,8 +279,14 @@ def test_acceptance_rules_by_name(run):
     drafting = ["--speculative", "ngram", "--acceptance", "block"]
     code, out, _ = run("generate", "--prompt", "a", "--json", *drafting)
     assert code == 0 and json.loads(out)["acceptance"] == "block"
-    code, out, _ = run("bench", "--prompt", "a", "--temperature", "1", "--repeat", "1", *drafting)
-    assert code == 0 and "other draws of the same distribution" in " ".join(out.split())
+    sampled = ["bench", "--prompt", "a", "--temperature", "1", "--repeat", "1"]
+    code, out, _ = run(*sampled, *drafting)  # for NGRAM all rules are one
+    assert code == 0 and "identical" in out
+    network = ["--speculative", "mtp_eagle", "--acceptance", "block"]
+    code, out, _ = run(*sampled, *network)
+    assert code == 0 and "other draws" in out
+    code, out, _ = run(*sampled, *network, "--json")
+    assert json.loads(out)["draws_anew"] is True
     code, _, err = run(
         "generate", "--prompt", "a", "--speculative", "none", "--acceptance", "block"
     )

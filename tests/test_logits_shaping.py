@@ -196,6 +196,10 @@ def test_ids_are_checked_against_the_model(folder: Path) -> None:
     for name, value in (("logit_bias", {VOCAB: 1.0}), ("bad_token_ids", [VOCAB])):
         with pytest.raises(RequestError, match=f"{name}.*0 … 96"):
             llm.generate([1], SamplingParams(**{name: value}))
+    with pytest.raises(RequestError, match="nothing could come out"):
+        llm.generate([1], SamplingParams(bad_token_ids=list(range(VOCAB))))
+    far = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=[5000, 2**70], ignore_eos=True)
+    assert len(llm.generate([1], far).outputs[0].token_ids) == 5  # they never come anyway
     many = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=list(range(40)))
     with pytest.raises(RequestError, match="at most 32"):
         llm.generate([1], many)

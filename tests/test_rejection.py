@@ -64,6 +64,7 @@ def decode(
     top_k: int = 0,
     top_p: float = 1.0,
     drafts_sometimes: bool = False,
+    is_broken: bool = False,
 ) -> tuple[Tensor, float]:
     """[REQUESTS, LENGTH] tokens, and the mean number of drafts kept in a full step."""
     worker = make_worker(rule, d2t)
@@ -71,6 +72,8 @@ def decode(
     # A drafter that has something to do with the target is right at times.
     shared = target.logits if d2t is None else target.logits[:, torch.arange(len(d2t)) + d2t]
     drafter.logits = 0.6 * shared + 0.7 * drafter.logits
+    if is_broken:  # a drafter that holds NaN and inf
+        drafter.logits[::2, 1], drafter.logits[::3, 0] = float("nan"), float("inf")
     slots, seeds = torch.arange(REQUESTS), torch.arange(REQUESTS) * 7919 + 3
     texts = torch.full((REQUESTS, LENGTH + 2 * K + 2), -1)
     lens, codes = torch.zeros(REQUESTS, dtype=torch.int64), torch.ones(REQUESTS, dtype=torch.int64)
@@ -166,9 +169,9 @@ def p_value(texts: Tensor, probabilities: Tensor) -> float:
     "setting",
     [
         {}, {"d2t": SUBSET}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 1.5},
-        {"drafts_sometimes": True},
+        {"drafts_sometimes": True}, {"is_broken": True},
     ],
-    ids=["plain", "d2t", "top_k", "top_p", "hot", "fewer drafts"],
+    ids=["plain", "d2t", "top_k", "top_p", "hot", "fewer drafts", "broken drafter"],
 )  # fmt: skip
 def test_texts_are_distributed_as_the_targets(rule: str, setting: dict[str, object]) -> None:
     texts, _ = decode(rule, **setting)  # type: ignore[arg-type]

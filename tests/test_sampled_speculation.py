@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sampled import NETWORKS, VOCAB, K, config_of, engine, make_models, requests, texts
+from tiny_heads import eagle3_dir
 from torch import Tensor
 
 from trtspec import (
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     KvCacheConfig,
     SamplingParams,
 )
@@ -144,6 +147,33 @@ def test_lookup_has_no_distribution(folder: Path) -> None:
         assert llm.executor.worker.draft_memory is None
         said.append(texts(llm, prompts, params))
     assert all(one == said[0] for one in said)
+
+
+@pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
+def test_tiny_temperatures_are_greedy(folder: Path, rule: str) -> None:
+    llm = engine(folder, config_of(folder, "eagle3", rule))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = texts(llm, [[5, 6, 7]], [params])
+    for temperature in (1e-6, 1e-38):
+        assert texts(llm, [[5, 6, 7]], [replace(params, temperature=temperature)]) == expected
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_head_that_knows_the_first_tokens_only(folder: Path, tmp_path: Path, rule: str) -> None:
+    """Its table of offsets is zeros, which the loader leaves out."""
+    head = eagle3_dir(tmp_path, draft_vocab=40)
+    tensors = load_file(head / "model.safetensors")
+    tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+    tensors["t2d"] = torch.arange(VOCAB) < 40
+    save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    config = EagleDecodingConfig(
+        max_draft_len=K, speculative_model=head, acceptance=rule, eagle3_layers_to_capture=[0, 1, 2]
+    )
+    llm = engine(folder, config)
+    params = SamplingParams(max_tokens=60, temperature=6.0, ignore_eos=True)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert len(output.outputs[0].token_ids) == 60
+    assert 1 < output.spec_stats.acceptance_length < 3
 
 
 def test_nothing_to_accept_is_refused(tmp_path: Path) -> None:

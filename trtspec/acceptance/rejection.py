@@ -46,7 +46,7 @@ class DraftDistributions:
 
 def draft_log_probs(logits: Tensor, temperatures: Tensor) -> Tensor:
     """log q [G, Vd] float32 of draft logits [G, Vd]; a greedy request's temperature counts as 1."""
-    return (logits.float() / _positive(temperatures)[:, None]).log_softmax(-1)
+    return _scaled(logits, temperatures).log_softmax(-1)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -55,14 +55,17 @@ def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     Args:
         logits: [R, V], no NaN. sampling: R rows; a greedy row's temperature counts as 1.
     """
-    scaled = logits.float() / _positive(sampling.temperatures)[:, None]
+    scaled = _scaled(logits, sampling.temperatures)
     if sampling.has_filters:
         scaled = filter_logits(scaled, sampling.top_ks, sampling.top_ps)
     return scaled.log_softmax(-1)
 
 
-def _positive(temperatures: Tensor) -> Tensor:
-    return torch.where(temperatures > 0, temperatures, 1.0)
+def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """logits / T with the best at 0, so that a tiny temperature overflows nowhere."""
+    logits = logits.float().clamp(max=torch.finfo(torch.float32).max)
+    logits = logits - logits.amax(-1, keepdim=True)
+    return logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
 
 
 def token_rejection(

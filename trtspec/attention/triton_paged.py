@@ -51,7 +51,7 @@ class TritonAttention(TorchAttention):
         if rows and not size and meta.last_context_rows is not None:
             raise ConfigError(
                 f"{q.shape[1]} query heads on {k_slots.shape[1]} KV heads are too many for a graph "
-                "of prompts: leave CudaGraphConfig.context_tokens empty."
+                "of prompts: set CudaGraphConfig(context_tokens=())."
             )
         if not rows or not size:
             return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)

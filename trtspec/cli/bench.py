@@ -142,6 +142,13 @@ def _measure_set(
     return result
 
 
+def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
+    """Whether other tokens than without speculation are no fault: a rule with draws of its own."""
+    mode, is_sampled = speculative.mode, sampling.temperature > 0 and sampling.top_k != 1
+    has_network = not (mode.is_ngram() or mode.is_user_provided())
+    return is_sampled and has_network and speculative.acceptance in ("rejection", "block")
+
+
 def _run_once(llm: LLM, inputs: Any, params: SamplingParams, side: Side) -> None:
     llm.reset_stats()
     outputs = llm.generate(inputs, params)
@@ -167,6 +174,7 @@ def _to_json(
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "repeat": repeat,
+        "draws_anew": _draws_anew(speculative, sampling),
         "forced_acceptance": results[0].speculative.runs[-1].forced_acceptance,
         "sets": [_set_json(result) for result in results],
     }
@@ -214,7 +222,7 @@ def _print_report(
         ),
         soft_wrap=True,
     )
-    draws_anew = sampling.temperature > 0 and about["acceptance"] in ("rejection", "block")
+    draws_anew = _draws_anew(speculative, sampling)
     table = Table()
     table.add_column("prompts")
     for heading in ("NONE tok/s", f"{mode} tok/s", "speedup", "AL"):

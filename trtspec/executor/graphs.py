@@ -134,18 +134,21 @@ class CudaGraphs:
             any(p.has_filters for p in params), inputs.num_tokens, num_logprobs,
             any(p.shapes_logits for p in params),
         )  # fmt: skip
-        if key not in self._graphs:
-            inputs.fill([])
-            try:
-                self._graphs[key] = self._capture(key)
-            except ConfigError as error:
-                logger.warning(
-                    "Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error
-                )
-                self.contexts.remove(inputs)
-                return None
+        if key not in self._graphs and not self._capture_contexts(inputs, key):
+            return None
         inputs.fill(chunks)
         return self._replay(key, len(chunks))
+
+    def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
+        """False, and the shape is given up, where there is no room or no kernel for it."""
+        inputs.fill([])
+        try:
+            self._graphs[key] = self._capture(key)
+        except ConfigError as error:
+            logger.warning("Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error)
+            self.contexts.remove(inputs)
+            return False
+        return True
 
     def _replay(self, key: GraphKey, num_requests: int) -> StepOutputs:
         captured = self._graphs[key]
@@ -161,13 +164,14 @@ class CudaGraphs:
                 key = GraphKey(size, num_drafts, num_drafts, all_greedy, has_filters=False)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
-        for inputs in reversed(self.contexts):
+        for inputs in self.contexts[::-1]:
             for all_greedy in (True, False):
                 key = GraphKey(
                     inputs.num_contexts, num_drafts, num_drafts, all_greedy, False,
                     inputs.num_tokens,
                 )  # fmt: skip
-                self._graphs[key] = self._capture(key)
+                if not self._capture_contexts(inputs, key):
+                    break
 
     def _send(self, requests: list[Request], bucket: int) -> None:
         """Slots and block tables of the rows that are not on the device already."""

@@ -107,9 +107,12 @@ class PyExecutor:
         self.state.worker = worker.allocate_state(
             config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
         )
+        vocab = target.config.vocab_size
+        own = getattr(getattr(draft_model, "config", None), "draft_vocab_size", None) or vocab
         d2t = getattr(draft_model, "d2t", None)
-        vocab = target.config.vocab_size if d2t is None else d2t.shape[0]
-        worker.remember_drafts(config.max_batch_size, vocab, d2t, device, dtype)
+        if d2t is None and own != vocab:  # the target's first tokens, which needs no table
+            d2t = torch.zeros(own, dtype=torch.int64, device=device)
+        worker.remember_drafts(config.max_batch_size, own, d2t, device, dtype)
         if layers_to_capture:
             shape = config.max_num_tokens, len(layers_to_capture) * size
             buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -184,7 +187,11 @@ class PyExecutor:
                 raise RequestError(
                     f"SamplingParams.{name} has token {outside[0]}: ids must be in 0 … {vocab - 1}."
                 )
-        count = len(self._end_ids(params))
+        if params.bad_token_ids and len(set(params.bad_token_ids)) == vocab:
+            raise RequestError(
+                f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
+            )
+        count = sum(token < vocab for token in self._end_ids(params))
         if params.min_tokens and count > MAX_ENDS:
             raise RequestError(
                 f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
@@ -459,7 +466,7 @@ class PyExecutor:
                 self.fail(requests[i], "interrupted while its tokens were being read.")
             raise
         if self.mode.drafts_on_host():
-            ready = [r for r, y in zip(requests, pending.yields_token, strict=True) if y]
+            ready = [r for r in requests if r.is_generation]
             self._draft_on_host([r for r in ready if not r.is_finished])
 
     def _read_request(
@@ -471,7 +478,8 @@ class PyExecutor:
             self.fail(
                 request,
                 "the model's logits are NaN, or nothing is above -inf, for this request. Its KV "
-                "blocks are cleared; other requests go on. Check the weights and dtype.",
+                "blocks are cleared; other requests go on. Check the weights and dtype, or what "
+                "bans tokens (bad_token_ids, logit_bias, min_tokens, a guided decoder).",
             )
             return
         before = request.num_tokens

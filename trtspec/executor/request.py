@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..outputs import Logprob
-from ..sampling.params import SamplingParams
+from ..sampling.params import MAX_LOGPROBS, SamplingParams
 from ..text import TextStream
 
 
@@ -76,7 +76,8 @@ class Request:
 
     @property
     def ends_with_what_is_in_flight(self) -> bool:
-        """The steps in flight yield a token each at least, so another one would be wasted."""
+        """The steps in flight yield a token each at least, so another one would be wasted. (The
+        pass over a preempted text yields none: then the next step comes one turn later.)"""
         return self.num_tokens + self.num_in_flight >= self.max_total_tokens
 
     def record_step(self, num_accepted_tokens: int) -> None:
@@ -119,7 +120,9 @@ class ScheduledBatch:
     def num_logprobs(self) -> int | None:
         """Alternatives to give with the tokens of this step; None: no log probabilities at all."""
         asked = [n for r in self.requests if (n := r.sampling_params.logprobs) is not None]
-        return max(asked, default=None)
+        if not asked:
+            return None
+        return next(n for n in (0, 5, MAX_LOGPROBS) if n >= max(asked))  # each is a graph
 
     @cached_property
     def shapes_logits(self) -> bool:

@@ -57,7 +57,8 @@ class LogitsState:
         nothing: what the slot's last request asked for must not stay.
 
         Args:
-            params: its SamplingParams. end_ids: the tokens that end it.
+            params: its SamplingParams. end_ids: the tokens that end it, at most MAX_ENDS of them in
+                the vocabulary.
         """
         device, vocab = self.counts.device, self.counts.shape[1]
         text = torch.tensor([*prompt, *output], dtype=torch.int64)
@@ -75,7 +76,7 @@ class LogitsState:
         self.penalties[slot] = rows_to_tensor(penalties, torch.float32, device)
         min_p = torch.tensor([params.min_p]).log()
         self.log_min_p[slot : slot + 1] = to_device(min_p, device)
-        ends = list(end_ids)[:MAX_ENDS] if params.min_tokens else []
+        ends = [token for token in end_ids if token < vocab] if params.min_tokens else []
         ends += [-1] * (MAX_ENDS - len(ends))
         self.ends[slot] = rows_to_tensor(ends, torch.int64, device)
         first = len(prompt) + params.min_tokens

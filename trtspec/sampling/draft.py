@@ -63,7 +63,8 @@ class DraftSampler:
         Returns:
             [B] int32 target ids.
         """
-        scaled = draft_log_probs(torch.nan_to_num(logits, nan=float("-inf")), self.temperatures)
+        logits = torch.where(logits.isnan(), float("-inf"), logits)
+        scaled = draft_log_probs(logits, self.temperatures)
         positions = last_positions + 1 + depth
         stream = int(NoiseStream.TARGET)
         entries = torch.arange(logits.shape[-1], device=logits.device)

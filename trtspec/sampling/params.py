@@ -36,8 +36,10 @@ class SamplingParams:
         bad_token_ids: tokens that never come out.
         min_tokens: no end token, neither the model's own nor one of `stop_token_ids`, among the
             first so many output tokens; <= max_tokens. `stop` texts end the output all the same.
-        seed: the same request and seed give the same tokens whatever shares the batch. None
-            draws a seed, so that unseeded requests differ.
+        seed: the same request and seed give the same tokens whatever shares the batch (under
+            acceptance="rejection" and "block" if nothing turns drafting down meanwhile:
+            `max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests
+            differ.
         stop: text that ends the output; it is not part of `text`.
         stop_token_ids: ids that end the output, beside the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.

@@ -332,9 +332,10 @@ class SpecWorkerBase(nn.Module, ABC):
 
     def _may_reject(self, drafts: Tensor, spec_metadata: SpecMetadata) -> bool:
         """Whether drafts of sampled requests are judged by what they were drawn from. A worker
-        with its own way to choose the target's tokens keeps drafts that are those."""
+        with its own way to choose the target's tokens, or to accept, keeps to that."""
         sampling = spec_metadata.sampling_rows()
-        is_ours = getattr(self.sample_target_tokens, "has_kernel", False)
+        methods = self.sample_target_tokens, self.accept
+        is_ours = all(getattr(method, "has_kernel", False) for method in methods)
         if self.draft_memory is None or sampling is None or sampling.all_greedy or not is_ours:
             return False
         return drafts.numel() > 0
@@ -472,6 +473,11 @@ class SpecWorkerBase(nn.Module, ABC):
         rule = "strict" if self.config is None else self.config.acceptance
         if rule == "strict" or sampling is None or sampling.all_greedy:
             return None
+        if self.draft_memory is not None and spec.slot_ids is None:
+            raise ConfigError(
+                f"acceptance={rule!r} remembers by slot what drafts are drawn from: set "
+                "spec_metadata.slot_ids [B]."
+            )
         contexts, batch = inputs.num_contexts, inputs.num_accepted_tokens.shape[0]
         per_request = 1
         if batch > contexts:
