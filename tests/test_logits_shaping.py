@@ -112,7 +112,7 @@ def test_greedy_texts_are_those_of_the_formulas(folder: Path, mode: str) -> None
 @pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_sampled_texts_follow_the_shaped_distribution(folder: Path, rule: str) -> None:
     """The third token's distribution, penalties and min-p seen row by row by what is judged."""
-    plain, count, prompt = Plain(folder / "target"), 6000, [5, 17, 3]
+    plain, count, prompt = Plain(folder / "target"), 3000, [5, 17, 3]
     settings: dict[str, Any] = {
         "temperature": 3.0, "min_p": 0.3, "presence_penalty": 2.0, "repetition_penalty": 1.3,
         "logit_bias": {4: 1.0}, "bad_token_ids": [60],

@@ -70,7 +70,7 @@ def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
 def test_the_engine_draws_what_the_target_would(
     folder: Path, probabilities: list[Tensor], mode: str, rule: str
 ) -> None:
-    count = 4000
+    count = 2000
     llm = engine(
         folder, config_of(folder, mode, rule), max_batch_size=100, max_seq_len=32,
         kv_cache_config=KvCacheConfig(max_tokens=100 * 32, tokens_per_block=8),
