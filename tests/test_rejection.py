@@ -44,7 +44,7 @@ class Worker(SpecWorkerBase):
     drafts_with_network = True
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("`decode` drafts by itself")
 
 
 def make_worker(rule: str, d2t: Tensor | None) -> Worker:

@@ -143,12 +143,6 @@ class SpecMetadata:
             positions = torch.randint(2**62, shape, dtype=torch.int64, device=device)
         return SamplingMetadata(*rows, positions=positions)  # type: ignore[arg-type]
 
-    def replace_sampling(self, sampling: SamplingMetadata) -> SpecMetadata:
-        """A copy with these sampling parameters."""
-        other = copy.copy(self)
-        other.sampling = sampling
-        return other
-
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.
 

@@ -99,14 +99,7 @@ class SamplingParams:
             self,
             "non-empty text, or a list of such",
         )
-        ids = _items(self.stop_token_ids)
-        _check(
-            ids is not None and all(_is_int(i) and i >= 0 for i in ids),
-            "stop_token_ids",
-            self,
-            "a list of token ids >= 0",
-        )
-        object.__setattr__(self, "stop_token_ids", ids)
+        self._check_ids("stop_token_ids")
         object.__setattr__(self, "stop_strings", stop)
 
         self._check_shaping()
@@ -124,6 +117,12 @@ class SamplingParams:
             self,
             f"None or an int in 0 … {MAX_LOGPROBS}",
         )
+
+    def _check_ids(self, name: str) -> None:
+        ids = _items(getattr(self, name))
+        good = ids is not None and all(_is_int(i) and i >= 0 for i in ids)
+        _check(good, name, self, "a list of token ids >= 0")
+        object.__setattr__(self, name, ids)
 
     def _check_shaping(self) -> None:
         _check(_is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
@@ -146,14 +145,7 @@ class SamplingParams:
             "a mapping of token ids >= 0 to numbers in -100 … 100",
         )
         object.__setattr__(self, "logit_bias_items", tuple(bias.items()))
-        bad = _items(self.bad_token_ids)
-        _check(
-            bad is not None and all(_is_int(i) and i >= 0 for i in bad),
-            "bad_token_ids",
-            self,
-            "a list of token ids >= 0",
-        )
-        object.__setattr__(self, "bad_token_ids", bad)
+        self._check_ids("bad_token_ids")
         _check(
             _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",

@@ -360,8 +360,8 @@ class SpecWorkerBase(nn.Module, ABC):
             logits, greedy_tokens(logits), drafts, num_contexts, spec_metadata
         )  # right for greedy requests
         if num_contexts:
-            contexts = spec_metadata.replace_sampling(sampling.select(slice(num_contexts)))
-            rows[:num_contexts, 0] = self.sample_target_tokens(logits[:num_contexts], contexts)[0]
+            own = sampling.select(slice(num_contexts))
+            rows[:num_contexts, 0] = sample_target_tokens(logits[:num_contexts], own)[0]
         num_drafts, own = drafts.shape[1], sampling.select(slice(num_contexts, None))
         log_p = target_log_probs(logits[num_contexts:], own).view(len(drafts), num_drafts + 1, -1)
         judge = block_rejection if self.config.acceptance == "block" else token_rejection
