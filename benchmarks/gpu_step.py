@@ -189,7 +189,7 @@ def _measure(
     args: argparse.Namespace, report: dict[str, Any],
 ) -> Row:  # fmt: skip
     forced = min(args.accept, k)
-    with closing(SteadyBatch(llm.executor, batch, context)) as steady:
+    with closing(SteadyBatch(llm.executor, batch, context, _sampling(args))) as steady:
         wall = steady.wall_clock(args.blocks, 1 + forced)
         split = steady.split(args.replays)
         row: Row = {
@@ -214,6 +214,10 @@ def _measure(
     return row
 
 
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    return {"temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
+
+
 # -- arguments --------------------------------------------------------------------------------
 def _parse() -> argparse.Namespace:
     assert __doc__ is not None
@@ -232,6 +236,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--context", type=_sizes, default="1024", help="tokens of each request")
     parser.add_argument("--accept", type=_accept, default="2.0", metavar="X",
                         help="drafts accepted a step by force, a mean; 0: none")  # fmt: skip
+    parser.add_argument("--temperature", type=_accept, default="0", metavar="T",
+                        help="of all requests; 0: greedy")  # fmt: skip
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature")
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")

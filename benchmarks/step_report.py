@@ -77,8 +77,9 @@ def header(args: argparse.Namespace, device: torch.device, longest: int) -> dict
         },
         "preset": str(args.config or args.preset), "dtype": "bfloat16",
         "attn_backend": args.attn_backend,
-        "accept": args.accept, "max_seq_len": longest, "blocks": args.blocks,
-        "steps_per_block": STEPS_PER_BLOCK, "replays": args.replays,
+        "accept": args.accept, "temperature": args.temperature, "top_p": args.top_p,
+        "max_seq_len": longest, "blocks": args.blocks, "replays": args.replays,
+        "steps_per_block": STEPS_PER_BLOCK,
         "copy_bytes_per_second": copy_bandwidth(device),
         "rows": [], "further_draft_ms": [],
     }  # fmt: skip
@@ -89,6 +90,8 @@ def introduction(report: dict[str, Any]) -> str:
     forced = "nothing is forced: random drafts are accepted by chance"
     if accept > 0:
         forced = f"acceptance is FORCED: {accept:g} drafts a step (at most K), bonus not counted"
+    if report["temperature"]:
+        forced += f"; sampled at temperature {report['temperature']:g}, top-p {report['top_p']:g}"
     return (
         f"{report['hardware']}, torch {versions['torch']}, triton {versions['triton']}, "
         f"{report['date']}\n"

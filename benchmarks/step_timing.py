@@ -89,14 +89,19 @@ class Split:
 
 
 class SteadyBatch:
-    """`batch` greedy requests of `context` tokens, in generation until `close()`."""
+    """`batch` requests of `context` tokens, in generation until `close()`; greedy unless `sampling`
+    (of SamplingParams) says otherwise."""
 
-    def __init__(self, executor: PyExecutor, batch: int, context: int):
+    def __init__(
+        self, executor: PyExecutor, batch: int, context: int,
+        sampling: dict[str, Any] | None = None,
+    ):  # fmt: skip
         self.executor, self.context, self.device = executor, context, executor.device
         vocab = executor.target.config.vocab_size
         for i in range(batch):
             prompt = [(7 * j + 11 * i) % vocab for j in range(context)]
-            executor.enqueue(prompt, SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i))
+            params = SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i, **(sampling or {}))
+            executor.enqueue(prompt, params)
         while executor.scheduler.waiting or not all(r.is_generation for r in self.requests):
             executor.step()
         for _ in range(2):  # captures the graph
@@ -183,8 +188,16 @@ class SteadyBatch:
         graphs, count = self.executor.graphs, len(self.requests)
         if graphs is None or graphs.bucket(count) is None:
             return None
-        wanted = graphs.bucket(count), self.executor.max_draft_len
-        return next(k for k in graphs._graphs if (k.batch_size, k.num_drafts) == wanted)
+        params = self.requests[0].sampling_params
+        wanted = (
+            graphs.bucket(count), self.executor.max_draft_len, 0, params.is_greedy,
+            params.has_filters,
+        )  # fmt: skip
+        return next(
+            k
+            for k in graphs._graphs
+            if (k.batch_size, k.num_drafts, k.context_tokens, k.all_greedy, k.has_filters) == wanted
+        )
 
     def _captured_parts(self, key: GraphKey) -> list[Run]:
         graphs = self.executor.graphs

@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def test_sampled_tokens_depend_on_seed_alone(
     target_dir: Path, draft_dir: Path, oracle: Oracle
 ) -> None:
     """Same request and seed: the same tokens alone or together, in any order, chunked or not,
-    preempted or not, and whatever drafts (exact match emits the target's own sample)."""
+    preempted or not, and whatever drafts (an exact match is the target's own sample)."""
     prompts = _prompts(5)
     params = [
         SamplingParams(max_tokens=18, temperature=t, top_k=k, top_p=p, seed=i, ignore_eos=True)
@@ -241,9 +242,11 @@ def test_sampled_tokens_depend_on_seed_alone(
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
     order = [3, 1, 4, 0, 2]
     for mode, pool in itertools.product(MODES, [None, 112]):
+        config = _config(mode, 3, draft_dir, oracle)
+        if config is not None:
+            config = replace(config, acceptance="strict")
         llm = LLM(
-            target_dir, _config(mode, 3, draft_dir, oracle), max_batch_size=4,
-            max_num_tokens=32, enable_chunked_prefill=True,
+            target_dir, config, max_batch_size=4, max_num_tokens=32, enable_chunked_prefill=True,
             kv_cache_config=KvCacheConfig(max_tokens=pool, tokens_per_block=8), **common,
         )  # fmt: skip
         outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])

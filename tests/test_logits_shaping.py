@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"frequency_penalty": -0.5},
     {"logit_bias": {3: 4.0, 50: -100, 7: 1.5}},
     {"bad_token_ids": [5, 11, 61]},
+    {"bad_words": [[5], [61, 30], [11, 3, 8]]},  # replaced by words of the text itself
     {},
     {"repetition_penalty": 1.2, "presence_penalty": 0.4, "logit_bias": {9: 2.0}, "min_p": 0.1},
 ]
@@ -58,6 +60,9 @@ class Plain:
             logits[token] += dict(params.logit_bias or {}).get(token, 0.0)
             if token in (params.bad_token_ids or ()):
                 logits[token] = float("-inf")
+        for *rest, last in params.bad_words or ():
+            if not rest or (prompt + output)[-len(rest) :] == rest:
+                logits[last] = float("-inf")
         return logits
 
     def decode(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
@@ -79,6 +84,11 @@ def requests(plain: Plain, tokens: int) -> list[tuple[list[int], SamplingParams,
         for _ in range(20):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 30))]
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
+            if params.bad_words:  # of the text that would come: it goes another way, twice
+                text, _ = plain.decode(prompt, replace(params, bad_words=None))
+                words = [[prompt[-1], text[0]], text[4:7], [text[9]], text[9:15]]
+                text, _ = plain.decode(prompt, replace(params, bad_words=words))
+                params = replace(params, bad_words=[*words, text[5:7], text[10:13]])
             text, gap = plain.decode(prompt, params)
             if gap > 2e-3:
                 found.append((prompt, params, text))
@@ -183,7 +193,8 @@ def test_a_slot_forgets_its_last_request(folder: Path) -> None:
         ("min_p", 1.0), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", "x"),
         ("presence_penalty", 2.5), ("frequency_penalty", float("nan")), ("logit_bias", [1]),
         ("logit_bias", {-1: 0.5}), ("logit_bias", {1: 101}), ("bad_token_ids", [-3]),
-        ("bad_token_ids", 7), ("min_tokens", -1), ("min_tokens", 33),
+        ("bad_token_ids", 7), ("bad_words", "x"), ("bad_words", [[]]), ("bad_words", [[1, -2]]),
+        ("bad_words", [[1] * 9]), ("bad_words", [[1]] * 65), ("min_tokens", -1), ("min_tokens", 33),
     ],
 )  # fmt: skip
 def test_values_are_checked(name: str, value: Any) -> None:
@@ -193,9 +204,15 @@ def test_values_are_checked(name: str, value: Any) -> None:
 
 def test_ids_are_checked_against_the_model(folder: Path) -> None:
     llm = engine(folder, None)
-    for name, value in (("logit_bias", {VOCAB: 1.0}), ("bad_token_ids", [VOCAB])):
+    for name, value in (
+        ("logit_bias", {VOCAB: 1.0}), ("bad_token_ids", [VOCAB]), ("bad_words", [[3, VOCAB]]),
+    ):  # fmt: skip
         with pytest.raises(RequestError, match=f"{name}.*0 … 96"):
             llm.generate([1], SamplingParams(**{name: value}))
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        llm.generate([1], SamplingParams(bad_words=["no"]))
+    with pytest.raises(RequestError, match="an executor has no tokenizer"):
+        llm.executor.enqueue([1], SamplingParams(bad_words=["no"]))
     with pytest.raises(RequestError, match="nothing could come out"):
         llm.generate([1], SamplingParams(bad_token_ids=list(range(VOCAB))))
     far = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=[5000, 2**70], ignore_eos=True)

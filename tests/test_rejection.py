@@ -33,8 +33,10 @@ class Tables:
     """Logits after every text of 0 … LENGTH + K tokens; texts are numbers in base V, prefixed 1."""
 
     def __init__(self, vocab_size: int, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-        self.logits = 1.2 * torch.randn(V ** (LENGTH + K + 2), vocab_size, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = V ** (LENGTH + K + 2), vocab_size
+        logits = 1.2 * torch.randn(shape, generator=generator, device="cpu")
+        self.logits = logits.to(torch.get_default_device())
 
     def after(self, codes: Tensor) -> Tensor:
         return self.logits[codes]
@@ -52,7 +54,7 @@ def make_worker(rule: str, d2t: Tensor | None) -> Worker:
         DraftTargetDecodingConfig(max_draft_len=K, speculative_model="m", acceptance=rule)
     )
     vocab = V if d2t is None else len(d2t)
-    worker.remember_drafts(REQUESTS, vocab, d2t, torch.device("cpu"), torch.float32)
+    worker.remember_drafts(REQUESTS, vocab, V, d2t, torch.get_default_device(), torch.float32)
     return worker
 
 

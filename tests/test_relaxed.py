@@ -120,7 +120,8 @@ def test_thinking_begins_anywhere_in_the_prompt(
     prompt = [3 + i % 40 for i in range(30)]
     thinking = [*prompt[:place], BEGIN, *prompt[place:]]
     llm = _llm(
-        target_dir, _config(use_mtp_vanilla=vanilla), enable_chunked_prefill=chunked,
+        target_dir, _config(use_mtp_vanilla=vanilla, acceptance="exact_match"),
+        enable_chunked_prefill=chunked,
         max_num_tokens=32 if chunked else 96, max_batch_size=2,
     )  # fmt: skip
     params = SamplingParams(max_tokens=21, ignore_eos=True)

@@ -178,7 +178,7 @@ def test_a_head_that_knows_the_first_tokens_only(folder: Path, tmp_path: Path, r
 
 def test_nothing_to_accept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing is drafted"):
-        SaveHiddenStatesDecodingConfig(output_directory=tmp_path, acceptance="rejection")
+        SaveHiddenStatesDecodingConfig(output_directory=tmp_path, acceptance="block")
 
 
 # -- several completions -----------------------------------------------------------------------

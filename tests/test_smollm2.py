@@ -241,6 +241,16 @@ def test_stop_strings_cut_the_text_where_plain_decoding_would(llm: LLM, stop: An
     assert streamed == out.text
 
 
+def test_bad_words_do_not_come_out(llm: LLM) -> None:
+    """Words of one token and of several, at the beginning and after a space."""
+    prompt = "1 2 3 1 2 3 4 5 6 7 8 9 1 2 3"
+    free = llm.generate(prompt, SamplingParams(max_tokens=16, ignore_eos=True)).outputs[0].text
+    words = [free.split()[0], " ".join(free.split()[2:4])]
+    params = SamplingParams(max_tokens=16, ignore_eos=True, bad_words=words)
+    text = llm.generate(prompt, params).outputs[0].text
+    assert all(word in free for word in words) and not any(word in text for word in words)
+
+
 def test_bad_text_requests(llm: LLM) -> None:
     from trtspec.errors import RequestError
 

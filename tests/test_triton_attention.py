@@ -16,6 +16,7 @@ from trtspec.ops.slots import draft_step_metadata, slot_mapping
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 GRID = [
     # rows, q heads, kv heads, dim, page, lengths, window
     *product([1, 4], [(6, 2)], [16], [4, 32], [[1, 7, 130]], [None]),

@@ -12,6 +12,7 @@ from trtspec.ops.rope import Rope, apply_rope
 triton_ops = pytest.importorskip("trtspec.ops.triton_ops", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 # The interpreter truncates where a GPU rounds, so bf16 is for the GPU alone.
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
 

@@ -46,12 +46,12 @@ class DecodingBaseConfig:
             such limit. (Verifying K + 1 rows each stops paying in large batches.)
         acceptance: how the drafts of *sampled* requests are made and judged; greedy ones keep a
             draft that is the target's best token. All four are lossless.
-            "strict": the drafter's best tokens; kept while they are the target's sample.
+            "rejection": drawn from the drafter's distribution; kept by rejection sampling.
+            "block": the same drafts, judged together; keeps at least as many.
             "exact_match": drawn with the noise that the target's sample will be drawn with; kept
             while they are that sample. A seeded text is the same as without speculation, for this
             rule and for "strict".
-            "rejection": drawn from the drafter's distribution; kept by rejection sampling.
-            "block": the same drafts, judged together; keeps at least as many.
+            "strict": the drafter's best tokens; kept while they are the target's sample.
             Drafts from elsewhere than a network (NGRAM, USER_PROVIDED) have no distribution: for
             them the four are one.
 
@@ -61,7 +61,7 @@ class DecodingBaseConfig:
 
     max_draft_len: int = 4
     max_concurrency: int | None = None
-    acceptance: str = "strict"
+    acceptance: str = "rejection"
 
     mode: ClassVar[SpeculativeDecodingMode]
 
@@ -317,7 +317,7 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
         require_common(self)
-        if self.acceptance != "strict":
+        if self.acceptance != DecodingBaseConfig.acceptance:
             raise ConfigError(
                 f"SaveHiddenStatesDecodingConfig.acceptance={self.acceptance!r}: nothing is "
                 "drafted here, so there is nothing to accept. Leave it out."

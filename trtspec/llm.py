@@ -220,8 +220,7 @@ class LLM:
             for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
                 try:  # before any is queued
                     self.executor.check_prompt(ids)
-                    self.executor.check_params(p.each()[0])
-                    self._check_stop(p)
+                    self.executor.check_params(self._with_token_ids(p.each()[0]))
                 except RequestError as error:
                     which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
                     raise RequestError(f"{which}{error}") from None
@@ -276,15 +275,32 @@ class LLM:
             raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
         return prompt, self.tokenizer.encode(prompt)
 
-    def _check_stop(self, params: SamplingParams) -> None:
-        if params.stop_strings and self.tokenizer is None:
+    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """The same, `bad_words` as token ids.
+
+        Raises:
+            RequestError: text was given, to stop at or to avoid, and there is no tokenizer.
+        """
+        words = params.bad_words or ()
+        has_text = any(isinstance(word, str) for word in words)
+        if self.tokenizer is None and (params.stop_strings or has_text):
+            name = "stop" if params.stop_strings else "bad_words"
             raise RequestError(
-                f"stop={params.stop!r} needs a tokenizer; {self.model_dir} has none."
+                f"{name}={getattr(params, name)!r} needs a tokenizer; {self.model_dir} has none."
             )
+        if not has_text or self.tokenizer is None:
+            return params
+        ids: list[Sequence[int]] = []
+        for word in words:
+            if isinstance(word, str):
+                for form in (word, " " + word.lstrip()):
+                    ids.append(self.tokenizer.encode(form, add_special_tokens=False))
+            else:
+                ids.append(word)
+        return replace(params, bad_words=ids)
 
     def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:
-        self._check_stop(params)
-        return self.executor.enqueue(ids, params)
+        return self.executor.enqueue(ids, self._with_token_ids(params))
 
     def _text_of(self, request: Request) -> TextStream:
         if request.text is None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
 from ..ops.noise import NoiseStream, gumbel_noise, uniform_noise
 from ..ops.sample import filter_logits
@@ -31,6 +32,12 @@ class DraftDistributions:
     log_q: Tensor  # [G, K] float32, of the drafts themselves
     target_ids: Tensor | None  # [Vd] int64; None: the same vocabulary
 
+    @staticmethod
+    def of(memory: DraftMemory, slots: Tensor, num_drafts: int) -> DraftDistributions:
+        """Of the first `num_drafts` drafts in these slots [G]."""
+        logits, log_q = memory.logits[slots, :num_drafts], memory.log_q[slots, :num_drafts]
+        return DraftDistributions(logits, log_q, memory.target_ids)
+
     def probabilities(self, temperatures: Tensor, vocab_size: int, rows: Tensor) -> Tensor:
         """q of one row per request, in the target's vocabulary: [G, V] float32.
 
@@ -38,15 +45,10 @@ class DraftDistributions:
             temperatures: [G], > 0. rows: [G] int64 in 0 … K-1.
         """
         index = torch.arange(rows.shape[0], device=rows.device)
-        q = draft_log_probs(self.logits[index, rows], temperatures).exp()
+        q = scaled_logits(self.logits[index, rows], temperatures)[0].softmax(-1)
         if self.target_ids is None:
             return q
         return q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
-
-
-def draft_log_probs(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """log q [G, Vd] float32 of draft logits [G, Vd]; a greedy request's temperature counts as 1."""
-    return _scaled(logits, temperatures).log_softmax(-1)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -55,17 +57,19 @@ def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     Args:
         logits: [R, V], no NaN. sampling: R rows; a greedy row's temperature counts as 1.
     """
-    scaled = _scaled(logits, sampling.temperatures)
+    scaled, _ = scaled_logits(logits, sampling.temperatures)
     if sampling.has_filters:
         scaled = filter_logits(scaled, sampling.top_ks, sampling.top_ps)
     return scaled.log_softmax(-1)
 
 
-def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """logits / T with the best at 0, so that a tiny temperature overflows nowhere."""
+def scaled_logits(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """((logits - best) / T [R, V] float32, best [R] float32): with the best at 0 a tiny temperature
+    overflows nowhere. A greedy row's temperature counts as 1."""
     logits = logits.float().clamp(max=torch.finfo(torch.float32).max)
-    logits = logits - logits.amax(-1, keepdim=True)
-    return logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    best = logits.amax(-1)
+    divisors = torch.where(temperatures > 0, temperatures, 1.0)
+    return (logits - best[:, None]) / divisors[:, None], best
 
 
 def token_rejection(

@@ -112,7 +112,7 @@ class PyExecutor:
         d2t = getattr(draft_model, "d2t", None)
         if d2t is None and own != vocab:  # the target's first tokens, which needs no table
             d2t = torch.zeros(own, dtype=torch.int64, device=device)
-        worker.remember_drafts(config.max_batch_size, own, d2t, device, dtype)
+        worker.remember_drafts(config.max_batch_size, own, vocab, d2t, device, dtype)
         if layers_to_capture:
             shape = config.max_num_tokens, len(layers_to_capture) * size
             buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -177,10 +177,16 @@ class PyExecutor:
                 f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
                 "and LLM.chat take n; for streams and executors queue n requests."
             )
-        vocab = self.target.config.vocab_size
+        vocab, words = self.target.config.vocab_size, params.bad_words or ()
+        if any(isinstance(word, str) for word in words):
+            raise RequestError(
+                f"SamplingParams.bad_words={words!r}: an executor has no tokenizer. Give token "
+                "ids, or text to LLM.generate."
+            )
         for name, ids in (
             ("logit_bias", [token for token, _ in params.logit_bias_items]),
             ("bad_token_ids", params.bad_token_ids or ()),
+            ("bad_words", [int(token) for word in words for token in word]),
         ):
             outside = [token for token in ids if token >= vocab]
             if outside:

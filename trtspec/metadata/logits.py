@@ -22,11 +22,13 @@ from .sampling import rows_to_tensor, to_device
 
 MAX_ENDS = 32
 """End tokens of one request that `min_tokens` can hold back."""
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 8
 
 
 @dataclass(frozen=True)
 class LogitsState:
-    """S slots and one scratch slot; V tokens; E end tokens. 9 bytes a slot and token."""
+    """S slots and one scratch slot; V tokens; E end tokens; W bad words of L tokens. 9 bytes a slot
+    and token."""
 
     counts: Tensor  # [S+1, V] int32, in the output so far
     in_prompt: Tensor  # [S+1, V] bool
@@ -35,6 +37,8 @@ class LogitsState:
     log_min_p: Tensor  # [S+1] float32, -inf is off
     ends: Tensor  # [S+1, E] int64, tokens that may not come before `first_end`, -1 none
     first_end: Tensor  # [S+1] int64, the first position at which they may
+    words: Tensor  # [S+1, W, L] int64, right-aligned, -1 before them
+    tail: Tensor  # [S+1, L-1] int64, the text's last tokens, -1 before it begins
 
     @staticmethod
     def allocate(num_slots: int, vocab_size: int, device: torch.device) -> LogitsState:
@@ -47,6 +51,8 @@ class LogitsState:
             log_min_p=torch.full((rows,), float("-inf"), device=device),
             ends=torch.full((rows, MAX_ENDS), -1, dtype=torch.int64, device=device),
             first_end=torch.zeros(rows, dtype=torch.int64, device=device),
+            words=torch.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, device=device),
+            tail=torch.full((rows, MAX_BAD_WORD_TOKENS - 1), -1, device=device),
         )
 
     def admit(
@@ -81,6 +87,12 @@ class LogitsState:
         self.ends[slot] = rows_to_tensor(ends, torch.int64, device)
         first = len(prompt) + params.min_tokens
         self.first_end[slot : slot + 1] = rows_to_tensor([first], torch.int64, device)
+        words = torch.full(self.words.shape[1:], -1)
+        for i, word in enumerate(params.bad_words):
+            words[i, -len(word) :] = torch.tensor(word)
+        self.words[slot] = to_device(words, device)
+        tail = [-1] * self.tail.shape[1] + text.tolist()[-self.tail.shape[1] :]
+        self.tail[slot] = rows_to_tensor(tail[-self.tail.shape[1] :], torch.int64, device)
 
     def shape(
         self, logits: Tensor, slots: Tensor, drafts: Tensor, positions: Tensor, temperatures: Tensor
@@ -109,17 +121,34 @@ class LogitsState:
         logits = logits + self.bias[per_row]
         ends = self.ends[per_row]
         is_held = (ends >= 0) & (positions < self.first_end[per_row])[:, None]
-        # One column more takes what is not held back.
-        held = torch.zeros_like(logits[:, :1], dtype=torch.bool).expand(-1, logits.shape[1] + 1)
-        held = held.scatter(1, torch.where(is_held, ends, logits.shape[1]), True)[:, :-1]
-        logits = logits.masked_fill(held, float("-inf"))
+        last, is_bad = self._bad_words(slots, per_row, drafts)
+        held = torch.cat([torch.where(is_held, ends, -1), torch.where(is_bad, last, -1)], dim=1)
+        held = torch.where(held < 0, logits.shape[1], held)  # one column more takes these
+        banned = torch.zeros_like(logits[:, :1], dtype=torch.bool).expand(-1, logits.shape[1] + 1)
+        logits = logits.masked_fill(banned.scatter(1, held, True)[:, :-1], float("-inf"))
         # p < min_p * max p, before the temperature divides both.
         floor = logits.amax(1) + temperatures * self.log_min_p[per_row]
         is_low = (logits < floor[:, None]) & (temperatures > 0)[:, None]
         return logits.masked_fill(is_low, float("-inf"))
 
+    def _bad_words(self, slots: Tensor, per_row: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """(the last token of every word [R, W]; whether the text before each row, drafts included,
+        ends in the rest of it [R, W])."""
+        contexts, width = slots.shape[0] - drafts.shape[0], self.tail.shape[1]
+        texts = torch.cat([self.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
+        before = torch.cat(
+            [self.tail[slots[:contexts]], texts.unfold(1, width, 1).flatten(0, 1)]
+        )  # [R, L-1]
+        words = self.words[per_row]
+        rest, last = words[..., :-1], words[..., -1]
+        return last, ((rest == before[:, None]) | (rest < 0)).all(-1) & (last >= 0)
+
     def update(self, slots: Tensor, tokens: Tensor, lens: Tensor) -> None:
-        """Counts what came out: slots [B], tokens [B, K'+1] int32 of which lens [B] are new."""
+        """Takes what came out: slots [B], tokens [B, K'+1] int32 of which lens [B] are new."""
+        width = self.tail.shape[1]
+        texts = torch.cat([self.tail[slots], tokens.to(torch.int64)], dim=1)
+        places = lens[:, None] + torch.arange(width, device=lens.device)
+        self.tail[slots] = texts.gather(1, places.to(torch.int64))
         is_new = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
         place = slots[:, None] * self.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
         self.counts.view(-1).scatter_add_(0, place.flatten(), is_new.to(torch.int32).flatten())

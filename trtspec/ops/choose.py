@@ -13,6 +13,7 @@ from .drafting import to_target_ids
 from .sample import greedy_tokens
 
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
+MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
 _BLOCKS = 264  # two for each multiprocessor of an H100 or H200
 _tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
@@ -115,7 +116,7 @@ def update_window(
 
 def _kernels(logits: Tensor) -> Any:
     """The module with the kernels if they serve these logits, else None."""
-    fits = logits.dim() == 2 and logits.shape[0] > 0 and logits.stride(1) == 1
+    fits = logits.dim() == 2 and 0 < logits.shape[0] <= MAX_ROWS and logits.stride(1) == 1
     floats = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return native.kernels(logits) if fits and floats else None
 

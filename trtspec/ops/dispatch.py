@@ -17,13 +17,19 @@ logger = logging.getLogger(__name__)
 def triton_kernels(x: Tensor) -> Any:
     """The module `triton_ops` for a CUDA tensor, None where the torch twin is to run: on CPU, and
     where a derivative is wanted, which the kernels do not have."""
-    return _kernels() if x.is_cuda and not (x.requires_grad and torch.is_grad_enabled()) else None
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return _module("triton_ops") if x.is_cuda and not needs_gradient else None
+
+
+def sampling_kernels(logits: Tensor) -> Any:
+    """The module `triton_sampling`, likewise."""
+    return _module("triton_sampling") if logits.is_cuda else None
 
 
 @cache
-def _kernels() -> ModuleType | None:
+def _module(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module(".triton_ops", __package__)
+        return importlib.import_module(f".{name}", __package__)
     except ImportError as error:
         logger.warning("triton is not installed (%s): small operations run in torch.", error)
         return None

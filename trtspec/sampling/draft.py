@@ -7,36 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..acceptance.rejection import DraftDistributions, draft_log_probs
+from ..acceptance.rejection import scaled_logits
+from ..metadata.draft_memory import DraftMemory
+from ..ops.dispatch import sampling_kernels
 from ..ops.noise import NoiseStream, gumbel_noise, of_depth
-
-
-@dataclass(frozen=True)
-class DraftMemory:
-    """What the drafts in the slots were drawn from, by slot (the last slot is scratch)."""
-
-    logits: Tensor  # [S+1, K, Vd] in the drafter's dtype, before temperature
-    log_q: Tensor  # [S+1, K] float32, of the drafts themselves
-    target_ids: Tensor | None  # [Vd] int64; None: the drafter's vocabulary is the target's
-
-    @staticmethod
-    def allocate(
-        num_slots: int, max_draft_len: int, vocab_size: int, d2t: Tensor | None,
-        device: torch.device, dtype: torch.dtype,
-    ) -> DraftMemory:  # fmt: skip
-        """Args: vocab_size: Vd. d2t: [Vd] offsets from draft to target ids."""
-        shape = num_slots + 1, max_draft_len
-        return DraftMemory(
-            torch.zeros(*shape, vocab_size, dtype=dtype, device=device),
-            torch.zeros(shape, device=device),
-            None if d2t is None else d2t + torch.arange(vocab_size, device=d2t.device),
-        )
-
-    def of(self, slots: Tensor, num_drafts: int) -> DraftDistributions:
-        """Of the first `num_drafts` drafts in these slots [G]."""
-        return DraftDistributions(
-            self.logits[slots, :num_drafts], self.log_q[slots, :num_drafts], self.target_ids
-        )
 
 
 @dataclass(frozen=True)
@@ -63,8 +37,15 @@ class DraftSampler:
         Returns:
             [B] int32 target ids.
         """
+        kernels = sampling_kernels(logits)
+        if kernels is not None:
+            return kernels.draw_drafts(
+                logits, d2t, self.temperatures, self.seeds, last_positions, depth, self.slots,
+                self.memory,
+            )  # fmt: skip
         logits = torch.where(logits.isnan(), float("-inf"), logits)
-        scaled = draft_log_probs(logits, self.temperatures)
+        scaled, best = scaled_logits(logits, self.temperatures)
+        log_sum = scaled.logsumexp(-1)
         positions = last_positions + 1 + depth
         stream = int(NoiseStream.TARGET)
         entries = torch.arange(logits.shape[-1], device=logits.device)
@@ -77,6 +58,8 @@ class DraftSampler:
         drafts = torch.where(is_sampled, (scaled + noise).argmax(-1), scaled.argmax(-1))
         if self.memory is not None:
             assert self.slots is not None
-            self.memory.logits[self.slots, depth] = logits.to(self.memory.logits.dtype)
-            self.memory.log_q[self.slots, depth] = scaled.gather(1, drafts[:, None])[:, 0]
+            place = self.slots, depth
+            self.memory.logits[place] = logits.to(self.memory.logits.dtype)
+            self.memory.best[place], self.memory.log_sum[place] = best, log_sum
+            self.memory.log_q[place] = scaled.gather(1, drafts[:, None])[:, 0] - log_sum
         return (drafts if d2t is None else drafts + d2t[drafts]).to(torch.int32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RequestError
+from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -34,6 +35,9 @@ class SamplingParams:
             for each time; -2 … 2, 0 is off.
         logit_bias: token id -> what is added to its logit, -100 … 100.
         bad_token_ids: tokens that never come out.
+        bad_words: sequences of tokens that never come out whole: token ids, or text, which stands
+            for its tokens with and without a space before it; at most 64, of 8 tokens each. (Other
+            tokens may spell the same text.)
         min_tokens: no end token, neither the model's own nor one of `stop_token_ids`, among the
             first so many output tokens; <= max_tokens. `stop` texts end the output all the same.
         seed: the same request and seed give the same tokens whatever shares the batch (under
@@ -67,6 +71,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     bad_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
@@ -146,12 +151,35 @@ class SamplingParams:
         )
         object.__setattr__(self, "logit_bias_items", tuple(bias.items()))
         self._check_ids("bad_token_ids")
+        self._check_words()
         _check(
             _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
             self,
             f"an int in 0 … max_tokens ({self.max_tokens})",
         )
+
+    def _check_words(self) -> None:
+        given = () if isinstance(self.bad_words, str) else _items(self.bad_words)
+        words = [w if isinstance(w, str) else _items(w) for w in given or ()]
+        good = (
+            given is not None
+            and not isinstance(self.bad_words, str)
+            and all(
+                w and (isinstance(w, str) or all(_is_int(i) and i >= 0 for i in w)) for w in words
+            )
+        )
+        _check(good, "bad_words", self, "a list of texts or of lists of token ids, none empty")
+        longest = max(
+            (len(w) for w in words if w is not None and not isinstance(w, str)), default=0
+        )
+        _check(
+            len(words) <= MAX_BAD_WORDS and longest <= MAX_BAD_WORD_TOKENS,
+            "bad_words",
+            self,
+            f"at most {MAX_BAD_WORDS} words of at most {MAX_BAD_WORD_TOKENS} tokens",
+        )
+        object.__setattr__(self, "bad_words", tuple(words))
 
     def each(self) -> list[SamplingParams]:
         """The n completions as requests of their own; the first has the seed given."""
@@ -167,7 +195,8 @@ class SamplingParams:
     def shapes_logits(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        others = self.min_p, self.logit_bias_items, self.bad_token_ids, self.min_tokens
+        bans = self.bad_token_ids, self.bad_words, self.min_tokens
+        others = self.min_p, self.logit_bias_items, *bans
         return any(penalties) or any(others)
 
     @property

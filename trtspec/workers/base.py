@@ -17,18 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from ..acceptance.forced import force_accepted_lens, get_force_num_accepted_tokens
-from ..acceptance.rejection import block_rejection, target_log_probs, token_rejection
+from ..acceptance.rejection import (
+    DraftDistributions,
+    block_rejection,
+    target_log_probs,
+    token_rejection,
+)
 from ..acceptance.strict import finish_rows, strict_acceptance
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
+from ..metadata.draft_memory import DraftMemory
 from ..metadata.logits import LogitsState
 from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.choose import Accepted, RelaxedRule, accept_greedy, choose_drafts
+from ..ops.dispatch import sampling_kernels
 from ..ops.drafting import next_new_tokens
 from ..ops.sample import clean_logits, greedy_tokens
-from ..sampling.draft import DraftMemory, DraftSampler
+from ..sampling.draft import DraftSampler
 from ..sampling.target import sample_target_tokens
 from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
 
@@ -94,8 +101,8 @@ class SpecWorkerBase(nn.Module, ABC):
         of them or all, and its output if it was preempted."""
 
     def remember_drafts(
-        self, num_slots: int, vocab_size: int, d2t: Tensor | None, device: torch.device,
-        dtype: torch.dtype,
+        self, num_slots: int, vocab_size: int, target_vocab_size: int, d2t: Tensor | None,
+        device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """Makes room for what drafts are drawn from, if the acceptance rule asks for it.
 
@@ -105,7 +112,7 @@ class SpecWorkerBase(nn.Module, ABC):
         rule = "strict" if self.config is None else self.config.acceptance
         if self.drafts_with_network and rule in ("rejection", "block"):
             self.draft_memory = DraftMemory.allocate(
-                num_slots, self.max_draft_len, vocab_size, d2t, device, dtype
+                num_slots, self.max_draft_len, vocab_size, target_vocab_size, d2t, device, dtype
             )
 
     # -- the step ------------------------------------------------------------------------------
@@ -270,7 +277,7 @@ class SpecWorkerBase(nn.Module, ABC):
         shaping = spec_metadata.logits_state
         if shaping is not None:
             logits = self._shaped(logits, drafts, spec_metadata, shaping)
-        fused = self._accept_in_one_kernel(logits, drafts, num_contexts, spec_metadata)
+        fused = self._accept_by_kernels(logits, drafts, num_contexts, spec_metadata)
         if fused is not None:
             spec_metadata.bad_requests = fused.bad_requests
             spec_metadata.num_accepted_draft_tokens = fused.num_accepted_drafts
@@ -313,22 +320,35 @@ class SpecWorkerBase(nn.Module, ABC):
             lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
         shaping.update(spec.slot_ids, tokens, lens)
 
-    def _accept_in_one_kernel(
+    def _accept_by_kernels(
         self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> Accepted | None:
-        """All of acceptance for greedy requests, where a kernel serves; the methods it stands for
-        are its twin. None if one of them is somebody's own, or does what the kernel does not."""
+        """All of acceptance, where kernels serve; the methods they stand for are their twins. None
+        if one of them is somebody's own, or does what the kernels do not."""
         hooks = (getattr(self, name) for name in _ACCEPTANCE_METHODS)
         sampling, forced = spec_metadata.sampling_rows(), self.force_num_accepted_tokens
-        if not all(getattr(hook, "has_kernel", False) for hook in hooks):
-            return None
-        if (sampling is not None and not sampling.all_greedy) or forced != int(forced):
+        if not all(getattr(hook, "has_kernel", False) for hook in hooks) or forced != int(forced):
             return None
         rule = self.relaxed_rule(spec_metadata)
-        if rule is not None and num_contexts:
-            return None
         forced_len = min(int(forced), drafts.shape[1]) + 1 if forced else 0
-        return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
+        if sampling is None or sampling.all_greedy:
+            if rule is not None and num_contexts:
+                return None
+            return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
+        kernels, memory, slots = sampling_kernels(logits), self.draft_memory, spec_metadata.slot_ids
+        fits = sampling.temperatures.shape[0] == logits.shape[0]
+        if (
+            kernels is None
+            or rule is not None
+            or not fits
+            or (memory is not None and slots is None)
+        ):
+            return None
+        is_block = self.config is not None and self.config.acceptance == "block"
+        return kernels.accept_sampled(
+            logits, drafts, num_contexts, self.max_draft_len, sampling, forced_len=forced_len,
+            memory=memory, slots=slots, is_block=is_block,
+        )  # fmt: skip
 
     def _may_reject(self, drafts: Tensor, spec_metadata: SpecMetadata) -> bool:
         """Whether drafts of sampled requests are judged by what they were drawn from. A worker
@@ -365,8 +385,8 @@ class SpecWorkerBase(nn.Module, ABC):
         num_drafts, own = drafts.shape[1], sampling.select(slice(num_contexts, None))
         log_p = target_log_probs(logits[num_contexts:], own).view(len(drafts), num_drafts + 1, -1)
         judge = block_rejection if self.config.acceptance == "block" else token_rejection
-        memory = self.draft_memory.of(slots[num_contexts:], num_drafts)
-        count, token = judge(log_p, drafts, memory, own)
+        drawn_from = DraftDistributions.of(self.draft_memory, slots[num_contexts:], num_drafts)
+        count, token = judge(log_p, drafts, drawn_from, own)
         places = torch.arange(num_drafts + 1, device=drafts.device)
         judged = torch.where(
             places < count[:, None], nn.functional.pad(drafts, (0, 1)), rows[num_contexts:]
@@ -484,6 +504,8 @@ class SpecWorkerBase(nn.Module, ABC):
             per_request = (sampling.seeds.shape[0] - contexts) // (batch - contexts)
 
         def of_requests(rows: Tensor) -> Tensor:
+            if not contexts:
+                return rows[::per_request]
             return torch.cat([rows[:contexts], rows[contexts::per_request]])
 
         return DraftSampler(

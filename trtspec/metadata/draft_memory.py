@@ -1,0 +1,41 @@
+"""What drafts were drawn from, kept by slot from the step that drew them to the one that judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """S slots and one scratch slot; K drafts; Vd tokens of the drafter.
+
+    log q of draft token j is (logits[j] - best) / T - log_sum.
+    """
+
+    logits: Tensor  # [S+1, K, Vd] in the drafter's dtype, before temperature
+    best: Tensor  # [S+1, K] float32, the largest of them
+    log_sum: Tensor  # [S+1, K] float32, log of the sum of exp((logits - best) / T)
+    log_q: Tensor  # [S+1, K] float32, of the drafts themselves
+    target_ids: Tensor | None  # [Vd] int64; None: the drafter's vocabulary is the target's
+    draft_ids: Tensor | None  # [V] int32, the inverse, -1 where the drafter lacks the token
+
+    @staticmethod
+    def allocate(
+        num_slots: int, max_draft_len: int, vocab_size: int, target_vocab_size: int,
+        d2t: Tensor | None, device: torch.device, dtype: torch.dtype,
+    ) -> DraftMemory:  # fmt: skip
+        """Args: vocab_size: Vd. target_vocab_size: V. d2t: [Vd] offsets, draft to target ids."""
+        shape = num_slots + 1, max_draft_len
+        best, log_sum, log_q = torch.zeros(3, *shape, device=device)
+        logits = torch.zeros(*shape, vocab_size, dtype=dtype, device=device)
+        target_ids = draft_ids = None
+        if d2t is not None:
+            own = torch.arange(vocab_size, device=d2t.device)
+            target_ids = d2t + own
+            draft_ids = torch.full(
+                (target_vocab_size,), -1, dtype=torch.int32, device=device
+            ).index_copy(0, target_ids, own.to(torch.int32))
+        return DraftMemory(logits, best, log_sum, log_q, target_ids, draft_ids)
