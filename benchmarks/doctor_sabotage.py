@@ -127,14 +127,14 @@ class Clinic:
 
     def __init__(self, num_prompts: int, max_tokens: int):
         model_dir, device = resolve_model(MODEL), torch.device("cpu")
-        llm = LLM(model_dir, device="cpu", dtype="bfloat16", max_batch_size=16, max_seq_len=1024)
+        llm = LLM(model_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=1024)
         prompts = load_prompts()
         chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]  # as the command's
         outputs = llm.chat(
             [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
         )
         self.target: Decoder = load_decoder(
-            model_dir, torch.bfloat16, device, TorchAttention(), pack=False
+            model_dir, torch.float32, device, TorchAttention(), pack=False
         )
         self.texts: Texts = texts_of(
             [output.prompt_token_ids for output in outputs],

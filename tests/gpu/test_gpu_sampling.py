@@ -72,8 +72,9 @@ def test_filters_of_long_rows(dtype: torch.dtype, top_k: int, top_p: float, scal
     scaled = (logits.float() - logits.float().amax(1, keepdim=True)) / temperatures[:, None]
     wanted = filter_logits(scaled, ks, ps) > float("-inf")
     weights = (scaled.double().exp() * wanted).sum(1)
-    # float32 sums of so many terms agree to some 1e-6: that many may fall on the other side.
-    assert ((kept != wanted).sum(1) <= 2 + wanted.sum(1) * 1e-4).all()
+    # float32 sums of so many terms agree to some 1e-6, and equal logits are cut by count: that many
+    # may fall on the other side.
+    assert ((kept != wanted).sum(1) <= 2 + wanted.sum(1) * 1e-3).all()
     torch.testing.assert_close(sums.double(), weights, atol=0, rtol=1e-4)
     if top_p == 1.0:
         assert torch.equal(kept, wanted)

@@ -28,7 +28,8 @@ from .noise import NoiseStream, of_depth
 from .triton_launch import after_previous, dependent_launch
 
 _CHUNK, _PART = 2048, 128  # logits of a program; of a part of it whose largest the filters look at
-_WIDE, _NARROW = 8192, 1024  # logits at a time: of a row, of what the filters put aside
+_GROUP = 64  # parts that the filters read at a time
+FILTER_WARPS = 8
 CAPACITY = 8192
 """Candidates of a row that the filters can put aside; with more they search the whole row."""
 _TARGET, _ACCEPTANCE = tl.constexpr(int(NoiseStream.TARGET)), tl.constexpr(NoiseStream.ACCEPTANCE)
@@ -303,12 +304,13 @@ def _filter(
     capacity = min(CAPACITY, vocab)
     values = torch.empty((rows, capacity), dtype=torch.float32, device=device)
     places = torch.empty((rows, capacity), dtype=torch.int32, device=device)
+    live = torch.empty(parts.shape, dtype=torch.int32, device=device)
     _filter_kernel[(rows,)](
         logits, logits.stride(0), sampling.temperatures, sampling.top_ks, sampling.top_ps, best,
-        total, parts, values, places, threshold, last, kept, vocab, best.shape[1], parts.shape[1],
-        CAPACITY=capacity, PARTS=triton.next_power_of_2(parts.shape[1]), WIDE=_WIDE, NARROW=_NARROW,
-        CHUNKS=triton.next_power_of_2(best.shape[1]), LOW_BITS=_LOW_BITS[logits.dtype],
-        num_warps=16, **launch,
+        total, parts, live, values, places, threshold, last, kept, vocab, best.shape[1],
+        parts.shape[1], CAPACITY=capacity, PART=_PART, PARTS=triton.next_power_of_2(parts.shape[1]),
+        GROUP=_GROUP, CHUNKS=triton.next_power_of_2(best.shape[1]),
+        LOW_BITS=_LOW_BITS[logits.dtype], num_warps=FILTER_WARPS, **launch,
     )  # fmt: skip
     return threshold, last, kept
 
@@ -316,55 +318,69 @@ def _filter(
 @triton.jit
 def _filter_kernel(
     logits_ptr, logits_row, temperature_ptr, top_k_ptr, top_p_ptr, best_ptr, total_ptr, part_ptr,
-    value_ptr, place_ptr, threshold_ptr, last_ptr, kept_ptr, vocab, chunks, num_parts,
-    CAPACITY: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    live_ptr, value_ptr, place_ptr, threshold_ptr, last_ptr, kept_ptr, vocab, chunks, num_parts,
+    CAPACITY: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
     CHUNKS: tl.constexpr, LOW_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A bound first, from the largest logit of every part alone: what is kept is not below the
-    largest key that k of these reach, or that some of these reach which together weigh top_p. What
-    is not below the bound is put aside, and the search goes on there."""
+    """A bound first, from the largest logit of every part: what is kept is not below the largest
+    key that k of these reach; or that some of these reach which together weigh top_p; or so far
+    down that all its like weigh less than 1 - top_p. What is not below the bound is put aside, from
+    those parts that have any, and the search goes on there."""
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     top_k = tl.where(top_k >= vocab, 0, top_k)
     base, total = _row_total(best_ptr, total_ptr, row, chunks, _divisor(temperature), CHUNKS)
-    bound = _key(tl.full([], float("-inf"), tl.float32), LOW_BITS)
-    threshold, last, kept = bound, 0x7FFFFFFF, total
+    lowest = _key(tl.full([], float("-inf"), tl.float32), LOW_BITS)
+    threshold, last, kept = lowest, 0x7FFFFFFF, total
     if (temperature > 0) & ((top_k > 0) | (top_p < 1.0)):
+        highest = _key(base, LOW_BITS)
+        bound = lowest
+        if top_k > 0:
+            if top_k <= num_parts:
+                bound, _ = _between(
+                    part_ptr + row * num_parts, num_parts, lowest, highest + 1,
+                    top_k.to(tl.float32), temperature, base, True, LOW_BITS, PARTS,
+                )  # fmt: skip
+        else:
+            below, _ = _between(
+                part_ptr + row * num_parts, num_parts, lowest - 1, highest, top_p * total,
+                temperature, base, False, LOW_BITS, PARTS,
+            )  # fmt: skip
+            far = base + temperature * tl.log(0.5 * (1.0 - top_p) * total / vocab)
+            bound = tl.maximum(below + 1, _key(far, LOW_BITS))
         i = tl.arange(0, PARTS)
         parts = tl.load(part_ptr + row * num_parts + i, mask=i < num_parts, other=float("-inf"))
-        keys, above = _key(parts, LOW_BITS), _key(base, LOW_BITS) + 1
-        shares = tl.exp((parts - base) / temperature)
-        wanted = top_p * total
-        if top_k > 0:
-            shares, wanted = tl.where(i < num_parts, 1.0, 0.0), top_k.to(tl.float32)
-        while bound + 1 < above:
-            middle = (bound & above) + ((bound ^ above) >> 1)
-            reaches = tl.sum(tl.where(keys >= middle, shares, 0.0), 0) >= wanted
-            bound = tl.where(reaches, middle, bound)
-            above = tl.where(reaches, above, middle)
+        is_live = (_key(parts, LOW_BITS) >= bound) & (i < num_parts)
+        order = tl.cumsum(is_live.to(tl.int32), 0) - 1
+        tl.store(live_ptr + row * num_parts + order, i, mask=is_live)
+        num_live = tl.sum(is_live.to(tl.int32), 0)
+        tl.debug_barrier()  # before what other threads stored is read
         count = 0
-        for start in range(0, vocab, WIDE):
-            v = start + tl.arange(0, WIDE)
-            x = tl.load(logits_ptr + row * logits_row + v, mask=v < vocab, other=float("-inf"))
-            x = _clean(x)
+        for start in range(0, num_live, GROUP):
+            j = start + tl.arange(0, GROUP)
+            part = tl.load(live_ptr + row * num_parts + j, mask=j < num_live, other=num_parts)
+            v = tl.reshape(part[:, None] * PART + tl.arange(0, PART)[None, :], [GROUP * PART])
+            x = _clean(
+                tl.load(logits_ptr + row * logits_row + v, mask=v < vocab, other=float("-inf"))
+            )
             is_candidate = (_key(x, LOW_BITS) >= bound) & (v < vocab)
             place = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
             fits = is_candidate & (place < CAPACITY)
             tl.store(value_ptr + row * CAPACITY + place, x, mask=fits)
             tl.store(place_ptr + row * CAPACITY + place, v, mask=fits)
             count += tl.sum(is_candidate.to(tl.int32), 0)
-        tl.debug_barrier()  # what other threads put aside
+        tl.debug_barrier()
         if count <= CAPACITY:
             threshold, last, kept = _search(
                 value_ptr + row * CAPACITY, place_ptr + row * CAPACITY, count, top_k, top_p,
-                temperature, base, total, bound, True, LOW_BITS, NARROW,
+                temperature, base, total, bound, True, LOW_BITS,
             )  # fmt: skip
         else:
             threshold, last, kept = _search(
                 logits_ptr + row * logits_row, place_ptr, vocab, top_k, top_p,
-                temperature, base, total, bound, False, LOW_BITS, WIDE,
+                temperature, base, total, bound, False, LOW_BITS,
             )  # fmt: skip
     tl.store(threshold_ptr + row, threshold)
     tl.store(last_ptr + row, last)
@@ -372,43 +388,59 @@ def _filter_kernel(
 
 
 @triton.jit
+def _between(
+    x_ptr, count, low, high, wanted, temperature, base, COUNTS: tl.constexpr,
+    LOW_BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Neighbouring keys between low and high: COUNTS: `wanted` values reach the first and not the
+    second. Otherwise: what is above the first weighs `wanted`, what is above the second does not.
+    Seven keys are tried at a time."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    i = tl.arange(0, 8)
+    while low + 1 < high:
+        tried = low + ((high - low) * i >> 3)  # the first is low itself, which is known
+        sums = tl.zeros([8], tl.float32)
+        for start in range(0, count, BLOCK):
+            x = _values_at(x_ptr, start, count, BLOCK)
+            keys = _key(x, LOW_BITS).to(tl.int64)[:, None]
+            if COUNTS:
+                weights = tl.where(keys >= tried[None, :], 1.0, 0.0)
+            else:
+                weight = tl.exp((x - base) / temperature)[:, None]
+                weights = tl.where(keys > tried[None, :], weight, 0.0)
+            sums += tl.sum(weights, 0)
+        reached = tl.sum(((sums >= wanted) | (i == 0)).to(tl.int64), 0)
+        width = high - low
+        high = low + (width * reached >> 3)
+        low += width * (reached - 1) >> 3
+    return low.to(tl.int32), high.to(tl.int32)
+
+
+@triton.jit
 def _search(
     x_ptr, place_ptr, count, top_k, top_p, temperature, base, total, bound,
-    HAS_PLACES: tl.constexpr, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_PLACES: tl.constexpr, LOW_BITS: tl.constexpr,
 ):  # fmt: skip
     """(smallest key kept, last place at which it is, sum of what is kept). What is kept is not
     below the bound; nor, without top-k, is `total` the sum of x alone."""
+    BLOCK: tl.constexpr = 1024
     highest = _key(base, LOW_BITS)
     threshold, equals, room, kept = bound, 0, 0x7FFFFFFF, total
     if top_k > 0:
-        above = highest + 1
-        while threshold + 1 < above:  # the largest key that k logits reach
-            middle = (threshold & above) + ((threshold ^ above) >> 1)
-            number = tl.zeros([BLOCK], tl.int32)
-            for start in range(0, count, BLOCK):
-                number += (_keys_at(x_ptr, start, count, LOW_BITS, BLOCK) >= middle).to(tl.int32)
-            reaches = tl.sum(number, 0) >= top_k
-            threshold = tl.where(reaches, middle, threshold)
-            above = tl.where(reaches, above, middle)
+        threshold, _ = _between(
+            x_ptr, count, bound, highest + 1, top_k.to(tl.float32), temperature, base, True,
+            LOW_BITS, BLOCK,
+        )  # fmt: skip
         number, equals, weight, kept = _around(
             x_ptr, count, threshold, temperature, base, LOW_BITS, BLOCK
         )
         room = top_k - number
         kept += room * weight
     if top_p < 1.0:
-        wanted = top_p * kept
-        below, first_room, first = threshold - 1, room, threshold
-        threshold = highest
-        while below + 1 < threshold:  # the smallest key with less than that above it
-            middle = (below & threshold) + ((below ^ threshold) >> 1)
-            mass = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, count, BLOCK):
-                x = _values_at(x_ptr, start, count, BLOCK)
-                weight = tl.exp((x - base) / temperature)
-                mass += tl.where(_key(x, LOW_BITS) > middle, weight, 0.0)
-            is_enough = tl.sum(mass, 0) < wanted
-            threshold = tl.where(is_enough, middle, threshold)
-            below = tl.where(is_enough, below, middle)
+        wanted, first, first_room = top_p * kept, threshold, room
+        _, threshold = _between(
+            x_ptr, count, first - 1, highest, wanted, temperature, base, False, LOW_BITS, BLOCK
+        )
         number, equals, weight, kept = _around(
             x_ptr, count, threshold, temperature, base, LOW_BITS, BLOCK
         )
@@ -437,11 +469,6 @@ def _search(
 def _values_at(x_ptr, start, count, BLOCK: tl.constexpr):
     v = start + tl.arange(0, BLOCK)
     return _clean(tl.load(x_ptr + v, mask=v < count, other=float("-inf")))
-
-
-@triton.jit
-def _keys_at(x_ptr, start, count, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    return _key(_values_at(x_ptr, start, count, BLOCK), LOW_BITS)
 
 
 @triton.jit
