@@ -45,8 +45,8 @@ AcceptanceOption = Annotated[
     str | None,
     typer.Option(
         "--acceptance",
-        help="How drafts of sampled answers are judged: strict (the default), exact_match, "
-        "rejection or block. All are lossless.",
+        help="How drafts of sampled answers are judged: rejection (the default), block, "
+        "exact_match or strict. All are lossless.",
     ),
 ]
 PromptOption = Annotated[
