@@ -249,6 +249,8 @@ def _parse() -> argparse.Namespace:
     needed = _longest(args)
     if args.max_seq_len is not None and args.max_seq_len < needed:
         parser.error(f"--max-seq-len {args.max_seq_len}: these texts grow to {needed}; give more.")
+    if args.top_p < 1 and not args.temperature:
+        parser.error("--top-p needs a --temperature: greedy requests have no use for it.")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no such directory; make it first.")
     return args

@@ -179,12 +179,16 @@ def test_no_end_before_min_tokens(tmp_path: Path) -> None:
 
 
 def test_a_slot_forgets_its_last_request(folder: Path) -> None:
-    llm = engine(folder, None, max_batch_size=1)
+    """Also beside a request for whose sake logits are shaped."""
+    llm = engine(folder, None, max_batch_size=2)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     before = llm.generate([5, 6, 7], params).outputs[0].token_ids
-    wild = SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={1: 100, 2: 90}, min_tokens=3)
-    llm.generate([5, 6, 7], wild)
-    assert llm.generate([5, 6, 7], params).outputs[0].token_ids == before
+    wild = replace(params, logit_bias={1: 100, 2: 90}, min_tokens=3)
+    mild = replace(params, presence_penalty=0.5)
+    llm.generate([[5, 6, 7]] * 2, wild)
+    for _ in range(2):
+        first, _, last = llm.generate([[5, 6, 7]] * 3, [params, mild, params])
+        assert first.outputs[0].token_ids == last.outputs[0].token_ids == before
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,8 @@ def test_a_slot_forgets_its_last_request(folder: Path) -> None:
         ("min_p", 1.0), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", "x"),
         ("presence_penalty", 2.5), ("frequency_penalty", float("nan")), ("logit_bias", [1]),
         ("logit_bias", {-1: 0.5}), ("logit_bias", {1: 101}), ("bad_token_ids", [-3]),
-        ("bad_token_ids", 7), ("bad_words", "x"), ("bad_words", [[]]), ("bad_words", [[1, -2]]),
+        ("bad_token_ids", 7), ("bad_words", "x"), ("bad_words", [b"ab"]), ("bad_words", [[]]),
+        ("bad_words", [[1, -2]]),
         ("bad_words", [[1] * 9]), ("bad_words", [[1]] * 65), ("min_tokens", -1), ("min_tokens", 33),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trtspec import (
     UserProvidedDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
+from trtspec.errors import RequestError
 from trtspec.models.zoo import resolve_model
 from trtspec.prompts import OPEN, REPEATS
 
@@ -249,11 +251,14 @@ def test_bad_words_do_not_come_out(llm: LLM) -> None:
     params = SamplingParams(max_tokens=16, ignore_eos=True, bad_words=words)
     text = llm.generate(prompt, params).outputs[0].text
     assert all(word in free for word in words) and not any(word in text for word in words)
+    ids = llm._with_token_ids(replace(params, bad_words=["\n", " no", [7]])).bad_words
+    assert [llm.tokenizer.decode(i) for i in ids[:3]] == ["\n", "no", " no"] and ids[3] == (7,)
+    for words, message in ((["word " * 9], "which is"), (["no"] * 33, "33 words, 66 with")):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompt, SamplingParams(bad_words=words))
 
 
 def test_bad_text_requests(llm: LLM) -> None:
-    from trtspec.errors import RequestError
-
     with pytest.raises(RequestError, match="empty"):
         llm.generate("")
     with pytest.raises(RequestError, match="chat template"):

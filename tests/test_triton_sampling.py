@@ -6,12 +6,16 @@ Chunks and capacities are made small, so that a small vocabulary has many of the
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampled import config_of, engine, make_models
 from torch import Tensor
 
+from trtspec import SamplingParams
+from trtspec.acceptance import rejection
 from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.draft_memory import DraftMemory
 from trtspec.metadata.sampling import SamplingMetadata
@@ -19,7 +23,9 @@ from trtspec.metadata.spec import SpecMetadata
 from trtspec.ops import dispatch
 from trtspec.ops.noise import NoiseStream, uniform_noise
 from trtspec.ops.sample import filter_logits
+from trtspec.sampling import draft
 from trtspec.sampling.draft import DraftSampler
+from trtspec.workers import base
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
@@ -27,6 +33,7 @@ triton = pytest.importorskip("triton", reason="needs triton")
 tl = pytest.importorskip("triton.language", reason="needs triton")
 kernels = pytest.importorskip("trtspec.ops.triton_sampling", reason="needs triton")
 kernels_uniform = kernels._uniform
+_next_token = rejection._next_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -168,6 +175,37 @@ def test_what_is_accepted(
         _same(case.kernels(), case.twin())
 
 
+@pytest.mark.parametrize("rule", ["strict", "rejection"])
+def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where top-k cuts between logits that are the same."""
+    _no_kernels(monkeypatch)
+    for seed in SEEDS:
+        case = Case(rule, seed, filters="k")
+        case.logits.mul_(0.5).round_()
+        case.sampling.top_ks[:] = 6
+        _same(case.kernels(), case.twin())
+
+
+def test_what_a_block_leaves_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token after drafts that are together less likely than they were drawn is of
+    max(w p - q, 0) with w under 1: another one than of max(p - q, 0) with these seeds."""
+    _no_kernels(monkeypatch)
+    for seed in (171, 311, 355):
+        case = Case("block", seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(rejection, "_next_token", _without_scale)
+            tokens, _, _ = case.twin()
+        assert not torch.equal(case.kernels()[0], tokens)
+        _same(case.kernels(), case.twin())
+
+
+def _without_scale(
+    log_p: Tensor, drafts: Tensor, drawn_from: rejection.DraftDistributions,
+    sampling: SamplingMetadata, count: Tensor, scale: Tensor,
+) -> Tensor:  # fmt: skip
+    return _next_token(log_p, drafts, drawn_from, sampling, count, torch.ones_like(scale))
+
+
 def test_cases_keep_drafts_and_turn_them_down(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_kernels(monkeypatch)
     for rule in RULES:
@@ -208,6 +246,37 @@ def test_filters(top_k: int, top_p: float, has_ties: bool) -> None:
     ours, sums = kept_by_kernels(*(x.to(DEVICE) for x in (logits, temperatures, ks, ps)))
     assert torch.equal(ours.cpu(), kept)
     torch.testing.assert_close(sums.cpu(), weights.sum(1), atol=1e-5, rtol=1e-5)
+
+
+def test_top_p_that_rounds_to_all_keeps_to_top_k() -> None:
+    """In rows whose 50 kept logits weigh, as they are summed, less than 0.9999999 of that sum."""
+    logits = (2 * _random(24, V, seed=2))[[4, 13, 22]].to(torch.bfloat16).to(DEVICE)
+    ks = torch.full((3,), 50, dtype=torch.int32, device=DEVICE)
+    ps, temperatures = torch.full((3,), 0.9999999, device=DEVICE), torch.ones(3, device=DEVICE)
+    kept, _ = kept_by_kernels(logits, temperatures, ks, ps)
+    assert int(kept.sum(1).max()) <= 50
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs engines with kernels")
+@pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
+def test_an_engine_says_the_same_with_kernels(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts, generations and drafts, sampled and greedy, with filters and without."""
+    folder = make_models(tmp_path)
+    params = [
+        SamplingParams(max_tokens=5, ignore_eos=True, seed=i, **wish)
+        for i, wish in enumerate([{"temperature": 3.0}, {}, {"temperature": 1.0, "top_k": 9}])
+    ]
+    texts = []
+    for served in (False, True):
+        if served:
+            for module in (base, draft):
+                monkeypatch.setattr(module, "sampling_kernels", lambda logits: kernels)
+        llm = engine(folder, config_of(folder, "eagle3", rule), max_batch_size=2)
+        outputs = llm.generate([[5, 6, 7], [8], [9, 3]], params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]
 
 
 def kept_by_kernels(

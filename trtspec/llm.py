@@ -16,6 +16,7 @@ from .config import CudaGraphConfig, DecodingBaseConfig, KvCacheConfig
 from .errors import RequestError
 from .executor.build import DEFAULT_CUDA_GRAPHS, build_executor
 from .executor.request import Request
+from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .metadata.mode import SpeculativeDecodingMode
 from .models.tokenizer import load_tokenizer
 from .models.zoo import resolve_model
@@ -279,7 +280,8 @@ class LLM:
         """The same, `bad_words` as token ids.
 
         Raises:
-            RequestError: text was given, to stop at or to avoid, and there is no tokenizer.
+            RequestError: text was given, to stop at or to avoid, and there is no tokenizer; or it
+                is too many tokens.
         """
         words = params.bad_words or ()
         has_text = any(isinstance(word, str) for word in words)
@@ -292,11 +294,23 @@ class LLM:
             return params
         ids: list[Sequence[int]] = []
         for word in words:
-            if isinstance(word, str):
-                for form in (word, " " + word.lstrip()):
-                    ids.append(self.tokenizer.encode(form, add_special_tokens=False))
-            else:
-                ids.append(word)
+            bare = word.removeprefix(" ") if isinstance(word, str) else ""
+            forms = (bare, f" {bare}") if bare.strip() else (word,)
+            for form in forms:
+                tokens: Sequence[int] = form  # type: ignore[assignment]
+                if isinstance(form, str):
+                    tokens = self.tokenizer.encode(form, add_special_tokens=False)
+                if not 0 < len(tokens) <= MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"SamplingParams.bad_words has {form!r}, which is {len(tokens)} tokens: "
+                        f"a word may have 1 … {MAX_BAD_WORD_TOKENS}."
+                    )
+                ids.append(tokens)
+        if len(ids) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"SamplingParams.bad_words: {len(words)} words, {len(ids)} with and without space "
+                f"before the texts among them; at most {MAX_BAD_WORDS} are possible."
+            )
         return replace(params, bad_words=ids)
 
     def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:

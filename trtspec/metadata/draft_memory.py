@@ -27,7 +27,11 @@ class DraftMemory:
         num_slots: int, max_draft_len: int, vocab_size: int, target_vocab_size: int,
         d2t: Tensor | None, device: torch.device, dtype: torch.dtype,
     ) -> DraftMemory:  # fmt: skip
-        """Args: vocab_size: Vd. target_vocab_size: V. d2t: [Vd] offsets, draft to target ids."""
+        """
+        Args:
+            vocab_size: Vd <= V. target_vocab_size: V.
+            d2t: [Vd] offsets from draft to target ids, no two to the same one.
+        """
         shape = num_slots + 1, max_draft_len
         best, log_sum, log_q = torch.zeros(3, *shape, device=device)
         logits = torch.zeros(*shape, vocab_size, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ OpenAI API, min-p of Nguyen et al. (2024).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class LogitsState:
     first_end: Tensor  # [S+1] int64, the first position at which they may
     words: Tensor  # [S+1, W, L] int64, right-aligned, -1 before them
     tail: Tensor  # [S+1, L-1] int64, the text's last tokens, -1 before it begins
+    shaped_slots: set[int] = field(default_factory=set)  # whose last request shaped logits
 
     @staticmethod
     def allocate(num_slots: int, vocab_size: int, device: torch.device) -> LogitsState:
@@ -60,12 +61,16 @@ class LogitsState:
         end_ids: Sequence[int],
     ) -> None:  # fmt: skip
         """A request enters `slot`, with its output if it was preempted. Also one that shapes
-        nothing: what the slot's last request asked for must not stay.
+        nothing: what the slot's last request asked for must not stay. (After another such there is
+        nothing to do.)
 
         Args:
             params: its SamplingParams. end_ids: the tokens that end it, at most MAX_ENDS of them in
                 the vocabulary.
         """
+        if not params.shapes_logits and slot not in self.shaped_slots:
+            return
+        (self.shaped_slots.add if params.shapes_logits else self.shaped_slots.remove)(slot)
         device, vocab = self.counts.device, self.counts.shape[1]
         text = torch.tensor([*prompt, *output], dtype=torch.int64)
         counts = torch.bincount(text[len(prompt) :], minlength=vocab).to(torch.int32)

@@ -30,6 +30,14 @@ class SamplingMetadata:
     all_greedy: bool = False
     has_filters: bool = True
 
+    def contiguous(self) -> SamplingMetadata:
+        """The same, rows side by side in memory."""
+        return replace(
+            self, temperatures=self.temperatures.contiguous(), top_ks=self.top_ks.contiguous(),
+            top_ps=self.top_ps.contiguous(), seeds=self.seeds.contiguous(),
+            positions=self.positions.contiguous(),
+        )  # fmt: skip
+
     def select(self, rows: slice) -> SamplingMetadata:
         """The parameters of some of the rows."""
         return replace(

@@ -22,8 +22,9 @@ def triton_kernels(x: Tensor) -> Any:
 
 
 def sampling_kernels(logits: Tensor) -> Any:
-    """The module `triton_sampling`, likewise."""
-    return _module("triton_sampling") if logits.is_cuda else None
+    """The module `triton_sampling` for CUDA logits of a dtype that it reads, else None."""
+    is_read = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return _module("triton_sampling") if logits.is_cuda and is_read else None
 
 
 @cache

@@ -32,8 +32,12 @@ _GROUP = 64  # parts that the filters read at a time
 FILTER_WARPS = 8
 CAPACITY = 8192
 """Candidates of a row that the filters can put aside; with more they search the whole row."""
-_TARGET, _ACCEPTANCE = tl.constexpr(int(NoiseStream.TARGET)), tl.constexpr(NoiseStream.ACCEPTANCE)
+_TARGET, _ACCEPTANCE = (
+    tl.constexpr(int(NoiseStream.TARGET)),
+    tl.constexpr(int(NoiseStream.ACCEPTANCE)),
+)
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # zero once in float32
+_NO_MEMORY = (None, None, None, None, None, None, 0, 0)  # in place of what is remembered
 
 
 def accept_sampled(
@@ -66,14 +70,16 @@ def accept_sampled(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     drafts = drafts.to(torch.int32).contiguous()
     launch = dependent_launch(logits)
-    stats = _stats(logits, sampling.temperatures, chunks, sampling.has_filters, launch)
-    best, total, index, parts = stats
+    sampling = sampling.contiguous()
+    best, total, index, parts = _stats(
+        logits, sampling.temperatures, chunks, sampling.has_filters, launch
+    )
     kept = (best, best, best)  # never read
     if sampling.has_filters:
         kept = _filter(logits, sampling, best, total, parts, launch)
     where = (
-        logits, logits.stride(0), sampling.temperatures.contiguous(), sampling.seeds.contiguous(),
-        sampling.positions.contiguous(), best, total, index, *kept, vocab, chunks,
+        logits, logits.stride(0), sampling.temperatures, sampling.seeds, sampling.positions,
+        best, total, index, *kept, vocab, chunks,
     )  # fmt: skip
     flags = {
         "FILTERS": sampling.has_filters, "LOW_BITS": _LOW_BITS[logits.dtype],
@@ -88,7 +94,7 @@ def accept_sampled(
         scores = torch.empty((rows, 1, chunks), dtype=torch.float32, device=device)
         ids = torch.empty((rows, 1, chunks), dtype=torch.int32, device=device)
         _draw_kernel[(rows, chunks)](
-            *where, drafts, counts, scores, scores, ids, num_contexts, *_no_memory(logits),
+            *where, drafts, counts, scores, scores, ids, num_contexts, *_NO_MEMORY,
             JUDGED=False, TABLE=False, CHUNK=_CHUNK, num_warps=4, **flags,
         )  # fmt: skip
         _finish_kernel[(batch,)](
@@ -162,10 +168,6 @@ def draw_drafts(
         **launch,
     )  # fmt: skip
     return tokens
-
-
-def _no_memory(logits: Tensor) -> tuple[object, ...]:
-    return (None, None, None, None, None, None, 0, 0)
 
 
 # -- noise, bit for bit that of `noise.py` ---------------------------------------------------------
@@ -441,6 +443,7 @@ def _search(
         _, threshold = _between(
             x_ptr, count, first - 1, highest, wanted, temperature, base, False, LOW_BITS, BLOCK
         )
+        threshold = tl.maximum(threshold, first)  # top_p * all may round to more than all
         number, equals, weight, kept = _around(
             x_ptr, count, threshold, temperature, base, LOW_BITS, BLOCK
         )

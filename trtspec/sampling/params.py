@@ -36,8 +36,8 @@ class SamplingParams:
         logit_bias: token id -> what is added to its logit, -100 … 100.
         bad_token_ids: tokens that never come out.
         bad_words: sequences of tokens that never come out whole: token ids, or text, which stands
-            for its tokens with and without a space before it; at most 64, of 8 tokens each. (Other
-            tokens may spell the same text.)
+            for two: its tokens with and without a space before it. At most 64, of 8 tokens each.
+            (Other tokens may spell the same text.)
         min_tokens: no end token, neither the model's own nor one of `stop_token_ids`, among the
             first so many output tokens; <= max_tokens. `stop` texts end the output all the same.
         seed: the same request and seed give the same tokens whatever shares the batch (under
@@ -160,19 +160,16 @@ class SamplingParams:
         )
 
     def _check_words(self) -> None:
-        given = () if isinstance(self.bad_words, str) else _items(self.bad_words)
-        words = [w if isinstance(w, str) else _items(w) for w in given or ()]
+        given = () if isinstance(self.bad_words, str | bytes) else _items(self.bad_words)
+        words = [w if isinstance(w, str | bytes) else _items(w) for w in given or ()]
         good = (
             given is not None
-            and not isinstance(self.bad_words, str)
-            and all(
-                w and (isinstance(w, str) or all(_is_int(i) and i >= 0 for i in w)) for w in words
-            )
+            and not isinstance(self.bad_words, str | bytes)
+            and all(isinstance(w, str | tuple) and w for w in words)
+            and all(_is_int(i) and i >= 0 for w in words if isinstance(w, tuple) for i in w)
         )
         _check(good, "bad_words", self, "a list of texts or of lists of token ids, none empty")
-        longest = max(
-            (len(w) for w in words if w is not None and not isinstance(w, str)), default=0
-        )
+        longest = max((len(w) for w in words if isinstance(w, tuple)), default=0)
         _check(
             len(words) <= MAX_BAD_WORDS and longest <= MAX_BAD_WORD_TOKENS,
             "bad_words",

@@ -31,7 +31,13 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.logits import LogitsState
 from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.choose import Accepted, RelaxedRule, accept_greedy, choose_drafts
+from ..ops.choose import (
+    MAX_ROWS_PER_REQUEST,
+    Accepted,
+    RelaxedRule,
+    accept_greedy,
+    choose_drafts,
+)
 from ..ops.dispatch import sampling_kernels
 from ..ops.drafting import next_new_tokens
 from ..ops.sample import clean_logits, greedy_tokens
@@ -337,6 +343,7 @@ class SpecWorkerBase(nn.Module, ABC):
             return accept_greedy(logits, drafts, num_contexts, self.max_draft_len, forced_len, rule)
         kernels, memory, slots = sampling_kernels(logits), self.draft_memory, spec_metadata.slot_ids
         fits = sampling.temperatures.shape[0] == logits.shape[0]
+        fits &= drafts.shape[1] < MAX_ROWS_PER_REQUEST
         if (
             kernels is None
             or rule is not None
