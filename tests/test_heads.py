@@ -146,7 +146,9 @@ def test_an_own_end_equal_to_the_target_s_is_shared(tmp_path: Path, name: str) -
 def test_rope_is_never_the_target_s(tmp_path: Path, target: Decoder) -> None:
     head = _load(eagle3_dir(tmp_path), target)
     assert head.config.decoder.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    assert head.config.decoder.max_position_embeddings == 64 and len(head.cos_sin) == 256
+    assert (
+        head.config.decoder.max_position_embeddings == 64 and head.rope_tables.num_positions == 256
+    )
     for fields in ({"rope_theta": 77.0}, {"rope_parameters": {"rope_theta": 77.0}}):
         head = _load(eagle3_dir(tmp_path, config=fields), target)
         assert head.config.decoder.rope_parameters["rope_theta"] == 77.0

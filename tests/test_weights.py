@@ -92,7 +92,7 @@ def test_dtype_and_packing(tmp_path: Path, dtype: torch.dtype) -> None:
     model = _load(tiny_model_dir(tmp_path, tie_word_embeddings=True), dtype)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert model.embed_tokens.weight.shape == (97, 48)  # the embedding outlives lm_head's packing
-    assert model.cos_sin.dtype == torch.float32
+    assert next(model.rope_tables.buffers()).dtype == torch.float32
     probe = Linear(8, 8, bias=False).to(dtype)
     probe.pack()
     if probe.weight is None:  # this CPU packs this dtype: then everything is packed

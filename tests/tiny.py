@@ -16,6 +16,7 @@ from trtspec.metadata.attention import (
     KVGroup,
 )
 from trtspec.models.config import DecoderConfig
+from trtspec.models.kv_layout import kv_group_specs
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 97,
@@ -72,8 +73,15 @@ def prefill_metadata(
         positions = torch.arange(length)
         slots.append(blocks[positions // page_size] * page_size + positions % page_size)
         following += count
-    shape = (config.num_layers, following, page_size, config.num_kv_heads, config.head_dim)
-    group = KVGroup(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    groups = tuple(
+        KVGroup(*(
+            torch.zeros(
+                spec.num_layers, following, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype
+            )
+            for _ in "kv"
+        ))
+        for spec in kv_group_specs(config, dtype)
+    )  # fmt: skip
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     metadata = AttentionMetadata(
         context_lens=tuple(lengths),
@@ -82,9 +90,9 @@ def prefill_metadata(
         position_ids=position_ids,
         kv_lens=torch.tensor(lengths, dtype=torch.int32),
         max_kv_len=max(lengths),
-        kv_groups=(group,),
-        block_tables=(table,),
-        slot_mappings=(torch.cat(slots),),
+        kv_groups=groups,
+        block_tables=(table,) * len(groups),
+        slot_mappings=(torch.cat(slots),) * len(groups),
         max_seq_len=config.max_position_embeddings,
     )
     return metadata, position_ids

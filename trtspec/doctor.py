@@ -26,7 +26,7 @@ from .models.eagle import Eagle3Head, Eagle3Layer
 from .models.head_weights import load_head, read_head
 from .models.hf_config import read_json_object
 from .models.mtp import MTPHead
-from .models.rope import build_cos_sin
+from .models.rope import RopeTables
 from .train.trainer import Evaluation
 from .train.unroll import StepScore, Texts, score, teach, unroll
 
@@ -288,7 +288,7 @@ def _capturing(head: DraftHead, layers: tuple[int, ...]) -> Iterator[None]:
 @contextmanager
 def _unchanged_after(head: DraftHead) -> Iterator[None]:
     """Puts back what a trial may change: flags, tables, and the order of columns."""
-    config, cos_sin, d2t = head.config, head.cos_sin, head.d2t
+    config, tables, d2t = head.config, head.rope_tables, head.d2t
     flags = {
         module: dict(norm_before_residual=module.norm_before_residual)
         for module in head.modules() if isinstance(module, Eagle3Layer)
@@ -297,7 +297,7 @@ def _unchanged_after(head: DraftHead) -> Iterator[None]:
     try:
         yield
     finally:
-        head.config, head.cos_sin, head.d2t = config, cos_sin, d2t
+        head.config, head.rope_tables, head.d2t = config, tables, d2t
         for module, values in flags.items():
             for name, value in values.items():
                 setattr(module, name, value)
@@ -413,8 +413,9 @@ def _rope_trials(head: DraftHead, target: DecoderConfig) -> list[_Trial]:
 
         def change(head: DraftHead, parameters: dict[str, object] = parameters) -> None:
             decoder = replace(head.config.decoder, rope_parameters=parameters)
-            positions = head.cos_sin.shape[0]
-            head.cos_sin = build_cos_sin(decoder, positions).to(head.cos_sin.device)
+            now = head.rope_tables
+            device = next(now.buffers()).device
+            head.rope_tables = RopeTables(decoder, now.num_positions).to(device)
 
         whose = "the target's" if theta == theirs["rope_theta"] else "another"
         trials.append(

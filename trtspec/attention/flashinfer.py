@@ -71,7 +71,10 @@ class FlashInferAttention(TritonAttention):
         kv_group: int,
         layer: int,
         window: int | None,
+        scale: float | None = None,
     ) -> Tensor:
+        if scale is not None:  # the kernels' own is 1 / sqrt(D)
+            q = q * (scale * q.shape[2] ** 0.5)
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         window = _own_window(meta, window)
         rows = meta.num_context_tokens
@@ -84,7 +87,7 @@ class FlashInferAttention(TritonAttention):
         plan = self._plan(q, k_slots.shape[1], meta, kv_group, window)
         plan.wrapper.run(q[:rows], pages, out=out[:rows])
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window)
+            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window, None)
         return out
 
     # -- generations -------------------------------------------------------------------------------
@@ -96,6 +99,7 @@ class FlashInferAttention(TritonAttention):
         meta: AttentionMetadata,
         kv_group: int,
         window: int | None,
+        scale: float | None,
     ) -> Tensor:
         rows, kv_heads = meta.rows_per_generation, k_slots.shape[1]
         page_size = meta.kv_groups[kv_group].page_size
@@ -107,7 +111,7 @@ class FlashInferAttention(TritonAttention):
             self._takes[shape] = refusal is None
             _log("XQA", "Triton", refusal, rows=rows, heads=(shape[1], kv_heads), dim=shape[3])
         if not self._takes[shape]:
-            return super()._generation(q, k_slots, v_slots, meta, kv_group, window)
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale)
         lengths, mask = _xqa_rows(meta, capacity)
         q = q.contiguous()
         out = torch.empty_like(q)

@@ -40,17 +40,20 @@ class TorchAttention(AttentionBackend):
         kv_group: int,
         layer: int,
         window: int | None,
+        scale: float | None = None,
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
             out = self._context(
-                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window
+                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window, scale
             )
             outs.append(out)
             start += rows
         if meta.num_generations:
-            outs.append(self._generation(q[start:], k_slots, v_slots, meta, kv_group, window))
+            outs.append(
+                self._generation(q[start:], k_slots, v_slots, meta, kv_group, window, scale)
+            )
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _context(
@@ -62,6 +65,7 @@ class TorchAttention(AttentionBackend):
         index: int,
         kv_group: int,
         window: int | None,
+        scale: float | None,
     ) -> Tensor:
         """One context's rows [n, Hq, D]; its KV length is its last row's position + 1."""
         key = ("context", index, kv_group, window)
@@ -75,8 +79,9 @@ class TorchAttention(AttentionBackend):
         keys = _gather(k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
         values = _gather(v_slots, indices).transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys, values, attn_mask=mask[None, None], enable_gqa=True
-        )
+            q.transpose(0, 1)[None], keys, values, attn_mask=mask[None, None], enable_gqa=True,
+            scale=scale,
+        )  # fmt: skip
         return out[0].transpose(0, 1)
 
     def _generation(
@@ -87,6 +92,7 @@ class TorchAttention(AttentionBackend):
         meta: AttentionMetadata,
         kv_group: int,
         window: int | None,
+        scale: float | None,
     ) -> Tensor:
         """All generation rows [G*R, Hq, D]."""
         num_seqs, rows = meta.num_generations, meta.rows_per_generation
@@ -123,13 +129,13 @@ class TorchAttention(AttentionBackend):
             out = torch.cat([
                 F.scaled_dot_product_attention(
                     grouped[part], keys[part, :, :n], values[part, :, :n],
-                    attn_mask=mask[part, ..., :n],
+                    attn_mask=mask[part, ..., :n], scale=scale,
                 )
                 for part, n in _own_lengths(meta, kv_group, length=keys.shape[2])
             ])  # fmt: skip
             return out[:, :, :per_kv].reshape(num_seqs * rows, q_heads, dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
         return out.reshape(num_seqs * rows, q_heads, dim)
 

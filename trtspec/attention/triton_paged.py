@@ -45,6 +45,7 @@ class TritonAttention(TorchAttention):
         kv_group: int,
         layer: int,
         window: int | None,
+        scale: float | None = None,
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
@@ -54,7 +55,9 @@ class TritonAttention(TorchAttention):
                 "of prompts: set CudaGraphConfig(context_tokens=())."
             )
         if not rows or not size:
-            return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)
+            return super().attend(
+                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale
+            )
         # Padding is of no tile. It is nobody's, but had better stay finite.
         is_padded = meta.last_context_rows is not None
         new = torch.zeros_like if is_padded else torch.empty_like
@@ -70,9 +73,10 @@ class TritonAttention(TorchAttention):
             meta.kv_groups[kv_group].page_size,
             window,
             out,
+            scale,
         )
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window)
+            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window, scale)
         return out
 
     def _generation(
@@ -83,10 +87,11 @@ class TritonAttention(TorchAttention):
         meta: AttentionMetadata,
         kv_group: int,
         window: int | None,
+        scale: float | None,
     ) -> Tensor:
         per_kv = q.shape[1] // k_slots.shape[1]
         if meta.rows_per_generation * per_kv * q.shape[2] > MAX_TILE:  # a draft of dozens
-            return super()._generation(q, k_slots, v_slots, meta, kv_group, window)
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale)
         return paged_attention(
             q,
             k_slots,
@@ -96,6 +101,7 @@ class TritonAttention(TorchAttention):
             meta.rows_per_generation,
             meta.kv_groups[kv_group].page_size,
             window,
+            scale,
         )
 
 
@@ -108,6 +114,7 @@ def paged_attention(
     rows: int,
     page_size: int,
     window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of generation rows over a paged cache.
 
@@ -118,6 +125,7 @@ def paged_attention(
         position_ids: [G * rows] int64; a row sees the keys at positions up to its own. A request's
             rows follow one another, but for those past the maximum length, which are at 0.
         window: how many of the last of those it sees; None is all.
+        scale: of the scores, None is 1 / sqrt(D).
 
     Returns:
         [G * rows, Hq, D].
@@ -142,7 +150,7 @@ def paged_attention(
     }  # fmt: skip
     _partial_kernel[(most_parts,)](
         q, k_slots, v_slots, block_tables, position_ids, partial, stats, out,
-        dim**-0.5 * 1.4426950408889634,
+        (dim**-0.5 if scale is None else scale) * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), num_seqs, **shared, num_stages=2,
@@ -224,12 +232,13 @@ def context_attention(
     page_size: int,
     window: int | None,
     out: Tensor,
+    scale: float | None = None,
 ) -> None:
     """Attention of contexts' rows over a paged cache, into `out`.
 
     Args:
         q, out: [T, Hq, D]; rows of no tile are left alone.
-        k_slots, v_slots, window: as in `paged_attention`.
+        k_slots, v_slots, window, scale: as in `paged_attention`.
         block_tables: [B, M] int32. position_ids: [T] int64.
         tiles: [N, 3] int32, of at most `tile_rows` rows each, which follow one another in a text.
     """
@@ -243,7 +252,7 @@ def context_attention(
         block_n, num_warps = block_n // 2, 8 if block_d <= 128 else 4
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,
-        dim**-0.5 * 1.4426950408889634,
+        (dim**-0.5 if scale is None else scale) * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), block_tables.shape[1],
         out.stride(0), out.stride(1),

@@ -33,6 +33,7 @@ class KVGroupSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None = None  # no layer of the group sees further back; None is no limit
 
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -140,7 +140,10 @@ def build_executor(
     if isinstance(speculative_config, DraftTargetDecodingConfig):
         assert speculative_config.speculative_model is not None
         draft_dir = resolve_model(speculative_config.speculative_model)
-        draft_model = _load_draft_model(draft_dir, target_dir, config, torch_dtype, where, backend)
+        draft_model = _load_draft_model(
+            draft_dir, target_dir, config, torch_dtype, where, backend,
+            first_group=len(target.kv_group_specs(torch_dtype)),
+        )  # fmt: skip
         drafter_config = draft_model.config
     elif isinstance(speculative_config, EagleDecodingConfig | MTPDecodingConfig):
         head = _load_head(speculative_config, target, target_dir, torch_dtype, where, backend)
@@ -159,7 +162,12 @@ def build_executor(
     seq_len = _sequence_length(max_seq_len, limits)
     require_batch(max_batch_size)
     rows = worker.max_draft_len + 1
-    specs = [KVGroupSpec(c.num_layers, c.num_kv_heads, c.head_dim, torch_dtype) for c in configs]
+    specs = [
+        spec
+        for model in (target, draft_model)
+        if model is not None
+        for spec in model.kv_group_specs(torch_dtype)
+    ]
     num_blocks = _num_blocks(kv_cache_config, specs, max_batch_size * seq_len, where)
     page_size = kv_cache_config.tokens_per_block
     capacity = (num_blocks - NUM_RESERVED_BLOCKS) * page_size
@@ -288,9 +296,10 @@ def _load_draft_model(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
+    first_group: int,
 ) -> Decoder:
-    """The draft model in KV group 1, once its vocabulary is known to be the target's."""
-    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=1)
+    """The draft model, once its vocabulary is known to be the target's."""
+    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=first_group)
     keep_kv_finite(draft)
     if draft.config.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -314,15 +323,17 @@ def _load_head(
     device: torch.device,
     backend: AttentionBackend,
 ) -> DraftHead:
-    """The EAGLE head or MTP layers in KV group 1; MTP layers may be in the target's checkpoint."""
+    """The EAGLE head or MTP layers, which may be in the target's checkpoint. Their KV groups come
+    after the target's."""
     head_dir = Path(target_dir if spec.speculative_model is None else spec.speculative_model)
+    first_group = len(target.kv_group_specs(dtype))
     if isinstance(spec, EagleDecodingConfig):
         return load_head(
-            head_dir, target, dtype, device, backend, kv_group=1, kind="eagle",
+            head_dir, target, dtype, device, backend, kv_group=first_group, kind="eagle",
             layers_to_capture=spec.eagle3_layers_to_capture,
         )  # fmt: skip
     return load_head(
-        head_dir, target, dtype, device, backend, kv_group=1, kind="mtp",
+        head_dir, target, dtype, device, backend, kv_group=first_group, kind="mtp",
         num_mtp_layers=spec.max_draft_len if spec.use_mtp_vanilla else 1,
         norm_output=spec.mtp_feeds_post_norm,
     )  # fmt: skip

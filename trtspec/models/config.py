@@ -1,12 +1,13 @@
 """The architecture of a decoder as plain numbers and flags.
 
-One frozen dataclass covers Llama, Mistral, Qwen2, Qwen3 and SmolLM2 (which is a Llama). The
-families differ only in these fields; nothing downstream asks for the model's name.
+One frozen dataclass covers every family of `families/`. They differ only in these fields; nothing
+downstream asks for the model's name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -27,7 +28,11 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
+    layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike
+    type_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Layer type -> the fields of this config that are different in its layers."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -35,3 +40,9 @@ class DecoderConfig:
 
     def window(self, layer: int) -> int | None:
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def of_layer(self, layer: int) -> DecoderConfig:
+        """The config as this layer has it, with the fields of its type."""
+        if not self.layer_types:
+            return self
+        return replace(self, **self.type_fields.get(self.layer_types[layer], {}))

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3 and SmolLM2, over a paged KV cache.
+"""One decoder for all families of `families/`, over a paged KV cache.
 
 q, k, v are one matrix and gate, up another; the checkpoint's names are mapped in `weights.py`.
 The residual stream is kept in the model's dtype, as transformers does.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..cache.manager import KVGroupSpec
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
@@ -19,11 +21,15 @@ from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
-from .rope import build_cos_sin
+from .kv_layout import kv_group_specs, kv_places
+from .rope import RopeTables, rotation_order
 
 
 class Attention(nn.Module):
-    """Self-attention; `input_size` is what q, k and v are made from, by default hidden_size."""
+    """Self-attention; `input_size` is what q, k and v are made from, by default hidden_size.
+
+    `kv_group` is the model's first, see `kv_layout.py`.
+    """
 
     def __init__(
         self,
@@ -34,10 +40,13 @@ class Attention(nn.Module):
         input_size: int | None = None,
     ):
         super().__init__()
-        self.layer, self.kv_group, self.backend = layer, kv_group, backend
+        place = kv_places(config)[layer]
+        self.layer, self.backend = layer, backend
+        self.kv_group, self.cache_layer = kv_group + place.group, place.index
         self.keeps_kv_finite = False
+        self.window, config = config.window(layer), config.of_layer(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.window = config.head_dim, config.window(layer)
+        self.head_dim, self.head_order = config.head_dim, rotation_order(config)
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
@@ -74,14 +83,14 @@ class Attention(nn.Module):
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> Tensor:  # fmt: skip
         group = meta.kv_groups[self.kv_group]
-        k_slots, v_slots = group.layer_slots[self.layer]
+        k_slots, v_slots = group.layer_slots[self.cache_layer]
         q = qkv_rope_and_write(
             inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
             meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
             qk_norms=qk_norms, keeps_finite=self.keeps_kv_finite,
         )  # fmt: skip
         return self.backend.attend(
-            q, meta, kv_group=self.kv_group, layer=self.layer, window=self.window
+            q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window
         )
 
     def _attend_densely(
@@ -148,8 +157,8 @@ class HiddenStateCapture(Protocol):
 class Decoder(nn.Module):
     """Embedding, layers, final norm and lm_head. Weights are empty until `weights.load` ran.
 
-    `kv_group` says which of the metadata's KV groups the layers live in: 0 for a target, another
-    one for a draft model that runs inside the same step.
+    `kv_group` is the first of the metadata's KV groups that the layers live in: 0 for a target, for
+    a draft model that runs inside the same step the one after the target's last.
     """
 
     def __init__(self, config: DecoderConfig, backend: AttentionBackend, kv_group: int = 0):
@@ -161,9 +170,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        cos_sin = build_cos_sin(config)  # [max_position_embeddings, head_dim] float32
-        self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.cos_sin: Tensor
+        self.rope_tables = RopeTables(config)
 
     def forward(
         self,
@@ -177,12 +184,16 @@ class Decoder(nn.Module):
         `capture` is shown the residual stream after every layer.
         """
         hidden = embed(input_ids, self.embed_tokens, self.config.vocab_size)
-        rope = Rope(self.cos_sin, position_ids)
+        ropes = self.rope_tables.at(position_ids)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, rope, meta)
+            hidden = layer(hidden, ropes[i], meta)
             if capture is not None and capture.is_layer_capture(i):
                 capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)
+
+    def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
+        """The KV groups that the layers need, in the order that their numbers mean."""
+        return kv_group_specs(self.config, dtype)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> logits [R, V], model dtype."""

@@ -11,16 +11,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..attention.dense import DensePass
+from ..cache.manager import KVGroupSpec
 from ..metadata.attention import AttentionMetadata
 from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
-from ..ops.rope import Rope
 from .config import DecoderConfig
-from .rope import build_cos_sin
+from .kv_layout import kv_group_specs, kv_places
+from .rope import RopeTables
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ class DraftHead(nn.Module, ABC):
             self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
         # As many as the target has: the head's own config often names fewer.
-        self.register_buffer("cos_sin", build_cos_sin(decoder, num_positions), persistent=False)
-        self.cos_sin: Tensor
+        self.rope_tables = RopeTables(decoder, num_positions)
         self.register_buffer("d2t", None, persistent=False)
         self.d2t: Tensor | None  # [Vd] int64 offsets, target_id = draft_id + d2t[draft_id]
 
@@ -89,7 +90,11 @@ class DraftHead(nn.Module, ABC):
 
     def kv_group_of_layer(self, layer: int) -> int:
         """The KV group in which a layer of the head keeps its keys and values."""
-        return self.kv_group
+        return self.kv_group + kv_places(self.config.decoder)[layer].group
+
+    def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
+        """The groups that the head needs for itself, from its first on; none if it only reads."""
+        return kv_group_specs(self.config.decoder, dtype)
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         """[T, n * Ht] as captured (or [T, Ht]) -> [T, H] as draft step 0 reads it."""
@@ -107,9 +112,6 @@ class DraftHead(nn.Module, ABC):
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, H]."""
         return embed(input_ids, self.embed_tokens, self.config.decoder.vocab_size)
-
-    def rope(self, position_ids: Tensor) -> Rope:
-        return Rope(self.cos_sin, position_ids)
 
     @abstractmethod
     def forward(

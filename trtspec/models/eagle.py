@@ -96,9 +96,9 @@ class Eagle3Head(DraftHead):
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
-        rope = self.rope(position_ids)
-        hidden = self.layers[0](self.embed(input_ids), hidden_states, rope, attn_metadata)
-        for layer in self.layers[1:]:
+        first, *others = self.rope_tables.at(position_ids)
+        hidden = self.layers[0](self.embed(input_ids), hidden_states, first, attn_metadata)
+        for layer, rope in zip(self.layers[1:], others, strict=True):
             hidden = layer(hidden, rope, attn_metadata)
         normed = self.norm(hidden)
         return normed, normed if self.config.norm_output else hidden
@@ -125,8 +125,7 @@ class EagleHead(DraftHead):
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
     ) -> tuple[Tensor, Tensor]:
-        rope = self.rope(position_ids)
         hidden = linear((self.embed(input_ids), hidden_states), self.fc)
-        for layer in self.layers:
+        for layer, rope in zip(self.layers, self.rope_tables.at(position_ids), strict=True):
             hidden = layer(hidden, rope, attn_metadata)
         return hidden, hidden

@@ -15,15 +15,11 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .config import DecoderConfig
+from .families import FAMILIES, Family
 from .rope import ROPE_TYPES
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
-FAMILIES = {
-    "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3",
-    "mimo": "qwen2",  # Qwen2 with MTP layers beside it, under its own name
-}  # fmt: skip
-"""model_type -> the transformers config whose decoder it is."""
 
 
 def load_config(model_dir: Path) -> DecoderConfig:
@@ -51,14 +47,12 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     hf = _hf_config(raw, where)
     merged = hf.to_dict()
     rope = dict(hf.rope_parameters or {})
-    _check_rope(rope, where)
+    _check_rope(rope, where, FAMILIES[raw["model_type"]])
     _check_numbers(hf, rope, where)
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     _check_heads(heads, kv_heads, head_dim, where)
-    family = hf.model_type
-    attention_bias = family in ("llama", "qwen3") and bool(hf.attention_bias)
-    return DecoderConfig(
+    config = DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -70,15 +64,12 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         rms_norm_eps=hf.rms_norm_eps,
         rope_parameters=rope,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        qkv_bias=family == "qwen2" or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=family == "llama" and bool(hf.mlp_bias),
-        qk_norm=family == "qwen3",
-        layer_windows=_layer_windows(hf, where),
+        layer_windows=(None,) * hf.num_hidden_layers,
         eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
         raw=merged,
     )
+    return replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
 
 
 def read_json_object(path: Path, cure: str) -> dict[str, Any]:
@@ -97,7 +88,7 @@ def read_json_object(path: Path, cure: str) -> dict[str, Any]:
 def _hf_config(raw: dict[str, Any], where: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
-    family = FAMILIES[raw["model_type"]]
+    family = FAMILIES[raw["model_type"]].hf_type
     try:
         values = {**copy.deepcopy(raw), "model_type": family}
         return CONFIG_MAPPING[family].from_dict(values)
@@ -116,17 +107,20 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{', '.join(FAMILIES)}. Use a model of one of these families."
         )
     refuse_quantized(raw, where)
-    act = raw.get("hidden_act", "silu")
-    if act != "silu":
+    family = FAMILIES[model_type]
+    act = raw.get("hidden_act", family.activations[0])
+    if act not in family.activations:
+        allowed = " or ".join(repr(name) for name in family.activations)
         raise CheckpointError(
-            f"{where}: hidden_act={act!r} is not supported; allowed is 'silu'. Use another model."
+            f"{where}: hidden_act={act!r} is not supported; allowed is {allowed}. Use another "
+            "model."
         )
     partial = raw.get("partial_rotary_factor")
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and not family.has_partial_rotary:
         raise CheckpointError(_partial_rotary(partial, where))
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
-            _check_rope(raw[key], where)
+            _check_rope(raw[key], where, family)
 
 
 def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
@@ -151,19 +145,7 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
                 f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_SIZE}. Copy the file "
                 "again from the model's source."
             )
-    for name in ("rope_theta", "factor", "attention_factor"):
-        value = 1.0 if rope.get(name) is None else rope[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise CheckpointError(
-                f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
-                "the file again from the model's source."
-            )
-    for name, value in rope.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise CheckpointError(
-                f"{where}: {name}={value!r} in the RoPE parameters; it must be finite. Copy the "
-                "file again from the model's source."
-            )
+    _check_rope_numbers(rope, where)
     eps = hf.rms_norm_eps
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
         raise CheckpointError(
@@ -180,7 +162,32 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
         )
 
 
-def _check_rope(rope: Any, where: Path) -> None:
+def _check_rope_numbers(rope: dict[str, Any], where: Path) -> None:
+    for nested in rope.values():
+        if isinstance(nested, dict):
+            _check_rope_numbers(nested, where)
+    for name in ("rope_theta", "factor", "attention_factor"):
+        value = 1.0 if rope.get(name) is None else rope[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
+                "the file again from the model's source."
+            )
+    for name, value in rope.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be finite. Copy the "
+                "file again from the model's source."
+            )
+
+
+def _check_rope(rope: Any, where: Path, family: Family) -> None:
+    if family.has_rope_by_type and isinstance(rope, dict):
+        nested = [value for value in rope.values() if isinstance(value, dict)]
+        if len(nested) == len(rope):
+            for parameters in nested:
+                _check_rope(parameters, where, replace(family, has_rope_by_type=False))
+            return
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError(
             f"{where}: RoPE parameters {rope!r}: one flat object for all layers is supported, "
@@ -193,7 +200,7 @@ def _check_rope(rope: Any, where: Path) -> None:
             f"{', '.join(ROPE_TYPES)}. Remove the scaling to use the model within its original "
             "context length, or use another model."
         )
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if not family.has_partial_rotary and rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise CheckpointError(_partial_rotary(rope["partial_rotary_factor"], where))
 
 
@@ -216,36 +223,6 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:
             "pairs. "
             "Correct head_dim, or hidden_size and num_attention_heads."
         )
-
-
-def _layer_windows(hf: Any, where: Path) -> tuple[int | None, ...]:
-    """Per layer its sliding window or None, as transformers' model of that family decides it.
-
-    Llama has none, Mistral has `sliding_window` in every layer, Qwen goes by `layer_types`
-    (which AutoConfig derives from `use_sliding_window` and `max_window_layers` if absent).
-    """
-    count = hf.num_hidden_layers
-    if hf.model_type == "llama":
-        return (None,) * count
-    window = hf.sliding_window
-    if window is not None and window < 1:
-        raise CheckpointError(f"{where}: sliding_window={window!r} must be null or at least 1.")
-    if hf.model_type == "mistral":
-        return (window,) * count
-    types = hf.layer_types
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if unknown or len(types) != count:
-        raise CheckpointError(
-            f"{where}: layer_types has {len(types)} entries for {count} layers, unknown ones: "
-            f"{unknown}. Give 'full_attention' or 'sliding_attention' for every layer."
-        )
-    if window is None and "sliding_attention" in types:
-        raise CheckpointError(
-            f"{where}: layer_types names 'sliding_attention', but no window is in force "
-            f"(use_sliding_window={hf.use_sliding_window!r}). Set use_sliding_window to true and "
-            "sliding_window to a number, or make those layers 'full_attention'."
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, ...]:

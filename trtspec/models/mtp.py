@@ -136,7 +136,7 @@ class MTPHead(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)
         embeddings = embed(input_ids, layer.embed_tokens, self.config.decoder.vocab_size)
-        rope = self.rope(position_ids)
+        rope = self.rope_tables.at(position_ids)[step % len(self.layers)]
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden
 

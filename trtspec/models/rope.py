@@ -1,4 +1,4 @@
-"""The cosine and sine table of rotary position embedding, equal to what transformers computes.
+"""The cosine and sine tables of rotary position embedding, equal to what transformers computes.
 
 Scaled variants come from transformers' own table of formulas, so that a model's context
 extension means here what it means there.
@@ -9,12 +9,44 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..ops.rope import Rope
 from .config import DecoderConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class RopeTables(nn.Module):
+    """The tables of a model's layers; layers of one rotation share one.
+
+    Args:
+        num_positions: None is max_position_embeddings.
+    """
+
+    def __init__(self, config: DecoderConfig, num_positions: int | None = None):
+        super().__init__()
+        names: dict[str, str] = {}
+        self._name_of_layer = []
+        for layer in range(config.num_layers):
+            own = config.of_layer(layer)
+            kind = repr((sorted(own.rope_parameters.items()), own.head_dim, own.rotary_dim))
+            if kind not in names:
+                names[kind] = f"table{len(names)}"
+                table = build_cos_sin(own, num_positions)  # [positions, head_dim] float32
+                self.register_buffer(names[kind], table, persistent=False)
+            self._name_of_layer.append(names[kind])
+
+    def at(self, position_ids: Tensor) -> list[Rope]:
+        """One for every layer; position_ids [T] int64."""
+        ropes = {name: Rope(table, position_ids) for name, table in self.named_buffers()}
+        return [ropes[name] for name in self._name_of_layer]
+
+    @property
+    def num_positions(self) -> int:
+        return next(self.buffers()).shape[0]
 
 
 def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Tensor:
@@ -22,6 +54,9 @@ def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Te
 
     By default for max_position_embeddings. A draft head must cover its target's context, however
     few positions its own config names.
+
+    Where only the first `rotary_dim` dimensions turn, the others' angle is 0; the frequencies of
+    the turning ones come first, which is how `rotation_order` lays out a head.
 
     Both halves carry the attention scaling of the RoPE type (yarn's; 1 for the others). Always
     on the CPU, also inside `with torch.device("meta")`.
@@ -34,12 +69,28 @@ def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Te
         positions = torch.arange(
             num_positions or config.max_position_embeddings, dtype=torch.float32
         )
-        angles = positions[:, None] * inv_freq.float()  # [P, D/2]
-        return torch.cat([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
+        angles = positions[:, None] * inv_freq.float()  # [P, R/2]
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        still = (config.head_dim - 2 * angles.shape[1]) // 2
+        return torch.cat([F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))], dim=-1)
+
+
+def rotation_order(config: DecoderConfig) -> Tensor | None:
+    """[head_dim] int64: the dimension of the checkpoint's head that stands at each of ours, or None
+    where they are the same. The rotation pairs i with i + head_dim/2; where only the first R
+    dimensions turn, the checkpoint pairs i with i + R/2. Queries and keys laid out alike score as
+    before.
+    """
+    dim, turning = config.head_dim, config.rotary_dim
+    if turning is None or turning == dim:
+        return None
+    order = torch.arange(dim, device="cpu")
+    still = order[turning:].chunk(2)
+    return torch.cat([order[: turning // 2], still[0], order[turning // 2 : turning], still[1]])
 
 
 def _frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
-    """[D/2] float32 inverse frequencies, and the factor on cos and sin."""
+    """[R/2] float32 inverse frequencies, and the factor on cos and sin."""
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
@@ -47,14 +98,15 @@ def _frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
             "Use a checkpoint with one of these."
         )
     if rope_type == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        size = config.rotary_dim or config.head_dim
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     # What the formulas read of a transformers config; the parameters are in its newest form.
     view = SimpleNamespace(
         rope_parameters=dict(config.rope_parameters),
-        head_dim=config.head_dim,
+        head_dim=config.rotary_dim or config.head_dim,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,
         max_position_embeddings=config.max_position_embeddings,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
@@ -50,6 +50,8 @@ class Placement:
     leaf: str
     start: int
     shape: tuple[int, ...]
+    order: Tensor | None = None  # of the source's rows, int64; None is its own
+    expert: int | None = None  # the rows of parameter[expert]
 
 
 def load_decoder(
@@ -107,22 +109,29 @@ def load_weights(
 def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:
     """Checkpoint name, without prefix, -> its place; one for every parameter of the model.
 
+    A module whose checkpoint is not parameter by parameter says so itself: its `placements(name)`
+    is asked for all that is below it.
+
     Args:
         skip: top-level modules whose parameters come from elsewhere.
     """
     places: dict[str, Placement] = {}
+    own = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
+    for name, inner in own.items():
+        places |= inner.placements(name)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, leaf = name.rsplit(".", 1)
-        if name.split(".")[0] in skip:
+        if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in own):
             continue
         parent, _, last = module.rpartition(".")
         start = 0
         for part in PACKED.get(last, (last,)):
-            rows = parameter.shape[0]
+            rows, owner = parameter.shape[0], model.get_submodule(parent)
             if last in PACKED:
-                rows = _rows(part, model.get_submodule(parent))
+                rows = _rows(part, owner)
             source = ".".join(filter(None, (parent, part, leaf)))
-            places[source] = Placement(module, leaf, start, (rows, *parameter.shape[1:]))
+            order = _order(part, owner, rows)
+            places[source] = Placement(module, leaf, start, (rows, *parameter.shape[1:]), order)
             start += rows
     return places
 
@@ -132,6 +141,15 @@ def _rows(part: str, owner: nn.Module) -> int:
         return owner.intermediate_size
     assert isinstance(owner, Attention)
     return (owner.num_heads if part == "q_proj" else owner.num_kv_heads) * owner.head_dim
+
+
+def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
+    """Of the rows of queries and keys, where heads are laid out for their rotation."""
+    order = owner.head_order if isinstance(owner, Attention) else None
+    if order is None or part not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        return None
+    starts = torch.arange(0, rows, len(order), device=order.device)
+    return (starts[:, None] + order).flatten()
 
 
 def place_tensors(
@@ -148,12 +166,16 @@ def place_tensors(
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
     for name, place in places.items():
         parameter = getattr(model.get_submodule(place.module), place.leaf)
-        parameter.data.narrow(0, place.start, place.shape[0]).copy_(sources[name].read())
+        source = sources[name].read()
+        data = parameter.data if place.expert is None else parameter.data[place.expert]
+        data.narrow(0, place.start, place.shape[0]).copy_(
+            source if place.order is None else source[place.order]
+        )
 
 
 def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
-    """The RoPE table to its device; on CPU the weights into the layout its kernels like."""
-    model.cos_sin = model.cos_sin.to(device)
+    """The RoPE tables to their device; on CPU the weights into the layout its kernels like."""
+    model.rope_tables.to(device)
     if device.type == "cpu" and pack:
         for module in model.modules():
             if isinstance(module, Linear):

@@ -86,7 +86,7 @@ def create_head(
             elif parameter.dim() > 1:
                 value.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
             setattr(module, name, nn.Parameter(value.to(device, dtype), requires_grad=True))
-    head.cos_sin = target.cos_sin
+    head.rope_tables = target.rope_tables
     if isinstance(head, Eagle3Head):
         assert draft_ids is not None and head.lm_head is not None
         ids = draft_ids.to(device)

@@ -108,7 +108,7 @@ def unroll(
     """
     advances = not (isinstance(head, MTPHead) and len(head.layers) > 1)
     length = texts.input_ids.shape[1]
-    last_position = head.cos_sin.shape[0] - 1
+    last_position = head.rope_tables.num_positions - 1
     keys, state = DensePass(texts.document_ids), head.project_target_hidden(hidden)
     for step in range(num_steps):
         ids = _ahead(texts.input_ids, step + shift, 0).flatten()

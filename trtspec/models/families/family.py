@@ -1,0 +1,23 @@
+"""What `hf_config.py` has to know of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    hf_type: str
+    """The transformers config class whose decoder it is, by `model_type`."""
+
+    fields: Callable[[Any, Path], dict[str, Any]]
+    """(transformers' config, where it was read) -> the fields of `DecoderConfig` that are the
+    family's own, or differ from what every config says by the same name. Raises CheckpointError for
+    what the decoder does not compute."""
+
+    activations: tuple[str, ...] = ("silu",)  # `hidden_act` may be one of these
+    has_partial_rotary: bool = False
+    has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters

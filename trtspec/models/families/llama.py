@@ -1,0 +1,59 @@
+"""Llama, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+
+
+def llama(hf: Any, where: Path) -> dict[str, Any]:
+    bias = bool(hf.attention_bias)
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.mlp_bias)}
+
+
+def mistral(hf: Any, where: Path) -> dict[str, Any]:
+    """Its window is every layer's."""
+    return {"layer_windows": (_window(hf, where),) * hf.num_hidden_layers}
+
+
+def qwen2(hf: Any, where: Path) -> dict[str, Any]:
+    return {"qkv_bias": True, "layer_windows": windows_by_type(hf, where)}
+
+
+def qwen3(hf: Any, where: Path) -> dict[str, Any]:
+    bias = bool(hf.attention_bias)
+    windows = windows_by_type(hf, where)
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "layer_windows": windows}
+
+
+def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
+    """Per layer its sliding window or None, by `layer_types`, which transformers derives from
+    older fields where it is absent.
+
+    Raises:
+        CheckpointError: a type is unknown, or has no window.
+    """
+    window, types, count = _window(hf, where), hf.layer_types, hf.num_hidden_layers
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != count:
+        raise CheckpointError(
+            f"{where}: layer_types has {len(types)} entries for {count} layers, unknown ones: "
+            f"{unknown}. Give 'full_attention' or 'sliding_attention' for every layer."
+        )
+    if window is None and "sliding_attention" in types:
+        raise CheckpointError(
+            f"{where}: layer_types names 'sliding_attention', but no window is in force "
+            f"(use_sliding_window={getattr(hf, 'use_sliding_window', None)!r}). Set "
+            "use_sliding_window to true and sliding_window to a number, or make those layers "
+            "'full_attention'."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _window(hf: Any, where: Path) -> int | None:
+    window = hf.sliding_window
+    if window is not None and window < 1:
+        raise CheckpointError(f"{where}: sliding_window={window!r} must be null or at least 1.")
+    return window
