@@ -32,6 +32,8 @@ from trtspec import (
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError, RequestError
+from trtspec.executor import build
+from trtspec.models.hf_config import load_config
 
 VOCAB = 97
 
@@ -259,6 +261,16 @@ def test_unseeded_requests_differ(target_dir: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=2.0, ignore_eos=True)
     outputs = llm.generate([[5, 6, 7]] * 4, params)
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
+
+
+def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, config = torch.device("cpu"), replace(load_config(target_dir), dtype="bfloat16")
+    for has_instructions, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(build, "_multiplies_bfloat16", lambda found=has_instructions: found)
+        assert build.resolve_dtype("auto", config, cpu) == expected
+        assert build.resolve_dtype("bfloat16", config, cpu) == torch.bfloat16
 
 
 # -- stopping ----------------------------------------------------------------------------------

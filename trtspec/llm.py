@@ -35,7 +35,8 @@ class LLM:
         model: HF directory, .gguf file or a known name ("smollm2-135m").
         speculative_config: a decoding config, or None for plain decoding.
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16", on CUDA also "float16".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
+            "float32", "bfloat16", on CUDA also "float16".
         max_batch_size: requests that run at the same time.
         max_num_tokens: token rows in one pass; default: one full sequence, or a full batch.
         max_seq_len: prompt and output together; default: the model's, at most 8192.

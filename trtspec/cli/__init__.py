@@ -141,7 +141,7 @@ def demo(
     head: HeadOption = None,
     two_engine: TwoEngineOption = False,
     max_tokens: MaxTokensOption = 128,
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
 ) -> None:
     """Show the same answers decoded without and with speculation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,16 +77,27 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, config: DecoderConfig, device: torch.device
 ) -> torch.dtype:
-    """ "auto" is the checkpoint's dtype. Raises ConfigError for one that is not supported."""
+    """ "auto" is the checkpoint's dtype, but float32 for bfloat16 on a CPU without instructions for
+    it, where bfloat16 is the slower one. Raises ConfigError for one that is not supported."""
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         name = config.dtype
+        if name == "bfloat16" and device.type == "cpu" and not _multiplies_bfloat16():
+            logger.info("This CPU multiplies float32 faster than bfloat16: dtype is float32.")
+            name = "float32"
     allowed = [n for n in _DTYPES if device.type == "cuda" or n != "float16"]
     if name not in allowed:
         raise ConfigError(
             f"dtype={name!r} on {device.type}: use one of {', '.join(['auto', *allowed])}."
         )
     return _DTYPES[name]
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for it. Other than x86-64 counts as one that has."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def build_executor(
