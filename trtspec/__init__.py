@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .metadata.mode import SpeculativeDecodingMode
     from .metadata.spec import SpecMetadata
+    from .multimodal import EmbedsPrompt
     from .outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, SpecStats
     from .sampling.params import SamplingParams
 
@@ -52,6 +53,7 @@ _HOMES = {
     "llm": ("LLM",),
     "metadata.mode": ("SpeculativeDecodingMode",),
     "metadata.spec": ("SpecMetadata",),
+    "multimodal": ("EmbedsPrompt",),
     "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
     "sampling.params": ("SamplingParams",),
 }
@@ -66,6 +68,7 @@ __all__ = [
     "DraftTargetDecodingConfig",
     "Drafter",
     "EagleDecodingConfig",
+    "EmbedsPrompt",
     "EngineStats",
     "KvCacheConfig",
     "Logprob",

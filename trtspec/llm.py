@@ -20,11 +20,12 @@ from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .metadata.mode import SpeculativeDecodingMode
 from .models.tokenizer import load_tokenizer
 from .models.zoo import resolve_model
+from .multimodal import EmbedsPrompt
 from .outputs import CompletionOutput, EngineStats, RequestOutput, acceptance_stats
 from .sampling.params import SamplingParams
 from .text import TextStream
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | EmbedsPrompt
 Messages = Sequence[dict[str, Any]]
 
 
@@ -118,7 +119,7 @@ class LLM:
         """Completes text, or token ids as they are.
 
         Args:
-            prompts: one prompt (text or a list of ids) or a list of prompts.
+            prompts: one prompt (text, a list of ids or an `EmbedsPrompt`) or a list of prompts.
             sampling_params: for all prompts, or one per prompt.
 
         Returns:
@@ -129,7 +130,7 @@ class LLM:
             RequestError: a prompt or parameter is not allowed; then nothing was started.
         """
         prompts = _plain(prompts)
-        if isinstance(prompts, str) or _is_token_list(prompts):
+        if isinstance(prompts, str | EmbedsPrompt) or _is_token_list(prompts):
             return self._run([prompts], sampling_params)[0]  # type: ignore[list-item]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise RequestError(f"prompts={prompts!r}: give text, token ids, or a list of prompts.")
@@ -260,7 +261,9 @@ class LLM:
         with self._lock:
             self.executor.step()
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int] | EmbedsPrompt]:
+        if isinstance(prompt, EmbedsPrompt):
+            return None, prompt
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
             raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
@@ -314,7 +317,7 @@ class LLM:
             )
         return replace(params, bad_words=ids)
 
-    def _enqueue(self, ids: list[int], params: SamplingParams) -> Request:
+    def _enqueue(self, ids: list[int] | EmbedsPrompt, params: SamplingParams) -> Request:
         return self.executor.enqueue(ids, self._with_token_ids(params))
 
     def _text_of(self, request: Request) -> TextStream:

@@ -26,12 +26,15 @@ class SlotState:
     top_ks: Tensor  # [S+1] int32
     top_ps: Tensor  # [S+1] float32
     seeds: Tensor  # [S+1] int64
+    rope_deltas: Tensor | None = None  # [S+1] int64, of models with M-RoPE (AttentionMetadata)
     worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
     captured: CapturedHiddenStates | None = None  # of the pass at hand, not by slot
     logits: LogitsState | None = None  # from the first request on that shapes its logits
 
     @staticmethod
-    def allocate(num_slots: int, max_draft_len: int, device: torch.device) -> SlotState:
+    def allocate(
+        num_slots: int, max_draft_len: int, device: torch.device, has_rope_deltas: bool = False
+    ) -> SlotState:
         rows = num_slots + 1
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -44,15 +47,21 @@ class SlotState:
             top_ks=zeros(rows, dtype=torch.int32),
             top_ps=torch.ones(rows, dtype=torch.float32, device=device),
             seeds=zeros(rows, dtype=torch.int64),
+            rope_deltas=zeros(rows, dtype=torch.int64) if has_rope_deltas else None,
         )
 
-    def admit(self, slot: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    def admit(
+        self, slot: int, temperature: float, top_k: int, top_p: float, seed: int,
+        rope_delta: int = 0,
+    ) -> None:  # fmt: skip
         """Writes a new request's parameters; no draft yet. Raises nothing, reads nothing back."""
         device = self.seeds.device
         self.temperatures[slot : slot + 1] = rows_to_tensor([temperature], torch.float32, device)
         self.top_ks[slot : slot + 1] = rows_to_tensor([top_k], torch.int32, device)
         self.top_ps[slot : slot + 1] = rows_to_tensor([top_p], torch.float32, device)
         self.seeds[slot : slot + 1] = rows_to_tensor([seed], torch.int64, device)
+        if self.rope_deltas is not None:
+            self.rope_deltas[slot : slot + 1] = rows_to_tensor([rope_delta], torch.int64, device)
         self.past_lens[slot : slot + 1].zero_()
         self.next_tokens[slot].fill_(-1)
 

@@ -42,7 +42,9 @@ def forward_step(
     """Runs one pass and leaves the next step's inputs in the slots. No host synchronisation."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
-    hidden = target(tensors.input_ids, meta.position_ids, meta, capture=spec)
+    hidden = target(
+        tensors.input_ids, meta.position_ids, meta, capture=spec, inputs_embeds=spec.inputs_embeds
+    )
     assert spec.gather_ids is not None and spec.slot_ids is not None
     # A step without contexts has logits at every row: nothing to gather.
     logits = target.compute_logits(hidden[spec.gather_ids] if meta.num_contexts else hidden)

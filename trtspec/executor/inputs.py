@@ -16,10 +16,12 @@ from torch import Tensor
 from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.drafting import StepRows, gather_step_inputs
+from .embeds import context_rope_positions, row_embeds
 from .request import ScheduledBatch
 
 
@@ -45,6 +47,9 @@ class StepInputs:
     has_filters: bool
     num_logprobs: int | None = None
     shapes_logits: bool = False
+    inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
+    next_inputs_embeds: RowEmbeds | None = None
+    context_rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is context_positions
 
 
 def build_inputs(
@@ -83,6 +88,9 @@ def build_inputs(
         has_filters=any(r.sampling_params.has_filters for r in requests),
         num_logprobs=batch.num_logprobs,
         shapes_logits=batch.shapes_logits,
+        inputs_embeds=row_embeds(chunks, 0, device),
+        next_inputs_embeds=row_embeds(chunks, 1, device),
+        context_rope_positions=context_rope_positions(chunks, device),
     )
 
 
@@ -123,6 +131,7 @@ def assemble(
     )
     if contexts:
         step = _with_contexts(step, inputs, state, kv_cache.page_size, max_seq_len)
+    deltas = None if state.rope_deltas is None else state.rope_deltas[inputs.slot_ids]
     attn_metadata = AttentionMetadata(
         context_lens=inputs.context_lens,
         context_starts=inputs.context_starts,
@@ -130,6 +139,8 @@ def assemble(
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
         position_ids=step.position_ids,
+        rope_position_ids=_rope_positions(step, inputs, deltas),
+        rope_deltas=deltas,
         kv_lens=step.kv_lens,
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,
@@ -151,6 +162,8 @@ def assemble(
         gather_ids=step.gather_ids,
         slot_ids=inputs.slot_ids,
         next_prompt_tokens=inputs.next_prompt_tokens,
+        inputs_embeds=inputs.inputs_embeds,
+        next_inputs_embeds=inputs.next_inputs_embeds,
         sampling=SamplingMetadata(
             temperatures,
             top_ks,
@@ -167,6 +180,19 @@ def assemble(
         device=inputs.slot_ids.device,
     )
     return StepTensors(step.input_ids, attn_metadata, spec_metadata)
+
+
+def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -> Tensor | None:
+    """[T] or, with a prompt that has axes, [3, T] int64. None: the model's tokens have one position
+    each, their place."""
+    if deltas is None:
+        return None
+    tokens, contexts = sum(inputs.context_lens), len(inputs.context_lens)
+    rows = step.position_ids[tokens:].view(-1, inputs.num_drafts + 1) + deltas[contexts:, None]
+    generations, prompts = rows.clamp_min(0).flatten(), inputs.context_rope_positions
+    if prompts is None:
+        return torch.cat([step.position_ids[:tokens], generations])
+    return torch.cat([prompts, generations.expand(3, -1)], dim=1)
 
 
 def _per_slot(state: SlotState) -> tuple[Tensor, ...]:

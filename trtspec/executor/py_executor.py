@@ -32,6 +32,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
 from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
+from ..multimodal import EmbedsPrompt
 from ..ops.logprobs import TokenLogprobs
 from ..outputs import EngineStats, Logprob, acceptance_stats
 from ..sampling.params import SamplingParams
@@ -40,6 +41,7 @@ from ..workers.protocols import DraftModel, LanguageModel
 from .context_inputs import ContextInputs
 from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
+from .embeds import place_embeds
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
 from .inputs import StepInputs, assemble, build_inputs
@@ -102,7 +104,9 @@ class PyExecutor:
             )
         self.max_draft_len = worker.max_draft_len
         self.scheduler = Scheduler(config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens)
-        self.state = SlotState.allocate(config.max_batch_size, self.max_draft_len, device)
+        self.state = SlotState.allocate(
+            config.max_batch_size, self.max_draft_len, device, target.rope_tables.has_axes
+        )
         size, dtype = target.config.hidden_size, target.norm.weight.dtype
         self.state.worker = worker.allocate_state(
             config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
@@ -140,16 +144,16 @@ class PyExecutor:
 
     # -- requests ------------------------------------------------------------------------------
     def enqueue(
-        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams | None = None
+        self, prompt: Sequence[int] | EmbedsPrompt, sampling_params: SamplingParams | None = None
     ) -> Request:
-        """Queues a request.
+        """Queues a request; its prompt is token ids, or such with embeddings.
 
         Raises:
             RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
                 requests already queued are unaffected.
         """
         params = sampling_params or SamplingParams()
-        prompt = self.check_prompt(prompt_token_ids)
+        token_ids = self.check_prompt(prompt)
         self.check_params(params)
         if params.stop_strings and self.stop_check is None:
             raise RequestError(
@@ -157,12 +161,17 @@ class PyExecutor:
                 "stop_token_ids."
             )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
+        max_total_tokens = min(len(token_ids) + params.max_tokens, self.config.max_seq_len)
+        embeds = None
+        if isinstance(prompt, EmbedsPrompt):
+            embeds = place_embeds(prompt, self.target, max_total_tokens)
         request = Request(
             request_id=next(self._ids),
-            prompt_token_ids=prompt,
+            prompt_token_ids=token_ids,
             sampling_params=params,
             seed=seed,
-            max_total_tokens=min(len(prompt) + params.max_tokens, self.config.max_seq_len),
+            max_total_tokens=max_total_tokens,
+            embeds=embeds,
             steps=[] if self.record_steps else None,
         )
         self._requests[request.request_id] = request
@@ -204,10 +213,19 @@ class PyExecutor:
                 f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
             )
 
-    def check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt as a list of ints. Raises RequestError as `enqueue` does."""
+    def check_prompt(self, given: Sequence[int] | EmbedsPrompt) -> list[int]:
+        """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
         vocab = self.target.config.vocab_size
-        prompt = list(prompt_token_ids)
+        if isinstance(given, EmbedsPrompt):
+            unserved = self.mode.is_mtp_vanilla() or self.mode.is_save_hidden_states()
+            if unserved:
+                raise RequestError(
+                    f"Mode {self.mode.name} reads prompts again by their tokens: an EmbedsPrompt "
+                    "needs another one (MTP layers also serve use_mtp_vanilla=False)."
+                )
+            place_embeds(given, self.target, len(given.prompt_token_ids))
+            given = given.prompt_token_ids
+        prompt = list(given)
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
         for position, token in enumerate(prompt):
@@ -316,6 +334,8 @@ class PyExecutor:
         """The graphs' inputs for these parts of prompts, if graphs serve them."""
         if self.graphs is None or self.worker.guided_decoder is not None:
             return None
+        if any(chunk.request.embeds is not None for chunk in chunks):
+            return None
         return self.graphs.shape_for(chunks)
 
     def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> _Pending:
@@ -385,7 +405,8 @@ class PyExecutor:
         temperature, top_k, top_p = params.temperature, params.top_k, params.top_p
         if params.is_greedy:
             temperature, top_k, top_p = 0.0, NO_TOP_K, NO_TOP_P
-        self.state.admit(request.slot, temperature, top_k, top_p, request.seed)
+        delta = 0 if request.embeds is None else request.embeds.rope_delta
+        self.state.admit(request.slot, temperature, top_k, top_p, request.seed, delta)
         if self.state.logits is None and params.shapes_logits:
             self.state.logits = LogitsState.allocate(
                 self.config.max_batch_size, self.target.config.vocab_size, self.device

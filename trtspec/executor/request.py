@@ -9,6 +9,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
+from ..multimodal import EmbedsPrompt
 from ..outputs import Logprob
 from ..sampling.params import MAX_LOGPROBS, SamplingParams
 from ..text import TextStream
@@ -36,6 +37,7 @@ class Request:
     sampling_params: SamplingParams
     seed: int
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
+    embeds: EmbedsPrompt | None = None  # of a prompt that is not all text, on the device
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1

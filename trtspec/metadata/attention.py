@@ -61,6 +61,12 @@ class AttentionMetadata:
     """[C] int64: each context's last row. If set, it is the truth and `context_lens` says no more
     than how many contexts and rows there are: rows after the last one, and contexts that end where
     the one before does, are padding (a captured graph)."""
+    rope_position_ids: Tensor | None = None
+    """[T] or [3, T] int64: where rows stand for their rotation, if not at `position_ids` (M-RoPE:
+    time, height, width). Which KV slot a row has follows from `position_ids` alone."""
+    rope_deltas: Tensor | None = None
+    """[B] int64: what rotary positions after the prompt are ahead of `position_ids` (negative
+    behind an image, whose many tokens take few positions)."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Scratch of the attention backend: masks and gather indices, built once per pass."""
 
@@ -93,10 +99,13 @@ class AttentionMetadata:
     def contexts_only(self) -> AttentionMetadata:
         """The same pass without its generation requests."""
         rows, seqs = self.num_context_tokens, self.num_contexts
+        ropes, deltas = self.rope_position_ids, self.rope_deltas
         return replace(
             self,
             num_generations=0,
             position_ids=self.position_ids[:rows],
+            rope_position_ids=None if ropes is None else ropes[..., :rows],
+            rope_deltas=None if deltas is None else deltas[:seqs],
             kv_lens=self.kv_lens[:seqs],
             block_tables=tuple(table[:seqs] for table in self.block_tables),
             slot_mappings=tuple(slots[:rows] for slots in self.slot_mappings),
@@ -123,8 +132,17 @@ class AttentionMetadata:
             num_generations=num_seqs,
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),
+            rope_position_ids=self.rope_positions_of_rows(positions),
             kv_lens=(positions[:, -1] + 1).to(torch.int32),
             max_kv_len=min(self.max_kv_len + extra_kv, self.max_seq_len),
             slot_mappings=tuple(slots.reshape(-1) for slots in slot_mappings),
             derived={},
         )
+
+    def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:
+        """[B, R] int64 after the prompts, or [B * R] -> their rotary positions [B * R]; None where
+        those are the same."""
+        if self.rope_deltas is None:
+            return None
+        rows = positions.view(self.num_seqs, -1) + self.rope_deltas[:, None]
+        return rows.clamp_min(0).flatten()

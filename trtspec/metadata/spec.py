@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from .embeds import RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
 from .sampling import SamplingMetadata, request_sampling_params, rows_to_tensor
@@ -62,6 +63,8 @@ class SpecMetadata:
     num_accepted_draft_tokens: Tensor | None = None  # [B] int32, written by the worker
     slot_ids: Tensor | None = None  # [B] int64, a request's row in per-slot state
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
+    inputs_embeds: RowEmbeds | None = None  # rows of contexts that no token's embedding is for
+    next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token is such a one
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits

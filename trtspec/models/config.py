@@ -33,6 +33,7 @@ class DecoderConfig:
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike
     type_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Layer type -> the fields of this config that are different in its layers."""
+    is_text_part: bool = False  # of a multimodal checkpoint, whose other tensors are left out
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

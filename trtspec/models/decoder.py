@@ -15,6 +15,7 @@ from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..cache.manager import KVGroupSpec
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
@@ -178,13 +179,15 @@ class Decoder(nn.Module):
         position_ids: Tensor,
         meta: AttentionMetadata | DensePass,
         capture: HiddenStateCapture | None = None,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
 
-        `capture` is shown the residual stream after every layer.
+        `capture` is shown the residual stream after every layer. `inputs_embeds` are rows whose
+        embedding is given.
         """
-        hidden = embed(input_ids, self.embed_tokens, self.config.vocab_size)
-        ropes = self.rope_tables.at(position_ids)
+        hidden = embed(input_ids, self.embed_tokens, self.config.vocab_size, inputs_embeds)
+        ropes = self.rope_tables.at(position_ids, meta)
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, ropes[i], meta)
             if capture is not None and capture.is_layer_capture(i):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention.dense import DensePass
 from ..cache.manager import KVGroupSpec
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
@@ -109,9 +110,10 @@ class DraftHead(nn.Module, ABC):
         """[R, H] -> [R, Vd], model dtype."""
         return linear((hidden,), self.lm_head_of_step(step))
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         """[T] -> [T, H]."""
-        return embed(input_ids, self.embed_tokens, self.config.decoder.vocab_size)
+        vocab = self.config.decoder.vocab_size
+        return embed(input_ids, self.embed_tokens, vocab, inputs_embeds)
 
     @abstractmethod
     def forward(
@@ -121,6 +123,7 @@ class DraftHead(nn.Module, ABC):
         hidden_states: Tensor,
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One draft pass over T rows.
 
@@ -130,6 +133,7 @@ class DraftHead(nn.Module, ABC):
             hidden_states: [T, H]: at step 0 what `project_target_hidden` returned, later what the
                 previous step fed back.
             step: 0 … K-1.
+            inputs_embeds: rows of step 0 whose token has no embedding of its own.
 
         Returns:
             (what `compute_logits` reads, what the next step reads), each [T, H].

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
@@ -95,9 +96,12 @@ class Eagle3Head(DraftHead):
         hidden_states: Tensor,
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
-        first, *others = self.rope_tables.at(position_ids)
-        hidden = self.layers[0](self.embed(input_ids), hidden_states, first, attn_metadata)
+        first, *others = self.rope_tables.at(position_ids, attn_metadata)
+        hidden = self.layers[0](
+            self.embed(input_ids, inputs_embeds), hidden_states, first, attn_metadata
+        )
         for layer, rope in zip(self.layers[1:], others, strict=True):
             hidden = layer(hidden, rope, attn_metadata)
         normed = self.norm(hidden)
@@ -124,8 +128,11 @@ class EagleHead(DraftHead):
         hidden_states: Tensor,
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
-        hidden = linear((self.embed(input_ids), hidden_states), self.fc)
-        for layer, rope in zip(self.layers, self.rope_tables.at(position_ids), strict=True):
+        hidden = linear((self.embed(input_ids, inputs_embeds), hidden_states), self.fc)
+        for layer, rope in zip(
+            self.layers, self.rope_tables.at(position_ids, attn_metadata), strict=True
+        ):
             hidden = layer(hidden, rope, attn_metadata)
         return hidden, hidden

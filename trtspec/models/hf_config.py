@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .config import DecoderConfig
-from .families import FAMILIES, Family
+from .families import FAMILIES, TEXT_PARTS, Family
 from .rope import ROPE_TYPES
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
@@ -43,6 +43,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     Raises:
         CheckpointError: as `load_config`.
     """
+    raw, is_text_part = _text_part(raw, where)
     _refuse_unsupported(raw, where)
     hf = _hf_config(raw, where)
     merged = hf.to_dict()
@@ -52,6 +53,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     _check_heads(heads, kv_heads, head_dim, where)
+    _check_sections(rope.get("mrope_section"), head_dim, where)
     config = DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -64,6 +66,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         rms_norm_eps=hf.rms_norm_eps,
         rope_parameters=rope,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
+        is_text_part=is_text_part,
         layer_windows=(None,) * hf.num_hidden_layers,
         eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
@@ -96,6 +99,23 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."
         ) from err
+
+
+def _text_part(raw: dict[str, Any], where: Path) -> tuple[dict[str, Any], bool]:
+    """The text model's config of a multimodal one, and whether it was one. Older files keep the
+    text's fields beside the encoder's."""
+    model_type = TEXT_PARTS.get(str(raw.get("model_type")))
+    if model_type is None:
+        return raw, False
+    inner = raw.get("text_config", raw)
+    if not isinstance(inner, dict):
+        raise CheckpointError(
+            f"{where}: text_config={inner!r}; it must be an object. Copy the file again from the "
+            "model's source."
+        )
+    ours = {key: value for key, value in inner.items() if key != "vision_config"}
+    tied = inner.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))
+    return {**ours, "model_type": model_type, "tie_word_embeddings": tied}, True
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
@@ -194,6 +214,15 @@ def _check_rope(rope: Any, where: Path, family: Family) -> None:
             f"with rope_type one of {', '.join(ROPE_TYPES)}. Use another model."
         )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if family.has_mrope and rope_type == "mrope":  # what it was called before "default"
+        rope_type = "default"
+    if rope.get("mrope_section") and (not family.has_mrope or rope.get("mrope_interleaved")):
+        raise CheckpointError(
+            f"{where}: mrope_section={rope['mrope_section']!r} with mrope_interleaved="
+            f"{rope.get('mrope_interleaved')!r} is not supported; allowed are sections one after "
+            f"the other, in {', '.join(n for n, f in FAMILIES.items() if f.has_mrope)}. Use "
+            "another model."
+        )
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(
             f"{where}: rope_type={rope_type!r} is not supported; allowed are "
@@ -209,6 +238,19 @@ def _partial_rotary(got: Any, where: Path) -> str:
         f"{where}: partial_rotary_factor={got!r} is not supported; allowed is 1 (RoPE on the whole "
         "head). Use another model."
     )
+
+
+def _check_sections(sections: Any, head_dim: int, where: Path) -> None:
+    if sections is None:
+        return
+    good = isinstance(sections, list) and len(sections) == 3
+    if not good or not all(isinstance(n, int) and n >= 0 for n in sections) or (
+        2 * sum(sections) != head_dim
+    ):  # fmt: skip
+        raise CheckpointError(
+            f"{where}: mrope_section={sections!r}; it must be three ints that sum to head_dim / 2 "
+            f"= {head_dim // 2}. Copy the file again from the model's source."
+        )
 
 
 def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:

@@ -20,6 +20,7 @@ from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
@@ -133,10 +134,12 @@ class MTPHead(DraftHead):
         hidden_states: Tensor,
         attn_metadata: AttentionMetadata | DensePass,
         step: int,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)
-        embeddings = embed(input_ids, layer.embed_tokens, self.config.decoder.vocab_size)
-        rope = self.rope_tables.at(position_ids)[step % len(self.layers)]
+        vocab = self.config.decoder.vocab_size
+        embeddings = embed(input_ids, layer.embed_tokens, vocab, inputs_embeds)
+        rope = self.rope_tables.at(position_ids, attn_metadata)[step % len(self.layers)]
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden
 

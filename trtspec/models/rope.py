@@ -6,7 +6,9 @@ extension means here what it means there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,8 @@ class RopeTables(nn.Module):
     def __init__(self, config: DecoderConfig, num_positions: int | None = None):
         super().__init__()
         names: dict[str, str] = {}
-        self._name_of_layer = []
+        self._name_of_layer: list[str] = []
+        self._axes: dict[str, Tensor] = {}  # of tables with M-RoPE, [head_dim] int64
         for layer in range(config.num_layers):
             own = config.of_layer(layer)
             kind = repr((sorted(own.rope_parameters.items()), own.head_dim, own.rotary_dim))
@@ -37,12 +40,39 @@ class RopeTables(nn.Module):
                 names[kind] = f"table{len(names)}"
                 table = build_cos_sin(own, num_positions)  # [positions, head_dim] float32
                 self.register_buffer(names[kind], table, persistent=False)
+                axes = axis_of_frequency(own.rope_parameters)
+                if axes is not None:
+                    self._axes[names[kind]] = axes.repeat(2)
             self._name_of_layer.append(names[kind])
 
-    def at(self, position_ids: Tensor) -> list[Rope]:
-        """One for every layer; position_ids [T] int64."""
-        ropes = {name: Rope(table, position_ids) for name, table in self.named_buffers()}
+    def at(self, position_ids: Tensor, meta: Any = None) -> list[Rope]:
+        """One for every layer.
+
+        Args:
+            position_ids: [T] int64.
+            meta: the pass's metadata, whose `rope_position_ids` go before, if it has some.
+        """
+        own = getattr(meta, "rope_position_ids", None)
+        if own is not None:
+            position_ids = own
+        ropes = {
+            name: self._rope(name, table, position_ids) for name, table in self.named_buffers()
+        }
         return [ropes[name] for name in self._name_of_layer]
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether rows may stand at three positions each (M-RoPE)."""
+        return bool(self._axes)
+
+    def _rope(self, name: str, table: Tensor, position_ids: Tensor) -> Rope:
+        if position_ids.dim() == 1:
+            return Rope(table, position_ids)
+        if name not in self._axes:
+            return Rope(table, position_ids[0])
+        axes = self._axes[name].to(table.device)
+        turned = table[position_ids].gather(0, axes.expand(1, position_ids.shape[1], -1))[0]
+        return Rope(turned, torch.arange(len(turned), device=table.device))
 
     @property
     def num_positions(self) -> int:
@@ -73,6 +103,16 @@ def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Te
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
         still = (config.head_dim - 2 * angles.shape[1]) // 2
         return torch.cat([F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))], dim=-1)
+
+
+def axis_of_frequency(parameters: Mapping[str, Any]) -> Tensor | None:
+    """[D/2] int64: the axis (time, height, width) whose position each frequency turns by, or None
+    without M-RoPE (Qwen2-VL, arXiv:2409.12191)."""
+    sections = parameters.get("mrope_section")
+    if not sections:
+        return None
+    with torch.device("cpu"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
 
 
 def rotation_order(config: DecoderConfig) -> Tensor | None:

@@ -99,11 +99,23 @@ def load_weights(
     }
     with ExitStack() as stack:
         sources = open_checkpoint(model_dir, stack)
+        if config.is_text_part:
+            sources = _text_tensors(sources)
         _check(places, sources, model_dir, config)
         place_tensors(model, places, sources, dtype, device)
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, device, pack)
+
+
+def _text_tensors(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Those of a multimodal checkpoint's text model, named as it is alone."""
+    inner = "model.language_model."
+    return {
+        f"model.{name.removeprefix(inner)}" if name.startswith(inner) else name: source
+        for name, source in sources.items()
+        if not name.startswith(("visual.", "model.visual."))
+    }
 
 
 def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:

@@ -384,6 +384,7 @@ def draft_step(
         num_generations=positions.shape[0],
         rows_per_generation=positions.shape[1],
         position_ids=guarded,
+        rope_position_ids=meta.rope_positions_of_rows(guarded),
         kv_lens=lens,
         max_kv_len=min(meta.max_kv_len + extra_kv, meta.max_seq_len),
         slot_mappings=slots,

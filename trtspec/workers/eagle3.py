@@ -77,8 +77,9 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 accepted, lens, meta.position_ids, meta.rows_per_generation
             )
         out, fed_on = model(
-            ids, meta.position_ids, model.project_target_hidden(hidden_states), meta, step=0
-        )
+            ids, meta.position_ids, model.project_target_hidden(hidden_states), meta, step=0,
+            inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
+        )  # fmt: skip
         proposing, hidden = gather_rows(rows, out, fed_on)
         chain = DraftChain(
             model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..metadata.spec import SpecMetadata
 
 
@@ -15,8 +16,8 @@ class DraftModel(Protocol):
     """A network that drafts from the target's hidden states (an EAGLE head, MTP layers).
 
     Calling it is one draft pass: input_ids [T] (the token *after* each row), position_ids [T],
-    hidden_states [T, H], metadata, step -> (what `compute_logits` reads, what the next step
-    reads), both [T, H].
+    hidden_states [T, H], metadata, step, and at step 0 the rows whose token's embedding is given
+    -> (what `compute_logits` reads, what the next step reads), both [T, H].
     """
 
     num_layers: int
@@ -37,6 +38,7 @@ class DraftModel(Protocol):
         hidden_states: Tensor,
         attn_metadata: AttentionMetadata,
         step: int,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor: ...

@@ -15,6 +15,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
+    "qwen2_vl_text": Family("qwen2_vl_text", qwen2, has_mrope=True),
+    "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),
 }
 
-__all__ = ["FAMILIES", "Family"]
+TEXT_PARTS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Multimodal model -> the family of its text part, which is what trtspec runs. What its encoders
+make of images is given as an `EmbedsPrompt`."""
+
+__all__ = ["FAMILIES", "TEXT_PARTS", "Family"]

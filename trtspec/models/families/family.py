@@ -21,3 +21,4 @@ class Family:
     activations: tuple[str, ...] = ("silu",)  # `hidden_act` may be one of these
     has_partial_rotary: bool = False
     has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters
+    has_mrope: bool = False  # positions of three axes, by `mrope_section`

@@ -1,0 +1,240 @@
+"""Prompts with vectors in place of embeddings and positions of three axes, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import DEFAULTS, tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
+
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    EmbedsPrompt,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SaveHiddenStatesDecodingConfig,
+)
+from trtspec.config import DecodingBaseConfig
+from trtspec.errors import CheckpointError, RequestError
+
+SIZE = DEFAULTS["hidden_size"]
+LAYERS = 6
+IMAGE = 96  # the placeholder's id
+PROMPT = [5, 6, *[IMAGE] * 6, 7, 8, 9, IMAGE, IMAGE, 3]
+MASK = torch.tensor([token == IMAGE for token in PROMPT])
+
+
+def _mrope_positions() -> Tensor:
+    """[3, n]: an image of 2 x 3 patches between texts, then one of 1 x 2."""
+    columns = [(0, 0, 0), (1, 1, 1)]
+    columns += [(2, 2 + y, 2 + x) for y in range(2) for x in range(3)]
+    columns += [(5, 5, 5), (6, 6, 6), (7, 7, 7), (8, 8, 8), (8, 8, 9), (10, 10, 10)]
+    return torch.tensor(columns).T
+
+
+def _prompt(**changes: Any) -> EmbedsPrompt:
+    vectors = torch.randn(int(MASK.sum()), SIZE, generator=torch.Generator().manual_seed(3))
+    return EmbedsPrompt(**{
+        "prompt_token_ids": PROMPT, "prompt_embeds": vectors, "is_embed": MASK, **changes
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def vl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2.5-VL checkpoint as a whole, encoder included."""
+    path = tmp_path_factory.mktemp("vl") / "qwen2_5_vl"
+    text = {
+        **DEFAULTS, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2],
+        },
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size":
+        SIZE, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    config.tie_word_embeddings = False
+    torch.manual_seed(4)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                noise = 1 + 0.2 * noise
+            elif parameter.dim() > 1:
+                noise *= parameter[0].numel() ** -0.5 * (3 if "lm_head" in name else 1.5)
+            parameter.copy_(noise)
+    model.save_pretrained(path)
+    return path
+
+
+def _oracle(model_dir: Path, prompt: EmbedsPrompt, count: int) -> list[int]:
+    """transformers' greedy output, the whole text anew for every token."""
+    is_vl = "qwen2_5_vl" in model_dir.name
+    kind = Qwen2_5_VLForConditionalGeneration if is_vl else AutoModelForCausalLM
+    model = kind.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    body = model.model.language_model if is_vl else model.model
+    ids = list(prompt.prompt_token_ids)
+    output: list[int] = []
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(torch.tensor(ids))
+        embeds[MASK] = prompt.prompt_embeds
+        positions = torch.arange(len(ids)).repeat(3, 1)
+        if prompt.mrope_positions is not None:
+            positions = prompt.mrope_positions
+        for _ in range(count):
+            where = positions[:, None] if is_vl else positions[:1]
+            hidden = body(inputs_embeds=embeds[None], position_ids=where, use_cache=False)[0]
+            output.append(int(model.lm_head(hidden[0, -1]).argmax()))
+            following = model.get_input_embeddings()(torch.tensor(output[-1:]))
+            embeds = torch.cat([embeds, following])
+            positions = torch.cat([positions, positions.max().view(1, 1).expand(3, 1) + 1], dim=1)
+    return output
+
+
+def _configs(tmp_path: Path, target: Path) -> dict[str, DecodingBaseConfig | None]:
+    head = eagle3_dir(tmp_path, draft_vocab=None)
+    return {
+        "none": None,
+        "ngram": NGramDecodingConfig(max_draft_len=3),
+        "eagle3": EagleDecodingConfig(max_draft_len=3, speculative_model=str(head)),
+        "eagle3_two_engine": EagleDecodingConfig(
+            max_draft_len=2, speculative_model=str(head), eagle3_one_model=False
+        ),
+        "draft_target": DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(target)),
+    }
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"enable_chunked_prefill": True, "max_num_tokens": 12, "max_batch_size": 2},
+    {"disable_overlap_scheduler": False},
+])  # fmt: skip
+def test_positions_of_three_axes_equal_transformers(
+    vl_dir: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    prompt = _prompt(mrope_positions=_mrope_positions())
+    expected = _oracle(vl_dir, prompt, 12)
+    assert expected != _oracle(vl_dir, _prompt(), 12), "the positions do not matter to this model"
+    settings = {"max_batch_size": 2, **settings}
+    for name, config in _configs(tmp_path, vl_dir).items():
+        llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=64, **settings)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        text = [11, 12, 13]
+        mixed, plain = llm.generate([prompt, text], params)
+        assert mixed.outputs[0].token_ids == expected, name
+        alone = llm.generate(text, params)
+        assert plain.outputs[0].token_ids == alone.outputs[0].token_ids, name
+
+
+def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
+    """The target itself drafts; the vectors are the placeholder's own, so it can read them."""
+    config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(vl_dir))
+    llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=64)
+    own = llm.executor.target.embed_tokens.weight[IMAGE].expand(int(MASK.sum()), -1)
+    prompt = _prompt(prompt_embeds=own, mrope_positions=_mrope_positions())
+    params = SamplingParams(max_tokens=17, ignore_eos=True)
+    for output in llm.generate([prompt, [11, 12, 13]], params):
+        assert output.spec_stats.acceptance_length == 4
+
+
+def test_preempted_requests_read_their_vectors_again(vl_dir: Path, tmp_path: Path) -> None:
+    prompt = _prompt(mrope_positions=_mrope_positions())
+    expected = _oracle(vl_dir, prompt, 30)
+    head = eagle3_dir(tmp_path, draft_vocab=None)
+    llm = LLM(
+        vl_dir, EagleDecodingConfig(max_draft_len=3, speculative_model=str(head)), device="cpu",
+        dtype="float32", max_batch_size=3, max_seq_len=64,
+        kv_cache_config=KvCacheConfig(max_tokens=104, tokens_per_block=8),
+    )  # fmt: skip
+    outputs = llm.generate([prompt] * 3, SamplingParams(max_tokens=30, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == [expected] * 3
+    assert llm.stats().num_preemptions > 0
+
+
+def test_vectors_without_axes_and_what_a_head_reads(tmp_path: Path) -> None:
+    """Also: row i of draft step 0 has the vector of place i + 1, whatever the chunking."""
+    target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=1)
+    prompt = _prompt()
+    expected = _oracle(target, prompt, 12)
+    for chunk in (64, 5, 4):
+        config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=False)
+        llm = LLM(
+            target, config, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=64,
+            max_num_tokens=chunk, enable_chunked_prefill=True,
+        )  # fmt: skip
+        read: list[Tensor] = []
+        layer = llm.executor.draft_model.layers[0]  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0].clone()))
+        output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+        assert output.outputs[0].token_ids == expected
+        firsts = [e for e in read if len(e) > 1] if chunk == 64 else read
+        seen = torch.cat(firsts)
+        wanted = prompt.prompt_embeds
+        missing = [i for i, row in enumerate(wanted) if not (seen == row).all(1).any()]
+        assert not missing
+        if chunk == 64:
+            places = prompt.places - 1
+            assert torch.equal(firsts[0][places], wanted)
+
+
+def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
+    vectors = torch.zeros(int(MASK.sum()), SIZE)
+    for changes, said in (
+        ({"prompt_embeds": vectors[:3]}, "3 rows for 8 places"),
+        ({"prompt_embeds": vectors.long()}, "float tensor"),
+        ({"is_embed": MASK[:4]}, "bool tensor"),
+        ({"mrope_positions": torch.zeros(2, 4, dtype=torch.int64)}, r"\[3, 14\]"),
+        ({"mrope_positions": torch.full((3, len(PROMPT)), -1)}, ">= 0"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            _prompt(**changes)
+    llm = LLM(vl_dir, device="cpu", dtype="float32", max_seq_len=64)
+    with pytest.raises(RequestError, match=f"hidden size is {SIZE}"):
+        llm.generate(_prompt(prompt_embeds=torch.zeros(len(vectors), SIZE + 1)))
+    with pytest.raises(RequestError, match="the model has 256 positions"):
+        llm.generate(_prompt(mrope_positions=_mrope_positions() + 250))
+    plain = tiny_model_dir(tmp_path, num_hidden_layers=LAYERS)
+    llm = LLM(plain, device="cpu", dtype="float32", max_seq_len=64)
+    with pytest.raises(RequestError, match="no mrope_section"):
+        llm.generate(_prompt(mrope_positions=_mrope_positions()))
+    saving = SaveHiddenStatesDecodingConfig(output_directory=str(tmp_path / "states"))
+    llm = LLM(plain, saving, device="cpu", dtype="float32", max_seq_len=64)
+    with pytest.raises(RequestError, match="SAVE_HIDDEN_STATES"):
+        llm.generate(_prompt())
+    vanilla = mtp_model_dir(tmp_path, num_mtp_layers=2)
+    llm = LLM(
+        vanilla,
+        MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True),
+        device="cpu",
+        dtype="float32",
+    )
+    with pytest.raises(RequestError, match="use_mtp_vanilla=False"):
+        llm.generate(_prompt())
+
+
+@pytest.mark.parametrize(("sections", "interleaved", "said"), [
+    ([1, 1], False, "three ints"), ([4, 4, 4], False, "sum to head_dim"),
+    ([1, 1, 2], True, "mrope_interleaved"),
+])  # fmt: skip
+def test_sections_that_cannot_be(
+    vl_dir: Path, tmp_path: Path, sections: list[int], interleaved: bool, said: str
+) -> None:
+    raw = json.loads((vl_dir / "config.json").read_text())
+    raw["text_config"]["rope_parameters"] |= {
+        "mrope_section": sections, "mrope_interleaved": interleaved
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=said):
+        LLM(tmp_path, device="cpu")

@@ -1,0 +1,80 @@
+"""What prompts with embeddings add to a pass: vectors of its rows, and where rows stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..errors import RequestError
+from ..metadata.embeds import RowEmbeds
+from ..metadata.sampling import rows_to_tensor, to_device
+from ..models.decoder import Decoder
+from ..multimodal import EmbedsPrompt
+from .request import ContextChunk
+
+
+def place_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -> EmbedsPrompt:
+    """The prompt with its vectors as the target's own embeddings are kept.
+
+    Raises:
+        RequestError: it does not fit the target.
+    """
+    weight, tables = target.embed_tokens.weight, target.rope_tables
+    if prompt.prompt_embeds.shape[1] != weight.shape[1]:
+        raise RequestError(
+            f"prompt_embeds is {prompt.prompt_embeds.shape[1]} wide, the model's hidden size is "
+            f"{weight.shape[1]}: give vectors of the model's own encoder."
+        )
+    if prompt.mrope_positions is not None:
+        if not tables.has_axes:
+            raise RequestError(
+                "mrope_positions is given, but the model's config has no mrope_section: its tokens "
+                "have one position each. Leave it out."
+            )
+        end = max_total_tokens + max(prompt.rope_delta, 0)
+        if max(end, int(prompt.mrope_positions.max()) + 1) > tables.num_positions:
+            raise RequestError(
+                f"mrope_positions goes to {int(prompt.mrope_positions.max())}, and output follows: "
+                f"the model has {tables.num_positions} positions. Shorten the prompt or max_tokens."
+            )
+    return replace(prompt, prompt_embeds=prompt.prompt_embeds.to(weight))
+
+
+def row_embeds(
+    chunks: Sequence[ContextChunk], ahead: int, device: torch.device
+) -> RowEmbeds | None:
+    """The vectors of the tokens that stand `ahead` rows further on than each row, 0 or 1."""
+    rows: list[int] = []
+    values: list[Tensor] = []
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
+    for chunk, first in zip(chunks, firsts, strict=False):
+        prompt = chunk.request.embeds
+        if prompt is None:
+            continue
+        places = prompt.places - ahead
+        begin, end = (int(torch.searchsorted(places, bound)) for bound in (chunk.start, chunk.end))
+        rows += (places[begin:end] - chunk.start + first).tolist()
+        values.append(prompt.prompt_embeds[begin:end])
+    if not rows:
+        return None
+    return RowEmbeds(rows_to_tensor(rows, torch.int64, device), torch.cat(values))
+
+
+def context_rope_positions(chunks: Sequence[ContextChunk], device: torch.device) -> Tensor | None:
+    """[3, T_ctx] int64, None where every token has one position and that is its place."""
+    if all(c.request.embeds is None or c.request.embeds.mrope_positions is None for c in chunks):
+        return None
+    parts = []
+    for chunk in chunks:
+        prompt = chunk.request.embeds
+        positions = torch.arange(chunk.start, chunk.end).repeat(3, 1)
+        if prompt is not None and prompt.mrope_positions is not None:
+            own = prompt.mrope_positions.cpu()[:, chunk.start : chunk.end]
+            positions += prompt.rope_delta  # of output, which a preempted request reads again
+            positions[:, : own.shape[1]] = own
+        parts.append(positions)
+    return to_device(torch.cat(parts, dim=1), device)

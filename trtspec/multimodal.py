@@ -1,0 +1,82 @@
+"""A prompt that is not all text: vectors in place of some tokens' embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import RequestError
+
+
+@dataclass(frozen=True, eq=False)
+class EmbedsPrompt:
+    """Token ids with the vectors that an encoder made, as a multimodal model's processor gives
+    them. Target and draft heads read the vectors; whoever looks at ids (penalties, n-grams, a draft
+    model of its own) reads the placeholders.
+
+    Args:
+        prompt_token_ids: n ids; at an image's places its placeholder.
+        prompt_embeds: [m, D] of any float dtype, D the model's hidden size, in the prompt's order.
+        is_embed: [n] bool, the m places the vectors stand at; None is all of them.
+        mrope_positions: [3, n] int, time, height and width of each token, for models with M-RoPE
+            (transformers' `get_rope_index`); None counts the tokens. Output follows the largest.
+
+    Raises:
+        RequestError: shapes or dtypes do not fit each other.
+    """
+
+    prompt_token_ids: Sequence[int]
+    prompt_embeds: Tensor
+    is_embed: Tensor | None = None
+    mrope_positions: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        count, embeds = len(self.prompt_token_ids), self.prompt_embeds
+        if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not embeds.is_floating_point():
+            raise RequestError(
+                f"prompt_embeds={_form(embeds)}: give a float tensor [m, hidden size]."
+            )
+        mask, positions = self.is_embed, self.mrope_positions
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (count,)
+        ):
+            raise RequestError(
+                f"is_embed={_form(mask)}: give a bool tensor [{count}], one for each token."
+            )
+        places = count if mask is None else int(mask.sum())
+        if places != len(embeds):
+            raise RequestError(
+                f"prompt_embeds has {len(embeds)} rows for {places} places: give one for each "
+                "token, or say with is_embed where they stand."
+            )
+        if positions is None:
+            return
+        is_int = isinstance(positions, Tensor) and not positions.is_floating_point()
+        if not is_int or positions.shape != (3, count) or bool((positions < 0).any()):
+            raise RequestError(
+                f"mrope_positions={_form(positions)}: give an int tensor [3, {count}] of "
+                "positions >= 0."
+            )
+
+    @property
+    def places(self) -> Tensor:
+        """[m] int64, the tokens that the vectors stand for."""
+        if self.is_embed is None:
+            return torch.arange(len(self.prompt_token_ids))
+        return self.is_embed.cpu().nonzero().flatten()
+
+    @property
+    def rope_delta(self) -> int:
+        """Rotary position of the first output token, less its place in the text."""
+        if self.mrope_positions is None:
+            return 0
+        return int(self.mrope_positions.max()) + 1 - len(self.prompt_token_ids)
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return repr(value)
