@@ -307,6 +307,30 @@ def test_last_two_tokens(seed: int, num_seqs: int, k: int) -> None:
 
 
 @CASES
+@given(SEEDS, st.integers(0, 5), st.integers(0, 8), st.integers(1, 8), st.integers(0, 1))
+def test_masked_rows(seed: int, num_seqs: int, k: int, proposals: int, offset: int) -> None:
+    rng, mask = random.Random(seed), 77
+    longest = rng.randint(1, k + 1)
+    rows = longest + proposals - 1
+    accepted, lens = _accepted(rng, num_seqs, k, longest)
+    positions = [rng.randrange(100) for _ in range(40)]
+    certain = [rng.randrange(30) for _ in range(num_seqs)]
+    out = run(
+        "masked_rows", ints(accepted).view(num_seqs, k + 1), ints(lens),
+        ints(positions, torch.int64), ints(certain, torch.int64), rows, proposals, mask, offset,
+    )  # fmt: skip
+    for b, (row, n) in enumerate(zip(accepted, lens, strict=True)):
+        assert out.tokens[b].tolist() == row[:n] + [mask] * (rows - n)
+        first = positions[certain[b]] + offset
+        assert out.positions[b].tolist() == list(range(first, first + rows))
+        sources = [certain[b] + j if j < n else len(positions) for j in range(rows)]
+        assert out.sources[b * rows : (b + 1) * rows].tolist() == sources
+        expected = [b * rows + n - 1 + i for i in range(proposals)]
+        assert out.proposing[b::num_seqs].tolist() == expected
+        assert out.last_positions[b] == positions[certain[b]] + n
+
+
+@CASES
 @given(SEEDS, st.integers(0, 5), st.integers(1, 3))
 def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
     rng = random.Random(seed)
