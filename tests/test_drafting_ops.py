@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model_dir
-from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir
+from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 from torch import Tensor
 
 from trtspec import (
@@ -437,10 +437,12 @@ def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
         target = mtp_model_dir(tmp_path, num_mtp_layers=3 if vanilla else 1)
         return target, MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=vanilla)
     target = tiny_model_dir(tmp_path, num_hidden_layers=8)
-    if name == "draft_target":
-        draft = tiny_model_dir(tmp_path, num_hidden_layers=1)
+    if name in ("draft_target", "pard"):
+        make = tiny_model_dir if name == "draft_target" else pard_dir
+        draft = make(tmp_path, num_hidden_layers=1)
         return target, DraftTargetDecodingConfig(max_draft_len=3, speculative_model=draft)
-    head = eagle1_dir(tmp_path) if name == "eagle1" else eagle3_dir(tmp_path)
+    heads = {"eagle1": eagle1_dir, "p_eagle": p_eagle_dir}
+    head = heads.get(name, eagle3_dir)(tmp_path)
     one_model = name != "eagle3_two_engine"
     return target, EagleDecodingConfig(
         max_draft_len=3, speculative_model=head, eagle3_one_model=one_model
@@ -449,7 +451,17 @@ def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", "eagle3_two_engine", "eagle1", "mtp_eagle", "mtp_vanilla", "draft_target", "plain"],
+    [
+        "eagle3",
+        "eagle3_two_engine",
+        "eagle1",
+        "mtp_eagle",
+        "mtp_vanilla",
+        "draft_target",
+        "p_eagle",
+        "pard",
+        "plain",
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_run_with_kernels_is_the_same(tmp_path: Path, name: str, temperature: float) -> None:
