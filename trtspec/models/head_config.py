@@ -132,7 +132,8 @@ def parse_eagle(
     layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
     if mask is not None:
         name = common.format.replace("EAGLE-3", "P-EAGLE")
-        suggested = common.suggested_draft_len or trained
+        lengths = [n for n in (common.suggested_draft_len, trained) if n is not None]
+        suggested = min(lengths, default=None)
         common = replace(common, format=name, suggested_draft_len=suggested)
     return replace(
         common, layers_to_capture=layers, captured_by=origin, mask_token_id=mask,

@@ -92,7 +92,7 @@ class ParallelEagle3Worker(ParallelWorker):
     def draft(self, inputs: DraftInputs) -> Tensor:
         head, meta, hidden_states = draft_source(inputs)
         model = cast(ParallelDraftModel, head)
-        if model.mask_hidden is None:
+        if getattr(model, "mask_hidden", None) is None:
             raise ConfigError(
                 "The head has no mask_hidden, which it would read at the masks: it drafts one "
                 "token a pass. Make the worker with mask_token_id=None."
@@ -102,6 +102,7 @@ class ParallelEagle3Worker(ParallelWorker):
             ids = shifted_input_ids(self, inputs, meta)[:tokens]
             model(ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0)
         rows, ids, step = self.rows_of_pass(inputs, meta)
+        assert model.mask_hidden is not None
         states = torch.cat([hidden, model.mask_hidden[None]])  # row T is the masks'
         (hidden,) = gather_rows(rows.sources, states)
         out, _ = model(ids, step.position_ids, hidden, step, step=0)
