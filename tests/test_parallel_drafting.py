@@ -262,6 +262,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
         ),
         "max_draft_len=9: .* trained to propose 8",
     ),
+    "longer than trained, speculators": (
+        lambda p: EagleDecodingConfig(
+            max_draft_len=6, speculative_model=_speculators(p_eagle_dir(p))
+        ),
+        "max_draft_len=6: .* trained to propose 5",
+    ),
     "two engines": (
         lambda p: _p_eagle(p, one_model=False),
         "Mode EAGLE3 does not draft in parallel .* leave out eagle3_one_model",

@@ -132,6 +132,8 @@ def parse_eagle(
     layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
     if mask is not None:
         name = common.format.replace("EAGLE-3", "P-EAGLE")
+        if speculators and trained is None:  # its trainer writes the number of trained depths there
+            trained = common.suggested_draft_len
         lengths = [n for n in (common.suggested_draft_len, trained) if n is not None]
         suggested = min(lengths, default=None)
         common = replace(common, format=name, suggested_draft_len=suggested)
