@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny import tiny_model_dir
-from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 
 from trtspec import (
     LLM,
@@ -22,28 +22,33 @@ from trtspec.config import DecodingBaseConfig
 VOCAB, K = 97, 3
 NETWORKS = [
     "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle", "mtp_eagle_two_engine",
+    "pard", "p_eagle",
 ]  # fmt: skip
 
 
 def make_models(path: Path) -> Path:
-    """A target with MTP layers, a drafting model and an EAGLE-3 head."""
+    """A target with MTP layers, drafting models and EAGLE-3 heads."""
     mtp_model_dir(path, seed=1, num_mtp_layers=K).rename(path / "target")
     tiny_model_dir(path, seed=2).rename(path / "draft")
     eagle3_dir(path).rename(path / "head")
+    p_eagle_dir(path).rename(path / "parallel_head")
+    pard_dir(path).rename(path / "parallel_draft")
     return path
 
 
 def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
     if mode == "ngram":
         return NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, acceptance=rule)
-    if mode == "draft_target":
+    if mode in ("draft_target", "pard"):
+        name = "draft" if mode == "draft_target" else "parallel_draft"
         return DraftTargetDecodingConfig(
-            max_draft_len=K, speculative_model=folder / "draft", acceptance=rule
+            max_draft_len=K, speculative_model=folder / name, acceptance=rule
         )
-    if mode.startswith("eagle3"):
+    if "eagle" in mode and not mode.startswith("mtp"):
+        name = "head" if mode.startswith("eagle3") else "parallel_head"
         return EagleDecodingConfig(
-            max_draft_len=K, speculative_model=folder / "head", acceptance=rule,
-            eagle3_one_model=mode == "eagle3", eagle3_layers_to_capture=[0, 1, 2],
+            max_draft_len=K, speculative_model=folder / name, acceptance=rule,
+            eagle3_one_model=mode != "eagle3_two_engine", eagle3_layers_to_capture=[0, 1, 2],
         )  # fmt: skip
     return MTPDecodingConfig(
         num_nextn_predict_layers=K, use_mtp_vanilla=mode == "mtp", acceptance=rule,

@@ -59,8 +59,11 @@ def load_speculators() -> ModuleType:
             del sys.modules[name]
 
 
-def build_eagle3(seed: int = 0, *, family: str = "llama", **flags: Any) -> Any:
-    """A float32 `Eagle3DraftModel`; `flags` are fields of the head's config or of its layers'.
+def build_eagle3(
+    seed: int = 0, *, family: str = "llama", mask_token_id: int | None = None, **flags: Any
+) -> Any:
+    """A float32 `Eagle3DraftModel`; `flags` are fields of the head's config or of its layers'. With
+    a mask token it is a `PEagleDraftModel`.
 
     Every weight is random and large enough that leaving one out shows in the logits. The draft
     vocabulary is a random subset of the target's, unless both have the same size.
@@ -69,17 +72,22 @@ def build_eagle3(seed: int = 0, *, family: str = "llama", **flags: Any) -> Any:
     greedy = importlib.import_module("speculators.proposals.greedy").GreedyTokenProposalConfig
     head_flags = {name: flags.pop(name) for name in (*HEAD_FIELDS, *HEAD_DEFAULTS) if name in flags}
     layers = {**DEFAULTS, "num_hidden_layers": 1, "attn_implementation": "eager", **flags}
-    config = package.Eagle3SpeculatorConfig(
+    Config, Model = package.Eagle3SpeculatorConfig, package.Eagle3DraftModel
+    if mask_token_id is not None:
+        parallel = importlib.import_module("speculators.models.peagle")
+        Config, Model = parallel.PEagleSpeculatorConfig, parallel.PEagleDraftModel
+        head_flags["mask_token_id"] = mask_token_id
+    config = Config(
         transformer_layer_config=AutoConfig.for_model(family, **layers),
         speculators_config=package.SpeculatorsConfig(
-            algorithm="eagle3",
+            algorithm="eagle3" if mask_token_id is None else "peagle",
             proposal_methods=[greedy(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
         **{**HEAD_DEFAULTS, **head_flags},
     )
-    model = package.Eagle3DraftModel(config).float().eval()
+    model = Model(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -116,3 +124,36 @@ def step_logits(model: Any, hidden: Tensor, token_ids: Tensor, steps: int) -> li
         documents = torch.zeros_like(token_ids)
         model(hidden[None], token_ids[None], documents[None], ttt_steps=steps)
     return logits
+
+
+class _Seen(Exception):
+    """Ends a forward once the logits are there."""
+
+
+def parallel_logits(model: Any, hidden: Tensor, token_ids: Tensor, depths: int) -> list[Tensor]:
+    """A `PEagleDraftModel`'s logits [depths, draft_vocab] after each of the first T - depths rows.
+
+    Row i reads hidden i [n_aux * H] and the embedding of token i (already shifted by the caller);
+    at depth d > 0 it reads masks at position i + d. All places are looked at, in place of the
+    sample that training takes.
+    """
+    core = importlib.import_module("speculators.models.peagle.core")
+    rows = len(token_ids)
+    anchors = torch.cat([torch.arange(rows - d) for d in range(depths)])
+    depth = torch.cat([torch.full((rows - d,), d) for d in range(depths)])
+    seen: list[Tensor] = []
+
+    def look(*call: Any) -> None:
+        seen.append(call[2][0])
+        raise _Seen
+
+    handle = model.lm_head.register_forward_hook(look)
+    stance = torch.compiler.set_stance("force_eager")
+    with handle, torch.no_grad(), stance, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, depth))
+        with pytest.raises(_Seen):
+            model(
+                hidden[None], token_ids[None], torch.zeros_like(token_ids)[None],
+                verifier_last_hidden_states=hidden[None], num_depths=depths,
+            )  # fmt: skip
+    return [seen[0][anchors == i] for i in range(rows - depths)]

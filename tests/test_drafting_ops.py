@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model_dir
-from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir
+from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 from torch import Tensor
 
 from trtspec import (
@@ -307,6 +307,30 @@ def test_last_two_tokens(seed: int, num_seqs: int, k: int) -> None:
 
 
 @CASES
+@given(SEEDS, st.integers(0, 5), st.integers(0, 8), st.integers(1, 8), st.integers(0, 1))
+def test_masked_rows(seed: int, num_seqs: int, k: int, proposals: int, offset: int) -> None:
+    rng, mask = random.Random(seed), 77
+    longest = rng.randint(1, k + 1)
+    rows = longest + proposals - 1
+    accepted, lens = _accepted(rng, num_seqs, k, longest)
+    positions = [rng.randrange(100) for _ in range(40)]
+    certain = [rng.randrange(30) for _ in range(num_seqs)]
+    out = run(
+        "masked_rows", ints(accepted).view(num_seqs, k + 1), ints(lens),
+        ints(positions, torch.int64), ints(certain, torch.int64), rows, proposals, mask, offset,
+    )  # fmt: skip
+    for b, (row, n) in enumerate(zip(accepted, lens, strict=True)):
+        assert out.tokens[b].tolist() == row[:n] + [mask] * (rows - n)
+        first = positions[certain[b]] + offset
+        assert out.positions[b].tolist() == list(range(first, first + rows))
+        sources = [certain[b] + j if j < n else len(positions) for j in range(rows)]
+        assert out.sources[b * rows : (b + 1) * rows].tolist() == sources
+        expected = [b * rows + n - 1 + i for i in range(proposals)]
+        assert out.proposing[b::num_seqs].tolist() == expected
+        assert out.last_positions[b] == positions[certain[b]] + n
+
+
+@CASES
 @given(SEEDS, st.integers(0, 5), st.integers(1, 3))
 def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
     rng = random.Random(seed)
@@ -413,10 +437,12 @@ def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
         target = mtp_model_dir(tmp_path, num_mtp_layers=3 if vanilla else 1)
         return target, MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=vanilla)
     target = tiny_model_dir(tmp_path, num_hidden_layers=8)
-    if name == "draft_target":
-        draft = tiny_model_dir(tmp_path, num_hidden_layers=1)
+    if name in ("draft_target", "pard"):
+        make = tiny_model_dir if name == "draft_target" else pard_dir
+        draft = make(tmp_path, num_hidden_layers=1)
         return target, DraftTargetDecodingConfig(max_draft_len=3, speculative_model=draft)
-    head = eagle1_dir(tmp_path) if name == "eagle1" else eagle3_dir(tmp_path)
+    heads = {"eagle1": eagle1_dir, "p_eagle": p_eagle_dir}
+    head = heads.get(name, eagle3_dir)(tmp_path)
     one_model = name != "eagle3_two_engine"
     return target, EagleDecodingConfig(
         max_draft_len=3, speculative_model=head, eagle3_one_model=one_model
@@ -425,7 +451,17 @@ def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["eagle3", "eagle3_two_engine", "eagle1", "mtp_eagle", "mtp_vanilla", "draft_target", "plain"],
+    [
+        "eagle3",
+        "eagle3_two_engine",
+        "eagle1",
+        "mtp_eagle",
+        "mtp_vanilla",
+        "draft_target",
+        "p_eagle",
+        "pard",
+        "plain",
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_run_with_kernels_is_the_same(tmp_path: Path, name: str, temperature: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from speculators_reference import build_eagle3, save_eagle3, step_logits
+from speculators_reference import build_eagle3, parallel_logits, save_eagle3, step_logits
 from tiny import DEFAULTS, prefill_metadata, tiny_model_dir
 from torch import Tensor
 
@@ -147,3 +147,25 @@ def test_what_the_files_say(target: Decoder, tmp_path: Path) -> None:
     model.embed_tokens.weight.data.copy_(target.embed_tokens.weight)
     head = _load(model, tmp_path, target)
     assert head.shares_embedding and head.embed_tokens is target.embed_tokens
+
+
+@pytest.mark.parametrize(
+    "flags", [{"num_hidden_layers": 3}, {"norm_before_fc": True}, {"fc_norm": True, **FULL}]
+)
+def test_drafting_in_parallel(target: Decoder, tmp_path: Path, flags: dict[str, Any]) -> None:
+    """The known rows, then masks: as the package's P-EAGLE model trains them."""
+    model = build_eagle3(mask_token_id=90, **flags)
+    head, (hidden, ids) = _load(model, tmp_path, target), _inputs(model)
+    assert head.config.mask_token_id == 90 and head.config.trained_draft_len == 3
+    expected = parallel_logits(model, hidden, ids, STEPS)
+    with torch.no_grad():
+        known, mask = head.project_target_hidden(hidden), head.mask_hidden
+        assert isinstance(mask, Tensor)
+        for last in STARTS[:2]:
+            rows = last + STEPS
+            meta, positions = prefill_metadata(head.config.decoder, [rows], PAGE)
+            masks = torch.full((STEPS - 1,), 90)
+            states = torch.cat([known[: last + 1], mask.expand(STEPS - 1, -1)])
+            read = torch.cat([ids[: last + 1], masks])
+            out, _ = head(read, positions, states, meta, step=0)
+            _close(head.compute_logits(out[last:], 0), expected[last])

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model_dir
-from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 
 from trtspec import (
     LLM,
@@ -73,6 +73,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 HEADS = {"eagle3": True, "eagle3_two_engine": False}
+PARALLEL = {"p_eagle": p_eagle_dir, "pard": pard_dir}
 MTP: dict[str, dict[str, bool]] = {
     "mtp": {"use_mtp_vanilla": True},
     "mtp_eagle": {},
@@ -113,6 +114,15 @@ def _config(mode: str, k: int, draft_dir: Path, oracle: Oracle) -> DecodingBaseC
         return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
     if mode == "draft_target":
         return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir)
+    if mode in PARALLEL:
+        folder = draft_dir.parent / mode
+        if not folder.exists():
+            PARALLEL[mode](draft_dir.parent / "parallel").rename(folder)
+        if mode == "pard":
+            return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=folder)
+        return EagleDecodingConfig(
+            max_draft_len=k, speculative_model=folder, eagle3_layers_to_capture=[0, 1, 2]
+        )
     if mode in HEADS:
         head = draft_dir.parent / "eagle3-0"
         if not head.exists():
@@ -126,7 +136,7 @@ def _config(mode: str, k: int, draft_dir: Path, oracle: Oracle) -> DecodingBaseC
     return UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle))
 
 
-MODES = ["none", "ngram", "draft_target", "user_provided", *HEADS, *MTP]
+MODES = ["none", "ngram", "draft_target", "user_provided", *HEADS, *MTP, *PARALLEL]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_model_dir
-from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir
+from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir
 
 from trtspec import cli
 
@@ -66,6 +66,8 @@ def test_other_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path, target_
     assert code == 0 and "DeepSeek-style MTP layers" in text and "Layers │ 3," in text
     code, text = _inspect(capsys, mtp_model_dir(tmp_path, layout="mimo"))
     assert code == 0 and "hidden state, embedding; fed on after" in text
+    code, text = _inspect(capsys, p_eagle_dir(tmp_path, config={"num_depths": 7}))
+    assert code == 0 and "P-EAGLE" in text and "mask token 93, at most 7 tokens" in text
 
 
 def test_what_is_no_head(

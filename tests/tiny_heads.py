@@ -105,6 +105,35 @@ def eagle3_dir(
     return _save(tmp_path, "eagle3", tensors, raw, pickle)
 
 
+MASK_TOKEN = 93
+
+
+def p_eagle_dir(
+    tmp_path: Path, *, num_layers: int = 2, captured: int = 3, config: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:  # fmt: skip
+    """A P-EAGLE head in the raw format: an EAGLE-3 head with a mask and more layers."""
+    names = {"ptd_token_id": MASK_TOKEN, "num_hidden_layers": num_layers, **(config or {})}
+    path = eagle3_dir(tmp_path, captured=captured, prefix="layers.0.", config=names, **options)
+    shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, captured * SIZE)}
+    for i in range(1, num_layers):
+        shapes |= _layer_shapes(f"layers.{i}.", SIZE, SIZE, bias=False)
+        shapes[f"layers.{i}.input_layernorm.weight"] = (SIZE,)
+    tensors = load_file(path / "model.safetensors") | _weights(shapes, seed=9)
+    tensors["mask_hidden"] *= (captured * SIZE) ** 0.5
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def pard_dir(tmp_path: Path, **overrides: Any) -> Path:
+    """A PARD draft model: any language model whose config.json names a mask token."""
+    path = tiny_model_dir(tmp_path, **{"seed": 2, **overrides})
+    raw = json.loads((path / "config.json").read_text())
+    raw |= {"pard_token": MASK_TOKEN, "spd_type": "pard"}
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
 def eagle1_dir(tmp_path: Path, *, seed: int = 8, fc_bias: bool = False) -> Path:
     """An EAGLE-1 head: it carries an embedding, and its lm_head is the target's."""
     shapes = _layer_shapes("layers.0.", SIZE, SIZE, bias=False)

@@ -145,15 +145,20 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
     Args:
         speculative_model: its HF directory, .gguf file or known name.
+        parallel_drafting: all K drafts from one pass, as a PARD model was trained to make them.
+            None is whether its config.json has a `pard_token`.
     """
 
     speculative_model: str | os.PathLike[str] | None = None
+    parallel_drafting: bool | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_path(self, "speculative_model")
+        if self.parallel_drafting is not None:
+            require_bool(self, "parallel_drafting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +180,8 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDecodingConfig(DecodingBaseConfig):
-    """An EAGLE-3 (or EAGLE-1) head drafts from the target's hidden states.
+    """An EAGLE-3 (or EAGLE-1) head drafts from the target's hidden states; a P-EAGLE head makes
+    all K drafts in one pass.
 
     Args:
         max_draft_len: K; 0 is what the head was trained for (the speculators format says so),

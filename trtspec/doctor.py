@@ -151,6 +151,11 @@ def diagnose(
     head = load_head(
         Path(head_dir), target, dtype, device, TorchAttention(), kv_group=1, kind=kind, pack=False
     )
+    if head.config.mask_token_id is not None:
+        raise ConfigError(
+            f"{head_dir} drafts in parallel; the doctor examines heads that draft one token a "
+            "pass. Read its acceptance in `trtspec acceptance`."
+        )
     raw = read_json_object(Path(head_dir) / "config.json", "Point to the head's directory.")
     notes = raw.get("training")
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):

@@ -89,6 +89,10 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
     facts["Shared with target"] = ", ".join(shared) or "nothing by name (equal copies are shared)"
     if head.suggested_draft_len is not None:
         facts["Draft length"] = f"{head.suggested_draft_len}, says config.json"
+    if head.mask_token_id is not None:
+        most = head.trained_draft_len
+        limit = "" if most is None else f", at most {most} tokens"
+        facts["Drafts in parallel"] = f"mask token {head.mask_token_id}{limit}"
     if target is not None:
         facts["Target"] = (
             f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "

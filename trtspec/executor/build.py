@@ -38,6 +38,7 @@ from ..models.tokenizer import load_tokenizer
 from ..models.weights import load_decoder
 from ..models.zoo import resolve_model
 from ..workers import create_worker
+from .parallel import find_mask_token
 from .py_executor import PyExecutor
 from .saving import HiddenStatesSaver
 
@@ -166,7 +167,7 @@ def build_executor(
         capture = head.layers_to_capture
     elif isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
         capture = _layers_to_save(speculative_config, config)
-    worker = create_worker(speculative_config)
+    worker = create_worker(speculative_config, find_mask_token(speculative_config, draft_model))
 
     configs = [config] if drafter_config is None else [config, drafter_config]
     # A head's RoPE table covers the target's positions, whatever its own config says.

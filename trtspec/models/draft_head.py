@@ -46,6 +46,8 @@ class HeadConfig:
     fc_bias: bool = False
     hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
     suggested_draft_len: int | None = None
+    mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
+    trained_draft_len: int | None = None  # how many at most, where the checkpoint says so
 
 
 class HeadTarget(Protocol):

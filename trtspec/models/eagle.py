@@ -79,6 +79,8 @@ class Eagle3Head(DraftHead):
         rest = [DecoderLayer(decoder, i, backend, kv_group) for i in range(1, decoder.num_layers)]
         self.layers = nn.ModuleList([first, *rest])
         self.norm = RMSNorm(decoder.hidden_size, eps)
+        self.register_buffer("mask_hidden", None, persistent=False)
+        self.mask_hidden: Tensor | None  # [H], what a P-EAGLE head reads at its masks
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:

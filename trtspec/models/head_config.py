@@ -19,6 +19,7 @@ from .config import DecoderConfig
 from .draft_head import HeadConfig
 from .hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .mtp import MTPLayout, mtp_decoder_config
+from .parallel_head import parse_parallel
 
 Sources = dict[str, TensorSource]
 MIN_LAYERS_FOR_DEFAULT = 6
@@ -69,10 +70,10 @@ def parse_eagle(
         CheckpointError: a field is missing or is not what it can be.
     """
     speculators = raw.get("speculators_model_type")
-    if speculators not in (None, "eagle3"):
+    if speculators not in (None, "eagle3", "peagle"):
         raise CheckpointError(
-            f"{where}: speculators_model_type={speculators!r}; allowed is 'eagle3'. Use an EAGLE-3 "
-            "head."
+            f"{where}: speculators_model_type={speculators!r}; allowed are 'eagle3' and 'peagle'. "
+            "Use an EAGLE-3 or P-EAGLE head."
         )
     inner = raw.get("transformer_layer_config") if speculators else raw
     if not isinstance(inner, dict):
@@ -100,7 +101,15 @@ def parse_eagle(
         fc_bias="fc.bias" in sources,
         suggested_draft_len=_speculative_tokens(raw, where),
     )
+    mask, trained = parse_parallel(
+        raw, _eagle_config(raw, where), sources, where, decoder.vocab_size
+    )
     if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
+        if mask is not None:
+            raise CheckpointError(
+                f"{where.parent} is an EAGLE-1 head with a mask token ({mask}); of heads that "
+                "draft in parallel only EAGLE-3's kind (P-EAGLE) is supported. Use one of those."
+            )
         if layers_to_capture is not None:
             raise CheckpointError(
                 f"{where.parent} is an EAGLE-1 head, which reads the target's last hidden states: "
@@ -121,7 +130,17 @@ def parse_eagle(
         )
     _refuse_unknown_eagle_config(raw, where)
     layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
-    return replace(common, layers_to_capture=layers, captured_by=origin, **flags)  # type: ignore[arg-type]
+    if mask is not None:
+        name = common.format.replace("EAGLE-3", "P-EAGLE")
+        if speculators and trained is None:  # its trainer writes the number of trained depths there
+            trained = common.suggested_draft_len
+        lengths = [n for n in (common.suggested_draft_len, trained) if n is not None]
+        suggested = min(lengths, default=None)
+        common = replace(common, format=name, suggested_draft_len=suggested)
+    return replace(
+        common, layers_to_capture=layers, captured_by=origin, mask_token_id=mask,
+        trained_draft_len=trained, **flags,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def parse_mtp(
@@ -212,26 +231,23 @@ def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
     return tokens
 
 
-def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
-    """Variants that share EAGLE-3's names but compute something else."""
+def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     nested = raw.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise CheckpointError(
             f"{where}: eagle_config={nested!r}; it must be an object. Correct it."
         )
+    return nested
+
+
+def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
+    """Variants that share EAGLE-3's names but compute something else."""
+    nested = _eagle_config(raw, where)
     for name, needed in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False)):
         if nested.get(name, needed) is not needed:
             raise CheckpointError(
                 f"{where}: eagle_config.{name}={nested[name]!r}; allowed is {needed}. This variant "
                 "of EAGLE-3 is not supported: use another head."
-            )
-    for name in ("parallel_draft_step", "mask_token_id", "ptd_token_id"):
-        values = [v for v in (nested.get(name), raw.get(name)) if v is not None]
-        wrong = [v for v in values if not (name == "parallel_draft_step" and v == 1)]
-        if wrong:
-            raise CheckpointError(
-                f"{where}: {name}={wrong[0]!r} belongs to a head that drafts in parallel (P-EAGLE, "
-                "PARD), which is not supported. Use a head that drafts one token a pass."
             )
 
 

@@ -25,6 +25,7 @@ from .eagle import Eagle3Head, EagleHead
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
 from .hf_config import parse_config, read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
+from .parallel_head import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
 from .weights import Placement, finish, place_tensors, placements, shape_problem
 from .zoo import HEADS, resolve_head
 
@@ -45,6 +46,7 @@ class HeadReport:
     tensors: Sources = field(default_factory=dict)  # under the names of the module
     num_mtp_layers: int = 0  # in the checkpoint
     d2t: Tensor | None = None  # [Vd] int64 offsets
+    mask_hidden: Tensor | None = None  # [1, n * Ht], of a head that drafts in parallel
     problems: list[str] = field(default_factory=list)  # each with its cure
 
     def require(self) -> HeadConfig:
@@ -130,6 +132,9 @@ def load_head(
         place_tensors(head, placements(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
     finish(head, device, pack)
+    if report.mask_hidden is not None:
+        raw = report.mask_hidden.to(device, dtype)
+        head.mask_hidden = head.project_target_hidden(raw)[0]
     keep_kv_finite(head)
     head.share(target)
     return head.eval()
@@ -172,6 +177,7 @@ def _read(
         report.config = _settle_captures(report)
         _check_ends(report, target)
         _check_vocabulary_map(report)
+        _check_mask_hidden(report)
     _check_tensors(report)
 
 
@@ -307,6 +313,20 @@ def _check_vocabulary_map(report: HeadReport) -> None:
     if "t2d" in maps:
         _check_t2d(report, maps["t2d"], targets, vocab)
     report.d2t = offsets if bool(offsets.any()) else None
+
+
+def _check_mask_hidden(report: HeadReport) -> None:
+    config = report.config
+    assert config is not None
+    if config.mask_token_id is None:
+        return
+    source = report.tensors.pop(MASK_HIDDEN)
+    width = len(config.layers_to_capture) * config.target_hidden_size
+    problem = mask_hidden_problem(source, width)
+    if problem:
+        report.problems.append(problem)
+    else:
+        report.mask_hidden = read_mask_hidden(source)
 
 
 def _check_t2d(report: HeadReport, source: TensorSource, targets: Tensor, vocab: int) -> None:

@@ -354,6 +354,62 @@ def last_two_tokens(
     return torch.stack(tokens, dim=1), torch.stack([last - 1, last], dim=1)
 
 
+@dataclass(frozen=True)
+class MaskedRows:
+    """Rows of the draft pass that proposes P tokens at once: R of each request, B * R in all."""
+
+    tokens: Tensor  # [B, R] int32
+    positions: Tensor  # [B, R] int64, consecutive, not guarded
+    sources: Tensor  # [B * R] int64, row of the target's pass that a row continues, T for a mask
+    proposing: Tensor  # [P * B] int64, rows of this pass, by proposal and then by request
+    last_positions: Tensor  # [B] int64, of the last accepted tokens
+
+
+def masked_rows(
+    accepted: Tensor,
+    lens: Tensor,
+    position_ids: Tensor,
+    certain: Tensor,
+    num_rows: int,
+    num_proposals: int,
+    mask_token: int,
+    offset: int,
+) -> MaskedRows:
+    """The accepted tokens of each request, then mask tokens to the end of its rows.
+
+    Row j of a request reads accepted token j < n, else the mask; row n-1 and those after it
+    propose. The rows past n + P - 2 are there because n is not known to the host: what they read
+    and write is past everything that a row before them attends to.
+
+    Args:
+        accepted: [B, K+1] int32; lens: [B] int32, n >= 1.
+        position_ids: [T] int64, as the target read them.
+        certain: [B] int64, the row of the last token before this step's choice.
+        num_rows: R >= max(n) + P - 1.
+        num_proposals: P >= 1.
+        offset: position of the first row, from that of `certain`: 0 where a row reads the token
+            after its own (a head), 1 where it reads its own (a language model).
+    """
+    kernels = _kernels(accepted)
+    if kernels is not None:
+        return MaskedRows(*kernels.masked_rows(
+            accepted, lens, position_ids, certain, num_rows, num_proposals, mask_token, offset
+        ))  # fmt: skip
+    num_seqs, device = accepted.shape[0], accepted.device
+    row = torch.arange(num_rows, device=device)
+    is_known = row < lens[:, None]  # [B, R]
+    known = accepted.gather(1, row.clamp(max=accepted.shape[1] - 1).expand(num_seqs, -1))
+    start = position_ids[certain]
+    first = num_rows * torch.arange(num_seqs, device=device) + lens - 1
+    return MaskedRows(
+        tokens=torch.where(is_known, known, mask_token).to(torch.int32),
+        positions=start[:, None] + offset + row,
+        sources=torch.where(is_known, certain[:, None] + row, position_ids.shape[0]).flatten(),
+        proposing=(first + torch.arange(num_proposals, device=device)[:, None]).flatten(),
+        last_positions=start + lens,
+    )
+
+
 def draft_step(
     meta: AttentionMetadata, tokens: Tensor, positions: Tensor, extra_kv: int, advance: int = 0
 ) -> tuple[Tensor, AttentionMetadata]:

@@ -357,6 +357,53 @@ def _last_two_kernel(
     tl.store(last_position_ptr + 2 * seq + 1, position, mask=mask)
 
 
+def masked_rows(
+    accepted: Tensor,
+    lens: Tensor,
+    position_ids: Tensor,
+    certain: Tensor,
+    num_rows: int,
+    num_proposals: int,
+    mask_token: int,
+    offset: int,
+) -> tuple[Tensor, ...]:
+    num_seqs = accepted.shape[0]
+    tokens = _ints(accepted, num_seqs, num_rows, dtype=torch.int32)
+    positions = _ints(accepted, num_seqs, num_rows)
+    sources = _ints(accepted, num_seqs * num_rows)
+    proposing, last = _ints(accepted, num_proposals * num_seqs), _ints(accepted, num_seqs)
+    _masked_rows_kernel[(num_seqs,)](
+        accepted, accepted.stride(0), lens, position_ids, certain,
+        tokens, positions, sources, proposing, last,
+        num_seqs, num_rows, num_proposals, mask_token, offset, position_ids.shape[0],
+        BLOCK=triton.next_power_of_2(num_rows), num_warps=1,
+    )  # fmt: skip
+    return tokens, positions, sources, proposing, last
+
+
+@triton.jit
+def _masked_rows_kernel(
+    accepted_ptr, accepted_row, len_ptr, position_ptr, certain_ptr,
+    token_ptr, row_position_ptr, source_ptr, proposing_ptr, last_ptr,
+    num_seqs, rows, num_proposals, mask_token, offset, total, BLOCK: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    out = seq * rows + row
+    length = tl.load(len_ptr + seq).to(tl.int64)
+    certain = tl.load(certain_ptr + seq)
+    start = tl.load(position_ptr + certain).to(tl.int64)
+    is_known = row < length
+    token = tl.load(accepted_ptr + seq * accepted_row + row, mask=mask & is_known, other=0)
+    tl.store(token_ptr + out, tl.where(is_known, token.to(tl.int32), mask_token), mask=mask)
+    tl.store(row_position_ptr + out, start + offset + row, mask=mask)
+    tl.store(source_ptr + out, tl.where(is_known, certain + row, total), mask=mask)
+    proposed = row < num_proposals
+    tl.store(proposing_ptr + row * num_seqs + seq, seq * rows + length - 1 + row, mask=proposed)
+    tl.store(last_ptr + seq, start + length)
+
+
 def gather_rows(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     sizes = tuple(state.shape[1] for state in states)
     outs = tuple(

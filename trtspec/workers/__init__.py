@@ -14,8 +14,15 @@ from .draft_target import DraftTargetWorker
 from .eagle3 import Eagle3OneModelWorker
 from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
+from .parallel import ParallelDraftTargetWorker, ParallelEagle3Worker, ParallelWorker
 from .plain import PlainWorker
-from .protocols import DraftInputs, DraftModel, GuidedDecoder, LanguageModel
+from .protocols import (
+    DraftInputs,
+    DraftModel,
+    GuidedDecoder,
+    LanguageModel,
+    ParallelDraftModel,
+)
 from .save_hidden_states import SaveHiddenStatesWorker
 from .user_provided import UserProvidedWorker
 
@@ -31,13 +38,24 @@ WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedWorker,
     SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesWorker,
 }
+PARALLEL_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[ParallelWorker]] = {
+    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: ParallelEagle3Worker,
+    SpeculativeDecodingMode.DRAFT_TARGET: ParallelDraftTargetWorker,
+}
 
 
-def create_worker(config: DecodingBaseConfig | None) -> SpecWorkerBase:
+def create_worker(
+    config: DecodingBaseConfig | None, mask_token_id: int | None = None
+) -> SpecWorkerBase:
     """The worker of a decoding config; `None` is plain decoding.
 
+    Args:
+        mask_token_id: what a drafter made for it reads in place of its own drafts, so that all of
+            them come from one pass; None is one pass for each.
+
     Raises:
-        ConfigError: as `resolve_speculative_config`, or K is still open.
+        ConfigError: as `resolve_speculative_config`, K is still open, or the mode's drafter cannot
+            draft in parallel.
     """
     config = resolve_speculative_config(config)
     if isinstance(config, EagleDecodingConfig) and config.max_draft_len == 0:
@@ -46,11 +64,20 @@ def create_worker(config: DecodingBaseConfig | None) -> SpecWorkerBase:
             "worker made alone needs the number."
         )
     mode = config.spec_dec_mode if config is not None else SpeculativeDecodingMode.NONE
-    return WORKER_OF_MODE[mode](config)
+    if mask_token_id is None:
+        return WORKER_OF_MODE[mode](config)
+    if config is None or mode not in PARALLEL_WORKER_OF_MODE:
+        modes = " and ".join(m.name for m in PARALLEL_WORKER_OF_MODE)
+        raise ConfigError(
+            f"Mode {mode.name} does not draft in parallel (mask token {mask_token_id}); {modes} "
+            "do. For an EAGLE-3 head leave out eagle3_one_model=False."
+        )
+    return PARALLEL_WORKER_OF_MODE[mode](config, mask_token_id)
 
 
 __all__ = [
     "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
+    "PARALLEL_WORKER_OF_MODE",
     "WORKER_OF_MODE",
     "DraftInputs",
     "DraftModel",
@@ -61,6 +88,10 @@ __all__ = [
     "MTPEagleWorker",
     "MTPWorker",
     "NGramWorker",
+    "ParallelDraftModel",
+    "ParallelDraftTargetWorker",
+    "ParallelEagle3Worker",
+    "ParallelWorker",
     "PlainWorker",
     "SaveHiddenStatesWorker",
     "SpecWorkerBase",

@@ -46,6 +46,12 @@ class DraftModel(Protocol):
     def kv_group_of_layer(self, layer: int) -> int: ...
 
 
+class ParallelDraftModel(DraftModel, Protocol):
+    """A head that proposes several tokens in one pass (P-EAGLE)."""
+
+    mask_hidden: Tensor | None  # [H], read in place of a target's state that is not known yet
+
+
 class LanguageModel(Protocol):
     """A model that drafts by itself (mode DRAFT_TARGET): tokens in, hidden states [T, D] out."""
 
