@@ -188,11 +188,13 @@ def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
     Raises:
         CheckpointError: the lists end before the MTP layers do, and the target's layers differ.
     """
-    own = {
-        name: _of_mtp_layers(getattr(target, name), target.num_layers, num_layers, name)
-        for name in ("layer_windows", "layer_types")
-    }
-    return replace(target, num_layers=num_layers, **own)
+    first, windows, types = target.num_layers, target.layer_windows, target.layer_types
+    return replace(
+        target,
+        num_layers=num_layers,
+        layer_windows=_of_mtp_layers(windows, first, num_layers, "layer_windows"),
+        layer_types=_of_mtp_layers(types, first, num_layers, "layer_types"),
+    )
 
 
 def _of_mtp_layers(
