@@ -154,14 +154,14 @@ def eagle1_dir(tmp_path: Path, *, seed: int = 8, fc_bias: bool = False) -> Path:
 
 def mtp_model_dir(
     tmp_path: Path, *, layout: str = "deepseek", num_mtp_layers: int = 3, seed: int = 1,
-    own_ends: bool = False, **overrides: Any,
+    own_ends: bool = False, family: str = "llama", **overrides: Any,
 ) -> Path:  # fmt: skip
     """A tiny target whose checkpoint carries MTP layers in a public layout.
 
     Args:
         own_ends: DeepSeek's form with embedding and head of their own (different ones here).
     """
-    family = "qwen2" if layout == "mimo" else "llama"
+    family = "qwen2" if layout == "mimo" else family
     path = tiny_model_dir(tmp_path, family, seed=seed, **overrides)
     raw = json.loads((path / "config.json").read_text())
     first = raw["num_hidden_layers"]

@@ -9,11 +9,27 @@ knows an upper bound `past` of the tokens whose KV is valid; the device knows th
 
 `reserve` covers the last bound before a step is launched, `trim` gives whole blocks back when the
 accepted count arrives. Rejected rows are never cleared, only overwritten.
+
+Behind a sliding window of W, blocks are given back while the text grows. With `first` the lowest
+position of any row that a pass launched from now on can have:
+
+    [0, first - W + 1)           seen by no later row: its whole blocks are free again
+    [first - W + 1, first)       keys that later rows see
+    [first, …)                   as above
+
+`first` is the lower bound of the past, never `past` itself, less the rows that drafting computes
+again: the end of the last chunk launched of a prompt; of a generation the tokens that the host has
+read, less the one that has no KV yet; for vanilla MTP less K-1. All other drafters' rows (EAGLE's
+K+1, DRAFT_TARGET's two) begin at the step's own first row or after it. A step in flight started
+further back, but it was launched with its own copy of the tables on the one stream of all launches,
+so it has read the blocks before a later launch writes to them. A table keeps its logical indexing:
+what was given back is NULL_BLOCK there, where masked reads land on zeros and nothing is written.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,25 +56,36 @@ class KVGroupSpec:
 
 
 class KVCacheManager:
-    """Blocks of every group for every request. Host bookkeeping only; no device reads."""
+    """Blocks of every group for every request. Host bookkeeping only; no device reads.
+
+    Args:
+        num_blocks: of every group, or of each; reserved ones included.
+    """
 
     def __init__(
-        self, specs: list[KVGroupSpec], num_blocks: int, page_size: int, device: torch.device
+        self,
+        specs: list[KVGroupSpec],
+        num_blocks: int | Sequence[int],
+        page_size: int,
+        device: torch.device,
     ):
-        if num_blocks <= NUM_RESERVED_BLOCKS:
-            raise KVCacheError(f"{num_blocks} blocks leave none for requests.")
-        self.page_size, self.num_blocks, self.device = page_size, num_blocks, device
+        counts = [num_blocks] * len(specs) if isinstance(num_blocks, int) else list(num_blocks)
+        if min(counts) <= NUM_RESERVED_BLOCKS:
+            raise KVCacheError(f"{min(counts)} blocks leave none for requests.")
+        self.page_size, self.device = page_size, device
+        self.num_blocks = min(counts)  # of the smallest group
         self.groups = tuple(
             KVGroup(*(
                 torch.zeros(
-                    spec.num_layers, num_blocks, page_size, spec.num_kv_heads, spec.head_dim,
+                    spec.num_layers, count, page_size, spec.num_kv_heads, spec.head_dim,
                     dtype=spec.dtype, device=device,
                 )
                 for _ in range(2)
             ))
-            for spec in specs
+            for spec, count in zip(specs, counts, strict=True)
         )  # fmt: skip
-        self._pools = [BlockPool(num_blocks) for _ in specs]
+        self.windows = tuple(spec.window for spec in specs)
+        self._pools = [BlockPool(count) for count in counts]
         self._tables: dict[int, list[list[int]]] = {}
         self._clock = itertools.count(1)
         self._versions: dict[int, int] = {}  # request -> time of its tables' last change
@@ -67,11 +94,6 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Of the fullest group."""
         return min(pool.num_free for pool in self._pools)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens a lone request can hold."""
-        return (self.num_blocks - NUM_RESERVED_BLOCKS) * self.page_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -94,8 +116,33 @@ class KVCacheManager:
         keep = self.blocks_for(num_tokens)
         for table, pool in zip(self._tables[request_id], self._pools, strict=True):
             if len(table) > keep:
-                pool.free(table[keep:])
+                pool.free(_held(table[keep:]))
                 del table[keep:]
+                self._versions[request_id] = next(self._clock)
+
+    def release_behind(self, request_id: int, first: int, num_unseen: int = 0) -> None:
+        """Gives back the blocks behind the windows of the rows at `first` and later.
+
+        Args:
+            first: lowest position of any row that a pass launched from now on has.
+            num_unseen: the text's first tokens whose logits nobody looked at (a prompt's). NaN in
+                their rows may have gone unnoticed, so their blocks are zeroed: see `scrub`.
+        """
+        tables = self._tables.get(request_id, [])
+        for g, (table, window) in enumerate(zip(tables, self.windows, strict=False)):
+            end = 0 if window is None else max(0, first - window + 1) // self.page_size
+            blocks: list[int] = []
+            unseen: list[int] = []
+            for i in range(min(end, len(table)) - 1, -1, -1):
+                if table[i] == NULL_BLOCK:  # and so are all before it
+                    break
+                blocks.append(table[i])
+                if i * self.page_size < num_unseen:
+                    unseen.append(table[i])
+                table[i] = NULL_BLOCK
+            if blocks:
+                self._zero(self.groups[g], unseen)
+                self._pools[g].free(blocks)
                 self._versions[request_id] = next(self._clock)
 
     def free(self, request_id: int) -> None:
@@ -104,7 +151,7 @@ class KVCacheManager:
         self._versions.pop(request_id, None)
         if tables:
             for table, pool in zip(tables, self._pools, strict=True):
-                pool.free(table)
+                pool.free(_held(table))
 
     def version(self, request_id: int) -> int:
         """Changes whenever one of the request's block tables does."""
@@ -117,9 +164,13 @@ class KVCacheManager:
         would poison whoever gets the blocks next.
         """
         for group, table in zip(self.groups, self._tables.get(request_id, []), strict=False):
-            blocks = rows_to_tensor(table, torch.int64, self.device)
-            group.k_cache.index_fill_(1, blocks, 0)
-            group.v_cache.index_fill_(1, blocks, 0)
+            self._zero(group, _held(table))
+
+    def _zero(self, group: KVGroup, blocks: list[int]) -> None:
+        if blocks:
+            index = rows_to_tensor(blocks, torch.int64, self.device)
+            group.k_cache.index_fill_(1, index, 0)
+            group.v_cache.index_fill_(1, index, 0)
 
     def block_tables(self, request_ids: list[int]) -> list[Tensor]:
         """Per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's."""
@@ -134,7 +185,12 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Every used block belongs to exactly one request. Raises KVCacheError; for tests."""
         for g, pool in enumerate(self._pools):
-            held = [block for tables in self._tables.values() for block in tables[g]]
+            held = [block for tables in self._tables.values() for block in _held(tables[g])]
             if len(held) != len(set(held)):
                 raise KVCacheError(f"KV group {g}: a block is held twice.")
             pool.check(set(held))
+
+
+def _held(table: list[int]) -> list[int]:
+    """The blocks of a table without the places that were given back."""
+    return [block for block in table if block != NULL_BLOCK]

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
-from ..cache.manager import KVCacheManager, KVGroupSpec
+from ..cache.manager import KVCacheManager
 from ..config import (
     CudaGraphConfig,
     DecodingBaseConfig,
@@ -27,7 +27,6 @@ from ..config import (
 )
 from ..errors import ConfigError
 from ..hidden_states import HiddenStatesWriter
-from ..metadata.attention import NUM_RESERVED_BLOCKS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, keep_kv_finite
@@ -38,6 +37,7 @@ from ..models.tokenizer import load_tokenizer
 from ..models.weights import load_decoder
 from ..models.zoo import resolve_model
 from ..workers import create_worker
+from .cache_size import CacheNeeds, longest_text, size_cache
 from .parallel import find_mask_token
 from .py_executor import PyExecutor
 from .saving import HiddenStatesSaver
@@ -181,9 +181,13 @@ def build_executor(
         if model is not None
         for spec in model.kv_group_specs(torch_dtype)
     ]
-    num_blocks = _num_blocks(kv_cache_config, specs, max_batch_size * seq_len, where)
     page_size = kv_cache_config.tokens_per_block
-    capacity = (num_blocks - NUM_RESERVED_BLOCKS) * page_size
+    needs = CacheNeeds(
+        max_batch_size, seq_len, max_num_tokens if isinstance(max_num_tokens, int) else None,
+        rows, worker.num_extra_kv_tokens, worker.num_rewritten_tokens, page_size,
+    )  # fmt: skip
+    num_blocks = size_cache(kv_cache_config, specs, needs, where)
+    capacity = longest_text(num_blocks, specs, needs)
     if capacity < seq_len:
         logger.warning(
             "The KV cache holds %d tokens: max_seq_len is lowered from %d to that.",
@@ -405,30 +409,3 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
             )
             length = config.max_position_embeddings
     return length
-
-
-def _num_blocks(
-    config: KvCacheConfig, specs: list[KVGroupSpec], wanted_tokens: int, device: torch.device
-) -> int:
-    """Blocks per group, reserved ones included."""
-    if config.max_tokens is not None:
-        tokens = config.max_tokens
-    else:
-        per_token = sum(spec.bytes_per_token() for spec in specs)
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
-        else:
-            free = _free_host_memory() / 4
-        tokens = min(wanted_tokens, int(free / per_token))
-    blocks = max(1, -(-tokens // config.tokens_per_block))
-    return blocks + NUM_RESERVED_BLOCKS
-
-
-def _free_host_memory() -> int:
-    """Bytes. Linux says what is available; elsewhere half of the physical memory is assumed."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

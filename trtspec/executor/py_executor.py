@@ -103,7 +103,10 @@ class PyExecutor:
                 mode.name,
             )
         self.max_draft_len = worker.max_draft_len
-        self.scheduler = Scheduler(config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens)
+        self.scheduler = Scheduler(
+            config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens,
+            worker.num_rewritten_tokens,
+        )  # fmt: skip
         self.state = SlotState.allocate(
             config.max_batch_size, self.max_draft_len, device, target.rope_tables.has_axes
         )

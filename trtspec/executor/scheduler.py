@@ -17,11 +17,18 @@ class Scheduler:
     """Holds the waiting queue and the running requests (oldest first)."""
 
     def __init__(
-        self, config: ExecutorConfig, kv_cache: KVCacheManager, max_draft_len: int, extra_kv: int
+        self,
+        config: ExecutorConfig,
+        kv_cache: KVCacheManager,
+        max_draft_len: int,
+        extra_kv: int,
+        rewritten: int = 0,
     ):
         self.config, self.kv_cache = config, kv_cache
         self.rows = max_draft_len + 1  # KV rows a verification pass writes
         self.extra_kv = extra_kv  # KV rows drafting writes past those
+        self.rewritten = rewritten  # KV rows drafting writes again, before those
+        self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
@@ -37,6 +44,8 @@ class Scheduler:
         When there are requests to preempt the batch is empty: the executor must read what is in
         flight, call `preempt` for each and schedule again.
         """
+        if self.has_windows:
+            self._release_behind_windows()
         generations, budget = self._schedule_generations()
         short = [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
         if short:
@@ -47,6 +56,16 @@ class Scheduler:
             if stuck:
                 return ScheduledBatch([], []), stuck
         return ScheduledBatch(contexts, generations), []
+
+    def _release_behind_windows(self) -> None:
+        """Blocks that no row of a step launched from now on sees (cache/manager.py)."""
+        for request in self.running:
+            past = request.num_computed  # of a prompt, what is launched
+            if request.is_generation:  # what was read, and its last token has no KV yet
+                past = request.num_tokens - 1
+            self.kv_cache.release_behind(
+                request.request_id, past - self.rewritten, request.num_computed
+            )
 
     def _schedule_generations(self) -> tuple[list[Request], int]:
         """Generation requests in the token budget, and what is left of it for contexts.

@@ -28,9 +28,11 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0  # added to the weight of every RMSNorm
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike
+    # Both may go on after the last layer: then they are of the checkpoint's MTP layers.
     type_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Layer type -> the fields of this config that are different in its layers."""
     is_text_part: bool = False  # of a multimodal checkpoint, whose other tensors are left out

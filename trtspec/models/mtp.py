@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -74,10 +75,10 @@ class MTPLayer(DecoderLayer):
     def __init__(self, config: HeadConfig, index: int, backend: AttentionBackend, kv_group: int):
         decoder = config.decoder
         super().__init__(decoder, index, backend, kv_group)
-        size, eps = decoder.hidden_size, decoder.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        size, norm = decoder.hidden_size, (decoder.rms_norm_eps, decoder.norm_offset)
+        self.enorm, self.hnorm = RMSNorm(size, *norm), RMSNorm(size, *norm)
         self.eh_proj = Linear(2 * size, size, bias=False)
-        self.norm = RMSNorm(size, eps)
+        self.norm = RMSNorm(size, *norm)
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: Linear | None = None
         if config.own_embedding:
@@ -184,7 +185,32 @@ def mtp_names(names: set[str], layout: MTPLayout, num_layers: int) -> dict[str, 
 
 
 def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
-    """The decoder config of MTP layers: the target's, with a window only if all layers share it."""
-    windows = set(target.layer_windows)
-    window = windows.pop() if len(windows) == 1 else None
-    return replace(target, num_layers=num_layers, layer_windows=(window,) * num_layers)
+    """The decoder config of MTP layers: the target's, with layer n + i's own window and type where
+    the target's lists go that far, else with what all of the target's layers have in common.
+
+    Raises:
+        CheckpointError: the lists end before the MTP layers do, and the target's layers differ.
+    """
+    first, windows, types = target.num_layers, target.layer_windows, target.layer_types
+    return replace(
+        target,
+        num_layers=num_layers,
+        layer_windows=_of_mtp_layers(windows, first, num_layers, "layer_windows"),
+        layer_types=_of_mtp_layers(types, first, num_layers, "layer_types"),
+    )
+
+
+def _of_mtp_layers(
+    per_layer: tuple[Any, ...], first: int, count: int, name: str
+) -> tuple[Any, ...]:
+    found = per_layer[first : first + count]
+    if len(found) == count or not per_layer:
+        return found
+    kinds = set(per_layer[:first])
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"The target's layers are of several kinds ({name}: {list(per_layer)}), and its "
+            f"config.json does not say which of them the {count} MTP layers are. Give "
+            f"layer_types for {first} + {count} layers, as Step-3.5 does, or draft otherwise."
+        )
+    return tuple(kinds) * count

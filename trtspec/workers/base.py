@@ -84,6 +84,11 @@ class SpecWorkerBase(nn.Module, ABC):
         """KV rows per request that drafting writes beyond the verified ones."""
         return 0
 
+    @property
+    def num_rewritten_tokens(self) -> int:
+        """KV rows per request that drafting computes again, before the step's first one."""
+        return 0
+
     # -- per-slot state ------------------------------------------------------------------------
     def allocate_state(
         self, num_slots: int, max_seq_len: int, device: torch.device,

@@ -151,6 +151,10 @@ class MTPWorker(RelaxedAcceptanceMixin):
     def window(self) -> int:
         return self.max_draft_len - 1
 
+    @property
+    def num_rewritten_tokens(self) -> int:
+        return self.window
+
     def allocate_state(
         self, num_slots: int, max_seq_len: int, device: torch.device,
         *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,

@@ -100,7 +100,10 @@ class ParallelEagle3Worker(ParallelWorker):
         hidden, tokens = model.project_target_hidden(hidden_states), meta.num_context_tokens
         if tokens:
             ids = shifted_input_ids(self, inputs, meta)[:tokens]
-            model(ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0)
+            model(
+                ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0,
+                inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
+            )  # fmt: skip
         rows, ids, step = self.rows_of_pass(inputs, meta)
         assert model.mask_hidden is not None
         states = torch.cat([hidden, model.mask_hidden[None]])  # row T is the masks'

@@ -1,0 +1,107 @@
+"""How many blocks each KV group gets."""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache.manager import KVGroupSpec
+from ..config import KvCacheConfig
+from ..metadata.attention import NUM_RESERVED_BLOCKS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheNeeds:
+    """What an engine's passes hold at most."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_num_tokens: int | None  # None: a pass takes a whole text
+    rows: int  # K + 1, of a verification pass
+    extra_kv: int  # rows that drafting writes past those
+    rewritten: int  # rows that drafting computes again, before those
+    page_size: int
+
+    def behind_window(self, window: int, num_requests: int) -> int:
+        """Blocks that so many requests hold at most where what is behind the window is given back,
+        in the terms of the ledger in `cache/manager.py`: keys that the first row sees, steps whose
+        tokens are not read (one in flight and the next), drafting, and the blocks' unused ends.
+        Parts of prompts share one pass.
+        """
+        each = window + self.rewritten + 2 * self.rows + self.extra_kv + 2 * self.page_size
+        a_pass = self.max_num_tokens or max(self.max_seq_len, self.max_batch_size * self.rows)
+        return self._blocks(num_requests * each + a_pass)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def blocks_of_group(self, spec: KVGroupSpec, num_tokens: int) -> int:
+        """Without reserved ones, in a cache of `num_tokens` over all requests."""
+        blocks = max(1, self._blocks(num_tokens))
+        if spec.window is None:
+            return blocks
+        return min(blocks, self.behind_window(spec.window, self.max_batch_size))
+
+
+def size_cache(
+    config: KvCacheConfig, specs: Sequence[KVGroupSpec], needs: CacheNeeds, device: torch.device
+) -> list[int]:
+    """Blocks of each group, reserved ones included."""
+    tokens = config.max_tokens
+    if tokens is None:
+        tokens = needs.max_batch_size * needs.max_seq_len
+        free = _free_memory(config, device)
+        if _bytes(specs, needs, tokens) > free:
+            tokens = bisect_right(
+                range(1, tokens), free, key=lambda count: _bytes(specs, needs, count)
+            )
+    blocks = [needs.blocks_of_group(spec, tokens) for spec in specs]
+    whole = max(1, -(-tokens // needs.page_size))
+    for g, (spec, count) in enumerate(zip(specs, blocks, strict=True)):
+        if count < whole:
+            saved = (whole - count) * needs.page_size * spec.bytes_per_token()
+            logger.info(
+                "KV group %d, of a window of %s tokens, has %d blocks in place of %d: %.1f MiB "
+                "less.", g, spec.window, count, whole, saved / 2**20,
+            )  # fmt: skip
+    return [count + NUM_RESERVED_BLOCKS for count in blocks]
+
+
+def longest_text(num_blocks: Sequence[int], specs: Sequence[KVGroupSpec], needs: CacheNeeds) -> int:
+    """Tokens that a lone request can grow to."""
+    longest = needs.max_seq_len
+    for spec, count in zip(specs, num_blocks, strict=True):
+        count -= NUM_RESERVED_BLOCKS
+        if spec.window is None or count < needs.behind_window(spec.window, 1):
+            longest = min(longest, count * needs.page_size)
+    return longest
+
+
+def _bytes(specs: Sequence[KVGroupSpec], needs: CacheNeeds, num_tokens: int) -> int:
+    blocks = [(spec, needs.blocks_of_group(spec, num_tokens)) for spec in specs]
+    return sum(count * needs.page_size * spec.bytes_per_token() for spec, count in blocks)
+
+
+def _free_memory(config: KvCacheConfig, device: torch.device) -> float:
+    """Bytes that the cache may take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
+    return _free_host_memory() / 4
+
+
+def _free_host_memory() -> int:
+    """Bytes. Linux says what is available; elsewhere half of the physical memory is assumed."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
