@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
 from ..ops.linear import Linear
+from ..ops.moe import Experts
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
@@ -38,6 +39,7 @@ _CONFIG_FIELDS = {
     "down_proj": "intermediate_size and hidden_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
+    "gate": "n_routed_experts and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
 
@@ -52,6 +54,7 @@ class Placement:
     shape: tuple[int, ...]
     order: Tensor | None = None  # of the source's rows, int64; None is its own
     expert: int | None = None  # the rows of parameter[expert]
+    dtype: torch.dtype | None = None  # of the parameter; None is the model's
 
 
 def load_decoder(
@@ -160,9 +163,10 @@ def place_tensors(
     device: torch.device,
 ) -> None:
     """Allocates the parameters that `places` names and copies the checked sources into them."""
-    for module, leaf in dict.fromkeys((place.module, place.leaf) for place in places.values()):
+    dtypes = {(place.module, place.leaf): place.dtype or dtype for place in places.values()}
+    for (module, leaf), own_dtype in dtypes.items():
         parameter = getattr(model.get_submodule(module), leaf)
-        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        empty = torch.empty(parameter.shape, dtype=own_dtype, device=device)
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
     for name, place in places.items():
         parameter = getattr(model.get_submodule(place.module), place.leaf)
@@ -178,7 +182,7 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     model.rope_tables.to(device)
     if device.type == "cpu" and pack:
         for module in model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Experts):
                 module.pack()
 
 
@@ -186,6 +190,8 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
     """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
     if source.shape != place.shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
+        if "experts." in name:  # of a mixture: routed or shared
+            fields = "moe_intermediate_size, n_shared_experts and hidden_size"
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
             f"it {list(place.shape)}. Check {fields} there."
@@ -236,7 +242,7 @@ def _check(
         raise CheckpointError(
             f"{model_dir} holds {len(surplus)} tensors its config.json has no place for: "
             f"{some(surplus)}. Check model_type, num_hidden_layers, attention_bias and mlp_bias, "
-            "and for MTP layers num_nextn_predict_layers."
+            "n_routed_experts for experts, and for MTP layers num_nextn_predict_layers."
         )
     for name, place in places.items():
         problem = shape_problem(name, sources[name], place)
