@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers over a dense target.
+"""Multi-token-prediction layers, of the target's own kind.
 
     x   = eh_proj(cat(enorm(e), hnorm(h)))    e = embedding of the next token; h as given
     out = decoder layer(x)
@@ -6,7 +6,8 @@
     fed on:  norm(out), or with norm_output=False `out`
 
 `h` is the target's final hidden state at depth 0 and the previous depth's output after that
-(DeepSeek-V3, section 2.2). MiMo concatenates the other way round.
+(DeepSeek-V3, section 2.2). MiMo concatenates the other way round, GLM-4-MoE feeds on `out`, and
+Qwen3-Next has one eh_proj, enorm, hnorm and norm for all its layers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class MTPLayout:
     is_absolute: bool  # numbered after the target's layers, not from 0
     renames: dict[str, str]  # name in the checkpoint -> name here
     hidden_first: bool
-    norm_output: bool  # the hidden state fed on is the normed one
+    norm_output: bool  # the hidden state fed on is the normed one, unless the family differs
+    shared_prefix: str | None = None  # of names without a number, which belong to every layer
+    zero_centered_norms: bool = False  # a norm's weight is kept as its difference from 1
 
 
 MTP_LAYOUTS = (
@@ -63,6 +66,20 @@ MTP_LAYOUTS = (
         },
         hidden_first=True,
         norm_output=True,
+    ),
+    MTPLayout(
+        format="Qwen3-Next MTP layers",
+        prefix=r"mtp\.layers\.(\d{1,6})\.",
+        is_absolute=False,
+        renames={
+            "pre_fc_norm_embedding": "enorm",
+            "pre_fc_norm_hidden": "hnorm",
+            "fc": "eh_proj",
+        },
+        hidden_first=False,
+        norm_output=True,
+        shared_prefix="mtp.",
+        zero_centered_norms=True,
     ),
 )
 
@@ -146,7 +163,8 @@ def mtp_layout(names: set[str]) -> MTPLayout | None:
     for layout in MTP_LAYOUTS:
         projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
         last = (projections or {"eh_proj"}).pop()
-        if any(re.fullmatch(rf"{layout.prefix}{last}\.weight", name) for name in names):
+        prefix = layout.prefix if layout.shared_prefix is None else re.escape(layout.shared_prefix)
+        if any(re.fullmatch(rf"{prefix}{last}\.weight", name) for name in names):
             return layout
     return None
 
@@ -161,27 +179,41 @@ def mtp_names(names: set[str], layout: MTPLayout, num_layers: int) -> dict[str, 
         CheckpointError: two tensors would have the same name.
     """
     first = num_layers if layout.is_absolute else 0
+    matches = {name: re.match(layout.prefix, name) for name in names}
+    numbers = sorted({int(match[1]) for match in matches.values() if match} - set(range(first)))
     renamed: dict[str, str] = {}
-    for name in sorted(names):
-        match = re.match(layout.prefix, name)
-        if match is None or int(match[1]) < first:
+    for name, match in sorted(matches.items()):
+        if match is not None:
+            owners, rest = [int(match[1])], name[match.end() :]
+        elif layout.shared_prefix is not None and name.startswith(layout.shared_prefix):
+            owners, rest = numbers, name.removeprefix(layout.shared_prefix)
+        else:
             continue
-        rest = name[match.end() :]
         for old, new in layout.renames.items():
             if rest.startswith(f"{old}."):
                 rest = new + rest[len(old) :]
-        key = f"layers.{int(match[1]) - first}.{rest}"
-        if key in renamed:
-            raise CheckpointError(
-                f"{renamed[key]} and {name} are two names of one tensor: the tensors of two heads "
-                "are mixed. Copy one checkpoint again, into an empty directory."
-            )
-        renamed[key] = name
+        for number in owners:
+            key = f"layers.{number - first}.{rest}"
+            if number < first:
+                continue
+            if key in renamed:
+                raise CheckpointError(
+                    f"{renamed[key]} and {name} are two names of one tensor: the tensors of two "
+                    "heads are mixed. Copy one checkpoint again, into an empty directory."
+                )
+            renamed[key] = name
     return renamed
 
 
 def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
-    """The decoder config of MTP layers: the target's, with a window only if all layers share it."""
+    """The decoder config of MTP layers: the target's, with a window only if all layers share it.
+    MTP layer i is the target's layer n + i where it matters which are mixtures of experts."""
     windows = set(target.layer_windows)
     window = windows.pop() if len(windows) == 1 else None
-    return replace(target, num_layers=num_layers, layer_windows=(window,) * num_layers)
+    moe = target.moe
+    if moe is not None:
+        dense = max(0, moe.first_k_dense_replace - target.num_layers)
+        moe = replace(moe, first_k_dense_replace=dense)
+    return replace(
+        target, num_layers=num_layers, layer_windows=(window,) * num_layers, moe=moe
+    )

@@ -55,6 +55,7 @@ class Placement:
     order: Tensor | None = None  # of the source's rows, int64; None is its own
     expert: int | None = None  # the rows of parameter[expert]
     dtype: torch.dtype | None = None  # of the parameter; None is the model's
+    offset: float = 0.0  # added to the source in float32
 
 
 def load_decoder(
@@ -88,7 +89,8 @@ def load_weights(
     The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
     `pack` is False.
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
-    tied to, and the MTP layers that config.json declares (`models/mtp.py` reads those).
+    tied to, and the MTP layers that config.json declares or that are named `mtp.` (`models/mtp.py`
+    reads those).
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped or quantised tensors.
@@ -171,6 +173,8 @@ def place_tensors(
     for name, place in places.items():
         parameter = getattr(model.get_submodule(place.module), place.leaf)
         source = sources[name].read()
+        if place.offset:
+            source = source.float() + place.offset
         data = parameter.data if place.expert is None else parameter.data[place.expert]
         data.narrow(0, place.start, place.shape[0]).copy_(
             source if place.order is None else source[place.order]
@@ -205,7 +209,10 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
 
 
 def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries."""
+    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries, or
+    has Qwen3-Next's names for them, which nothing else has and no field need declare."""
+    if name.startswith("mtp."):
+        return True
     declared = config.raw.get("num_nextn_predict_layers") or 0
     match = re.match(r"model\.(mtp_layers|layers)\.(\d{1,6})\.", name)
     if match is None or not declared:
