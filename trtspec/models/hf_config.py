@@ -126,8 +126,8 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
 
 def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
     types = raw.get("layer_types")
-    count = types.count("linear_attention") if isinstance(types, list) else 0
-    if count:
+    if isinstance(types, list) and "linear_attention" in types:
+        count = types.count("linear_attention")
         raise CheckpointError(
             f"{where}: {count} of {len(types)} layer_types are 'linear_attention' (Qwen3-Next, "
             "Qwen3.5); allowed are 'full_attention' and 'sliding_attention'. Use a model whose "

@@ -214,6 +214,4 @@ def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
     if moe is not None:
         dense = max(0, moe.first_k_dense_replace - target.num_layers)
         moe = replace(moe, first_k_dense_replace=dense)
-    return replace(
-        target, num_layers=num_layers, layer_windows=(window,) * num_layers, moe=moe
-    )
+    return replace(target, num_layers=num_layers, layer_windows=(window,) * num_layers, moe=moe)

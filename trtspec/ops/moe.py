@@ -101,8 +101,8 @@ class Experts(nn.Module):
         return every_expert(x, ids, weights, self.gate_up_proj, self.down_proj)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Only the experts that were chosen, each over its rows; a row's sum is in the order of
-        its experts, whatever rows are beside it. Asks which were chosen: on the CPU that is free."""
+        """Only the experts that were chosen, each over its rows. A row is summed in the order of
+        its experts, whatever rows are beside it. (Asking which were chosen is free on the CPU.)"""
         out = torch.zeros(x.shape, dtype=torch.float32)
         for expert in ids.unique().tolist():
             rows, choices = (ids == expert).nonzero(as_tuple=True)

@@ -23,7 +23,8 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         said = getattr(hf, name, None)
         if said not in (None, only):
             raise CheckpointError(
-                f"{where}: {name}={said!r} is not supported; allowed is {only!r}. Use another model."
+                f"{where}: {name}={said!r} is not supported; allowed is {only!r}. Use another "
+                "model."
             )
     inner = _count(hf, "moe_intermediate_size", 1, 2**24, where)
     moe = MoEConfig(
