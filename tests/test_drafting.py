@@ -57,6 +57,7 @@ class Case:
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float64, attn_implementation="eager"
         ).eval()
+        self.model.config._experts_implementation = "eager"  # the default has no float64
         self.model.lm_head = torch.nn.Identity()
 
     @torch.inference_mode()
@@ -81,6 +82,8 @@ def _mtp(tmp_path: Path, k: int, **options: Any) -> Case:
     pre_norm, fused = options.pop("pre_norm", False), options.pop("fused", True)
     target = mtp_model_dir(tmp_path, layout=layout, num_mtp_layers=k if vanilla else 2, **options)
     flags = {"vanilla": vanilla, "layout": layout, "pre_norm": pre_norm, "first": 3}
+    if layout == "glm":  # feeds on the pre-norm hidden state by itself
+        flags |= {"pre_norm": True, "rotary_dim": 4}
     if layout == "mimo":
         flags["as_qwen2"] = _as_qwen2(target)
     config = MTPDecodingConfig(
@@ -127,6 +130,10 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
         "mtp_vanilla": lambda: _mtp(tmp_path, k, vanilla=True),
         "mtp_vanilla_own_ends": lambda: _mtp(tmp_path, k, vanilla=True, own_ends=True),
         "mimo_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="mimo"),
+        "glm": lambda: _mtp(tmp_path, k, layout="glm"),
+        "glm_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="glm", own_ends=True),
+        "qwen3_next": lambda: _mtp(tmp_path, k, layout="qwen3_next"),
+        "qwen3_next_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="qwen3_next"),
     }  # fmt: skip
     return makers[name]()
 
@@ -134,7 +141,7 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
 CASES = [
     "eagle3", "eagle3_flags", "eagle3_before_fc", "eagle3_two_engine", "eagle1", "mtp_eagle",
     "mtp_eagle_two_engine", "mtp_eagle_pre_norm", "mimo", "mtp_vanilla", "mtp_vanilla_own_ends",
-    "mimo_vanilla",
+    "mimo_vanilla", "glm", "glm_vanilla", "qwen3_next", "qwen3_next_vanilla",
 ]  # fmt: skip
 
 

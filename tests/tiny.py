@@ -30,6 +30,18 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "head_dim": 16, "num_attention_heads": 4, "use_qk_norm": True, "attention_bias": True,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    },
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
 
 
 def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
@@ -38,18 +50,20 @@ def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overr
     Every weight, bias and norm is random and large enough that leaving one out, or mixing two
     up, shows in the logits (standard deviation of a few units).
     """
-    config = AutoConfig.for_model(family, **{**DEFAULTS, **overrides})
+    fields = {**DEFAULTS, **OF_FAMILY.get(family, {}), **overrides}
+    config = AutoConfig.for_model(family, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        buffers = [item for item in model.named_buffers() if "score_correction" in item[0]]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 noise = 1 + 0.2 * noise
             elif parameter.ndim == 1 or "embed_tokens" in name:
                 noise *= 0.5
             else:
-                noise *= parameter.shape[1] ** -0.5 * (3 if "lm_head" in name else 1.5)
+                noise *= parameter.shape[-1] ** -0.5 * (3 if "lm_head" in name else 1.5)
             parameter.copy_(noise)
     number = len(list(tmp_path.glob(f"{family}-*")))
     path = tmp_path / f"{family}-{number}"

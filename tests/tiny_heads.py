@@ -161,36 +161,80 @@ def mtp_model_dir(
     Args:
         own_ends: DeepSeek's form with embedding and head of their own (different ones here).
     """
-    family = "qwen2" if layout == "mimo" else family
+    family = family if layout == "deepseek" else _FAMILY_OF_LAYOUT[layout]
+    if layout == "glm":
+        overrides = {"head_dim": HEAD_DIM, "num_attention_heads": HEADS, **overrides}
+    if layout == "qwen3_next":
+        overrides = {"head_dim": HEAD_DIM, **overrides}
     path = tiny_model_dir(tmp_path, family, seed=seed, **overrides)
     raw = json.loads((path / "config.json").read_text())
-    first = raw["num_hidden_layers"]
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(num_mtp_layers):
-        if layout == "mimo":
-            prefix = f"model.mtp_layers.{i}."
-            names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        else:
-            prefix = f"model.layers.{first + i}."
-            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        shapes |= _layer_shapes(prefix, SIZE, SIZE, bias=layout == "mimo")
+        prefix, names = mtp_prefix_and_names(layout, raw["num_hidden_layers"] + i, i)
+        shapes |= _layer_shapes(prefix, SIZE, SIZE, bias=layout in ("mimo", "glm"))
+        if layout in ("glm", "qwen3_next"):
+            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+        if layout == "glm":
+            shapes = {name: shape for name, shape in shapes.items() if f"{prefix}mlp" not in name}
+            shapes |= _moe_shapes(f"{prefix}mlp.", raw)
         shapes |= {
             f"{prefix}input_layernorm.weight": (SIZE,),
-            f"{prefix}{names[0]}.weight": (SIZE,),
-            f"{prefix}{names[1]}.weight": (SIZE,),
-            f"{prefix}{names[2]}.weight": (SIZE, 2 * SIZE),
-            f"{prefix}{names[3]}.weight": (SIZE,),
+            f"{names[0]}.weight": (SIZE,),
+            f"{names[1]}.weight": (SIZE,),
+            f"{names[2]}.weight": (SIZE, 2 * SIZE),
+            f"{names[3]}.weight": (SIZE,),
         }
         if own_ends:
             shapes[f"{prefix}embed_tokens.weight"] = (VOCAB, SIZE)
             shapes[f"{prefix}shared_head.head.weight"] = (VOCAB, SIZE)
-    tensors = load_file(path / "model.safetensors") | _weights(shapes, seed + 50)
+    weights = _weights(shapes, seed + 50)
+    if layout == "qwen3_next":  # its norms are written around 0
+        weights = {name: w - 1 if "norm" in name else w for name, w in weights.items()}
+    tensors = load_file(path / "model.safetensors") | weights
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    raw["num_nextn_predict_layers"] = num_mtp_layers
+    count = "mtp_num_hidden_layers" if layout == "qwen3_next" else "num_nextn_predict_layers"
+    raw[count] = num_mtp_layers
     if layout == "mimo":
         raw |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
     (path / "config.json").write_text(json.dumps(raw))
     return path
+
+
+_FAMILY_OF_LAYOUT = {
+    "mimo": "qwen2", "glm": "glm4_moe", "qwen3_next": "qwen3",
+}  # fmt: skip
+
+
+def mtp_prefix_and_names(layout: str, absolute: int, index: int) -> tuple[str, tuple[str, ...]]:
+    """A layer's prefix, and the names of its norms of embedding and hidden state, its projection
+    and its final norm."""
+    if layout == "qwen3_next":
+        own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        return f"mtp.layers.{index}.", tuple(f"mtp.{name}" for name in own)
+    if layout == "mimo":
+        prefix = f"model.mtp_layers.{index}."
+        own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    else:
+        prefix = f"model.layers.{absolute}."
+        own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    return prefix, tuple(prefix + name for name in own)
+
+
+def _moe_shapes(prefix: str, raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    inner = raw["moe_intermediate_size"]
+    widths = {f"experts.{e}": inner for e in range(raw["n_routed_experts"])}
+    widths["shared_experts"] = inner * raw["n_shared_experts"]
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}gate.weight": (raw["n_routed_experts"], SIZE),
+        f"{prefix}gate.e_score_correction_bias": (raw["n_routed_experts"],),
+    }
+    for name, width in widths.items():
+        shapes |= {
+            f"{prefix}{name}.gate_proj.weight": (width, SIZE),
+            f"{prefix}{name}.up_proj.weight": (width, SIZE),
+            f"{prefix}{name}.down_proj.weight": (SIZE, width),
+        }
+    return shapes
 
 
 def _save(
@@ -216,7 +260,7 @@ class NaiveHead:
 
     def __init__(self, head_dir: Path, target_dir: Path, kind: str, **flags: Any):
         self.kind, self.flags = kind, flags
-        raw = json.loads((head_dir / "config.json").read_text())
+        raw = self.raw = json.loads((head_dir / "config.json").read_text())
         self.theta = flags.get("theta", 10000.0)
         self.eps = raw["rms_norm_eps"]
         file = head_dir / "model.safetensors"
@@ -231,7 +275,8 @@ class NaiveHead:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return x * scale * self.t[f"{name}.weight"]
+        weight = self.t[f"{name}.weight"]
+        return x * scale * (weight + 1 if self.flags.get("layout") == "qwen3_next" else weight)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.t[f"{name}.weight"].T
@@ -239,10 +284,14 @@ class NaiveHead:
 
     def attention(self, x: Tensor, positions: Tensor, cache: dict[str, Any], name: str) -> Tensor:
         """x [n, width] at positions [n] -> [n, size]; `cache` holds the rows before."""
-        q = _rotate(self.linear(x, f"{name}.q_proj").view(len(x), -1, HEAD_DIM), positions,
-                    self.theta)  # fmt: skip
-        k = _rotate(self.linear(x, f"{name}.k_proj").view(len(x), -1, HEAD_DIM), positions,
-                    self.theta)  # fmt: skip
+        q, k = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, HEAD_DIM) for part in "qk")
+        if f"{name}.q_norm.weight" in self.t:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        turning = self.flags.get("rotary_dim", HEAD_DIM)
+        q, k = (
+            torch.cat([_rotate(y[..., :turning], positions, self.theta), y[..., turning:]], -1)
+            for y in (q, k)
+        )
         v = self.linear(x, f"{name}.v_proj").view(len(x), -1, HEAD_DIM)
         old = cache.get(name)
         if old is not None:
@@ -260,10 +309,31 @@ class NaiveHead:
         return self.linear(out, f"{name}.o_proj")
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
+        if f"{name}.gate.weight" in self.t:
+            return self.moe(x, name)
         gate = self.linear(x, f"{name}.gate_proj")
         return self.linear(
             torch.nn.functional.silu(gate) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj"
         )
+
+    def moe(self, x: Tensor, name: str) -> Tensor:
+        """Row by row, in Python numbers where it chooses."""
+        raw, out = self.raw, []
+        scores = torch.sigmoid(x @ self.t[f"{name}.gate.weight"].T)
+        choice = scores + self.t[f"{name}.gate.e_score_correction_bias"]
+        size = raw["n_routed_experts"] // raw["n_group"]
+        for row, own, wanted in zip(x, scores.tolist(), choice.tolist(), strict=True):
+            groups = [range(i, i + size) for i in range(0, len(own), size)]
+            groups.sort(key=lambda g: -sum(sorted((wanted[e] for e in g), reverse=True)[:2]))
+            open_to = [e for g in groups[: raw["topk_group"]] for e in g]
+            chosen = sorted(open_to, key=lambda e: -wanted[e])[: raw["num_experts_per_tok"]]
+            total = sum(own[e] for e in chosen) if raw["norm_topk_prob"] else 1.0
+            y = self.mlp(row[None], f"{name}.shared_experts")
+            for e in chosen:
+                weight = own[e] / total * raw["routed_scaling_factor"]
+                y = y + weight * self.mlp(row[None], f"{name}.experts.{e}")
+            out.append(y)
+        return torch.cat(out)
 
     def project(self, captured: Tensor) -> Tensor:
         if self.kind != "eagle3":
@@ -301,21 +371,17 @@ class NaiveHead:
         self, e: Tensor, ids: Tensor, positions: Tensor, h: Tensor, cache: dict[str, Any], step: int
     ) -> tuple[Tensor, Tensor]:
         layer = step if self.flags.get("vanilla") else 0
-        mimo = self.flags.get("layout") == "mimo"
-        first = self.flags.get("first", 0)
-        p = f"model.mtp_layers.{layer}." if mimo else f"model.layers.{first + layer}."
+        layout = self.flags.get("layout", "deepseek")
+        p, names = mtp_prefix_and_names(layout, self.flags.get("first", 0) + layer, layer)
         e = self.t.get(f"{p}embed_tokens.weight", self.embedding)[ids]
         lm_head = self.t.get(f"{p}shared_head.head.weight", self.lm_head)
-        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        if not mimo:
-            names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        e, h = self.norm(e, p + names[0]), self.norm(h, p + names[1])
-        x = self.linear(torch.cat([h, e] if mimo else [e, h], -1), p + names[2])
+        e, h = self.norm(e, names[0]), self.norm(h, names[1])
+        x = self.linear(torch.cat([h, e] if layout == "mimo" else [e, h], -1), names[2])
         attended = self.attention(self.norm(x, f"{p}input_layernorm"), positions, cache,
                                   f"{p}self_attn")  # fmt: skip
         r = x + attended
         out = r + self.mlp(self.norm(r, f"{p}post_attention_layernorm"), f"{p}mlp")
-        normed = self.norm(out, p + names[3])
+        normed = self.norm(out, names[3])
         return normed @ lm_head.T, out if self.flags.get("pre_norm") else normed
 
     def chain(self, text: list[int], hidden: Tensor, proposals: list[int]) -> list[Tensor]:

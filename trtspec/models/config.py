@@ -12,6 +12,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """The mixture of experts that takes the MLP's place from layer `first_k_dense_replace` on."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int = 0  # of the experts every token goes to, as one MLP; 0 is none
+    n_group: int = 1  # experts are chosen within the `topk_group` best of `n_group` groups
+    topk_group: int = 1
+    scoring: str = "sigmoid"  # or "softmax", over all experts
+    has_correction_bias: bool = True  # added to the scores for the choice alone
+    norm_topk_prob: bool = True  # a token's weights sum to 1 before they are scaled
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 0
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -35,6 +52,8 @@ class DecoderConfig:
     # Both may go on after the last layer: then they are of the checkpoint's MTP layers.
     type_fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Layer type -> the fields of this config that are different in its layers."""
+    moe: MoEConfig | None = None
+    mtp_feeds_post_norm: bool | None = None  # the family's way; None is that of its MTP layout
     is_text_part: bool = False  # of a multimodal checkpoint, whose other tensors are left out
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's
@@ -43,6 +62,10 @@ class DecoderConfig:
 
     def window(self, layer: int) -> int | None:
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def moe_of_layer(self, layer: int) -> MoEConfig | None:
+        """The layer's mixture of experts; None where it has an MLP."""
+        return self.moe if self.moe and layer >= self.moe.first_k_dense_replace else None
 
     def of_layer(self, layer: int) -> DecoderConfig:
         """The config as this layer has it, with the fields of its type."""

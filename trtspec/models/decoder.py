@@ -6,6 +6,7 @@ The residual stream is kept in the model's dtype, as transformers does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
+from .moe import MoE
 from .rope import RopeTables, rotation_order
 
 
@@ -131,6 +133,18 @@ class MLP(nn.Module):
         return linear((inner,), self.down_proj, residual=hidden, in_place=True)
 
 
+def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE:
+    """What the layer has behind its attention."""
+    moe = config.moe_of_layer(layer)
+    if moe is None:
+        return MLP(config)
+    shared = None
+    if moe.shared_intermediate_size:
+        inner = moe.shared_intermediate_size
+        shared = MLP(replace(config, intermediate_size=inner, mlp_bias=False))
+    return MoE(moe, config.hidden_size, shared)
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
@@ -138,7 +152,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm: RMSNorm | None = RMSNorm(*norm)
         self.self_attn = Attention(config, layer, backend, kv_group)
         self.post_attention_layernorm = RMSNorm(*norm)
-        self.mlp = MLP(config)
+        self.mlp = feed_forward(config, layer)
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
         """The residual stream [T, D] -> the stream after this layer, in the same memory."""

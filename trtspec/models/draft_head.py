@@ -45,6 +45,7 @@ class HeadConfig:
     norm_output: bool = False  # feed back what the final norm returns
     fc_bias: bool = False
     hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
+    zero_centered_norms: bool = False  # the checkpoint has norms' weights minus 1
     suggested_draft_len: int | None = None
     mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
     trained_draft_len: int | None = None  # how many at most, where the checkpoint says so

@@ -148,6 +148,7 @@ def parse_mtp(
 ) -> HeadConfig:
     """The config of MTP layers written in `layout`; `decoder` is the target's architecture."""
     inner = _by_presence(mtp_decoder_config(decoder, num_layers), names)
+    of_family = decoder.mtp_feeds_post_norm
     return HeadConfig(
         kind="mtp",
         format=layout.format,
@@ -157,7 +158,8 @@ def parse_mtp(
         own_embedding="layers.0.embed_tokens.weight" in names,
         own_lm_head="layers.0.lm_head.weight" in names,
         hidden_first=layout.hidden_first,
-        norm_output=layout.norm_output,
+        norm_output=layout.norm_output if of_family is None else of_family,
+        zero_centered_norms=layout.zero_centered_norms,
     )
 
 

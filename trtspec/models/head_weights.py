@@ -17,6 +17,7 @@ from torch import Tensor
 from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
 from ..errors import CheckpointError
+from ..ops.norm import RMSNorm
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
 from .decoder import keep_kv_finite
@@ -129,7 +130,7 @@ def load_head(
             config = replace(config, norm_output=norm_output)
         head = _build(config, target.config.max_position_embeddings, backend, kv_group)
         _drop_what_the_target_has(head, report.tensors, target, dtype)
-        place_tensors(head, placements(head), report.tensors, dtype, device)
+        place_tensors(head, _places(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
     finish(head, device, pack)
     if report.mask_hidden is not None:
@@ -156,7 +157,8 @@ def _read(
     if kind == "mtp" and layout is None:
         raise CheckpointError(
             f"{head_dir} holds no MTP layers (no eh_proj of DeepSeek's names, no input_proj of "
-            "MiMo's). Use a checkpoint with its MTP layers, or give the head's directory."
+            "MiMo's, no mtp.fc of Qwen3-Next's). Use a checkpoint with its MTP layers, or give the "
+            "head's directory."
         )
     eagle = [name for name in sources if name == "fc.weight" or name.startswith("midlayer.")]
     if layout is not None and eagle:
@@ -407,6 +409,16 @@ def _build(
 ) -> DraftHead:
     with torch.device("meta"):
         return _HEAD_CLASSES[config.kind](config, num_positions, backend, kv_group)
+
+
+def _places(head: DraftHead) -> dict[str, Placement]:
+    """`placements`, with 1 added to the weights of norms that the checkpoint has around 0."""
+    places = placements(head)
+    if head.config.zero_centered_norms:
+        for name, place in places.items():
+            if isinstance(head.get_submodule(place.module), RMSNorm):
+                places[name] = replace(place, offset=1.0)
+    return places
 
 
 def _drop_what_the_target_has(

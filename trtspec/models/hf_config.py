@@ -121,6 +121,7 @@ def _text_part(raw: dict[str, Any], where: Path) -> tuple[dict[str, Any], bool]:
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     """Checks on the file as written, where transformers would fill in, warn or ignore."""
     model_type = raw.get("model_type")
+    _refuse_linear_attention(raw, where)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{where}: model_type={model_type!r} is not supported; allowed are "
@@ -141,6 +142,17 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where, family)
+
+
+def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
+    types = raw.get("layer_types")
+    if isinstance(types, list) and "linear_attention" in types:
+        count = types.count("linear_attention")
+        raise CheckpointError(
+            f"{where}: {count} of {len(types)} layer_types are 'linear_attention' (Qwen3-Next, "
+            "Qwen3.5); allowed are 'full_attention' and 'sliding_attention'. Use a model whose "
+            "layers are all of these; MTP layers in Qwen3-Next's layout work over a Qwen3 target."
+        )
 
 
 def refuse_quantized(raw: dict[str, Any], where: Path) -> None:

@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers over a dense target.
+"""Multi-token-prediction layers, of the target's own kind.
 
     x   = eh_proj(cat(enorm(e), hnorm(h)))    e = embedding of the next token; h as given
     out = decoder layer(x)
@@ -6,7 +6,8 @@
     fed on:  norm(out), or with norm_output=False `out`
 
 `h` is the target's final hidden state at depth 0 and the previous depth's output after that
-(DeepSeek-V3, section 2.2). MiMo concatenates the other way round.
+(DeepSeek-V3, section 2.2). MiMo concatenates the other way round, GLM-4-MoE feeds on `out`, and
+Qwen3-Next has one eh_proj, enorm, hnorm and norm for all its layers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class MTPLayout:
     is_absolute: bool  # numbered after the target's layers, not from 0
     renames: dict[str, str]  # name in the checkpoint -> name here
     hidden_first: bool
-    norm_output: bool  # the hidden state fed on is the normed one
+    norm_output: bool  # the hidden state fed on is the normed one, unless the family differs
+    shared_prefix: str | None = None  # of names without a number, which belong to every layer
+    zero_centered_norms: bool = False  # a norm's weight is kept as its difference from 1
 
 
 MTP_LAYOUTS = (
@@ -65,6 +68,20 @@ MTP_LAYOUTS = (
         },
         hidden_first=True,
         norm_output=True,
+    ),
+    MTPLayout(
+        format="Qwen3-Next MTP layers",
+        prefix=r"mtp\.layers\.(\d{1,6})\.",
+        is_absolute=False,
+        renames={
+            "pre_fc_norm_embedding": "enorm",
+            "pre_fc_norm_hidden": "hnorm",
+            "fc": "eh_proj",
+        },
+        hidden_first=False,
+        norm_output=True,
+        shared_prefix="mtp.",
+        zero_centered_norms=True,
     ),
 )
 
@@ -150,7 +167,8 @@ def mtp_layout(names: set[str]) -> MTPLayout | None:
     for layout in MTP_LAYOUTS:
         projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
         last = (projections or {"eh_proj"}).pop()
-        if any(re.fullmatch(rf"{layout.prefix}{last}\.weight", name) for name in names):
+        prefix = layout.prefix if layout.shared_prefix is None else re.escape(layout.shared_prefix)
+        if any(re.fullmatch(rf"{prefix}{last}\.weight", name) for name in names):
             return layout
     return None
 
@@ -165,22 +183,29 @@ def mtp_names(names: set[str], layout: MTPLayout, num_layers: int) -> dict[str, 
         CheckpointError: two tensors would have the same name.
     """
     first = num_layers if layout.is_absolute else 0
+    matches = {name: re.match(layout.prefix, name) for name in names}
+    numbers = sorted({int(match[1]) for match in matches.values() if match} - set(range(first)))
     renamed: dict[str, str] = {}
-    for name in sorted(names):
-        match = re.match(layout.prefix, name)
-        if match is None or int(match[1]) < first:
+    for name, match in sorted(matches.items()):
+        if match is not None:
+            owners, rest = [int(match[1])], name[match.end() :]
+        elif layout.shared_prefix is not None and name.startswith(layout.shared_prefix):
+            owners, rest = numbers, name.removeprefix(layout.shared_prefix)
+        else:
             continue
-        rest = name[match.end() :]
         for old, new in layout.renames.items():
             if rest.startswith(f"{old}."):
                 rest = new + rest[len(old) :]
-        key = f"layers.{int(match[1]) - first}.{rest}"
-        if key in renamed:
-            raise CheckpointError(
-                f"{renamed[key]} and {name} are two names of one tensor: the tensors of two heads "
-                "are mixed. Copy one checkpoint again, into an empty directory."
-            )
-        renamed[key] = name
+        for number in owners:
+            key = f"layers.{number - first}.{rest}"
+            if number < first:
+                continue
+            if key in renamed:
+                raise CheckpointError(
+                    f"{renamed[key]} and {name} are two names of one tensor: the tensors of two "
+                    "heads are mixed. Copy one checkpoint again, into an empty directory."
+                )
+            renamed[key] = name
     return renamed
 
 
@@ -191,10 +216,15 @@ def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
     Raises:
         CheckpointError: the lists end before the MTP layers do, and the target's layers differ.
     """
-    first, windows, types = target.num_layers, target.layer_windows, target.layer_types
+    first, windows, types, moe = (
+        target.num_layers, target.layer_windows, target.layer_types, target.moe
+    )  # fmt: skip
+    if moe is not None:  # which layers are mixtures of experts goes by n + i too
+        moe = replace(moe, first_k_dense_replace=max(0, moe.first_k_dense_replace - first))
     return replace(
         target,
         num_layers=num_layers,
+        moe=moe,
         layer_windows=_of_mtp_layers(windows, first, num_layers, "layer_windows"),
         layer_types=_of_mtp_layers(types, first, num_layers, "layer_types"),
     )

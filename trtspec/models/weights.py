@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..errors import CheckpointError
 from ..ops.linear import Linear
+from ..ops.moe import Experts
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
@@ -38,6 +39,7 @@ _CONFIG_FIELDS = {
     "down_proj": "intermediate_size and hidden_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
+    "gate": "n_routed_experts and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
 
@@ -52,6 +54,8 @@ class Placement:
     shape: tuple[int, ...]
     order: Tensor | None = None  # of the source's rows, int64; None is its own
     expert: int | None = None  # the rows of parameter[expert]
+    dtype: torch.dtype | None = None  # of the parameter; None is the model's
+    offset: float = 0.0  # added to the source in float32
 
 
 def load_decoder(
@@ -85,7 +89,8 @@ def load_weights(
     The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
     `pack` is False.
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
-    tied to, and the MTP layers that config.json declares (`models/mtp.py` reads those).
+    tied to, and the MTP layers that config.json declares or that are named `mtp.` (`models/mtp.py`
+    reads those).
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped or quantised tensors.
@@ -172,13 +177,16 @@ def place_tensors(
     device: torch.device,
 ) -> None:
     """Allocates the parameters that `places` names and copies the checked sources into them."""
-    for module, leaf in dict.fromkeys((place.module, place.leaf) for place in places.values()):
+    dtypes = {(place.module, place.leaf): place.dtype or dtype for place in places.values()}
+    for (module, leaf), own_dtype in dtypes.items():
         parameter = getattr(model.get_submodule(module), leaf)
-        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+        empty = torch.empty(parameter.shape, dtype=own_dtype, device=device)
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
     for name, place in places.items():
         parameter = getattr(model.get_submodule(place.module), place.leaf)
         source = sources[name].read()
+        if place.offset:
+            source = source.float() + place.offset
         data = parameter.data if place.expert is None else parameter.data[place.expert]
         data.narrow(0, place.start, place.shape[0]).copy_(
             source if place.order is None else source[place.order]
@@ -190,7 +198,7 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
     model.rope_tables.to(device)
     if device.type == "cpu" and pack:
         for module in model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Experts):
                 module.pack()
 
 
@@ -198,6 +206,8 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
     """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
     if source.shape != place.shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
+        if "experts." in name:  # of a mixture: routed or shared
+            fields = "moe_intermediate_size, n_shared_experts and hidden_size"
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
             f"it {list(place.shape)}. Check {fields} there."
@@ -211,7 +221,10 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
 
 
 def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries."""
+    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries, or
+    has Qwen3-Next's names for them, which nothing else has and no field need declare."""
+    if name.startswith("mtp."):
+        return True
     declared = config.raw.get("num_nextn_predict_layers") or 0
     match = re.match(r"model\.(mtp_layers|layers)\.(\d{1,6})\.", name)
     if match is None or not declared:
@@ -248,7 +261,7 @@ def _check(
         raise CheckpointError(
             f"{model_dir} holds {len(surplus)} tensors its config.json has no place for: "
             f"{some(surplus)}. Check model_type, num_hidden_layers, attention_bias and mlp_bias, "
-            "and for MTP layers num_nextn_predict_layers."
+            "n_routed_experts for experts, and for MTP layers num_nextn_predict_layers."
         )
     for name, place in places.items():
         problem = shape_problem(name, sources[name], place)

@@ -27,6 +27,11 @@ def sampling_kernels(logits: Tensor) -> Any:
     return _module("triton_sampling") if logits.is_cuda and is_read else None
 
 
+def moe_kernels(x: Tensor) -> Any:
+    """The module `triton_moe` for a CUDA tensor, else None."""
+    return _module("triton_moe") if x.is_cuda else None
+
+
 @cache
 def _module(name: str) -> ModuleType | None:
     try:

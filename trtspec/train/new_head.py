@@ -86,7 +86,9 @@ def create_head(
             elif parameter.dim() > 1:
                 value.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
             setattr(module, name, nn.Parameter(value.to(device, dtype), requires_grad=True))
-    head.rope_tables = target.rope_tables
+    if head.config.decoder.rotary_dim == config.rotary_dim:
+        head.rope_tables = target.rope_tables
+    head.rope_tables.to(device)
     if isinstance(head, Eagle3Head):
         assert draft_ids is not None and head.lm_head is not None
         ids = draft_ids.to(device)
@@ -203,7 +205,7 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         )
     decoder = replace(
         target, num_layers=spec.num_layers, layer_windows=(), qkv_bias=False, o_bias=False,
-        mlp_bias=False, qk_norm=False, tie_word_embeddings=False,
+        mlp_bias=False, qk_norm=False, tie_word_embeddings=False, moe=None, rotary_dim=None,
         intermediate_size=spec.intermediate_size or target.intermediate_size,
     )  # fmt: skip
     return HeadConfig(
@@ -214,6 +216,11 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
 
 
 def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
+    if target.moe is not None:
+        raise ConfigError(
+            "kind='mtp' makes layers of the target's own kind, and training a mixture of experts "
+            "is not supported. Train kind='eagle3', or MTP layers for a dense target."
+        )
     return HeadConfig(
         kind="mtp", format="DeepSeek-style MTP layers",
         decoder=mtp_decoder_config(target, spec.num_layers),

@@ -7,13 +7,16 @@ asks for a model's name.
 from __future__ import annotations
 
 from .family import Family
-from .llama import llama, mistral, qwen2, qwen3
+from .glm import glm4_moe
+from .llama import llama, mistral, qwen2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", llama),
     "mistral": Family("mistral", mistral),
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),
+    "glm4_moe": Family("glm4_moe", glm4_moe, has_partial_rotary=True),
+    "qwen3_moe": Family("qwen3_moe", qwen3_moe),
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
     "qwen2_vl_text": Family("qwen2_vl_text", qwen2, has_mrope=True),
     "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),

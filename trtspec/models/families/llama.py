@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .moe import qwen_moe
 
 
 def llama(hf: Any, where: Path) -> dict[str, Any]:
@@ -26,6 +27,18 @@ def qwen3(hf: Any, where: Path) -> dict[str, Any]:
     bias = bool(hf.attention_bias)
     windows = windows_by_type(hf, where)
     return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "layer_windows": windows}
+
+
+def qwen3_moe(hf: Any, where: Path) -> dict[str, Any]:
+    """Qwen3 with a mixture of experts in every layer."""
+    bias, window = bool(hf.attention_bias), _window(hf, where)
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "layer_windows": (window if hf.use_sliding_window else None,) * hf.num_hidden_layers,
+        "moe": qwen_moe(hf, where),
+    }
 
 
 def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:

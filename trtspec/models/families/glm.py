@@ -1,0 +1,34 @@
+"""GLM-4-MoE (GLM-4.5 and later): partial rotation, a mixture of experts, MTP layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from .moe import deepseek_moe
+
+
+def glm4_moe(hf: Any, where: Path) -> dict[str, Any]:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    rope = dict(hf.rope_parameters)
+    factor = rope.pop("partial_rotary_factor", 1.0)  # rotary_dim says it from here on
+    return {
+        "rope_parameters": rope,
+        "qkv_bias": bool(hf.attention_bias),
+        "qk_norm": bool(hf.use_qk_norm),
+        "rotary_dim": _rotary_dim(head_dim, factor, where),
+        "moe": deepseek_moe(hf, where),
+        "mtp_feeds_post_norm": False,
+    }
+
+
+def _rotary_dim(head_dim: int, factor: Any, where: Path) -> int:
+    good = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor <= 1
+    rotary_dim = int(head_dim * factor) if good else 0
+    if rotary_dim < 2 or rotary_dim % 2 or (head_dim - rotary_dim) % 2:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor={factor!r} of head_dim={head_dim}: it must be in "
+            "(0, 1] and turn an even number of dimensions. Correct it, or head_dim."
+        )
+    return rotary_dim

@@ -1,0 +1,169 @@
+"""A mixture of experts: which experts each row goes to, and the weighted sum of what they return.
+
+The routing is DeepSeek-V3's (arXiv:2412.19437, section 2.1.2), which GLM-4-MoE shares; with one
+group, softmax scores and no bias it is the classic one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .activation import silu_and_mul
+from .dispatch import moe_kernels
+from .linear import Linear
+
+MAX_MATVEC_PAIRS = 64
+"""Up to so many (row, choice) pairs each read their expert's weights by themselves."""
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, top_k: int, *, scoring: str = "sigmoid", n_group: int = 1,
+    topk_group: int = 1, normalize: bool = True, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The experts of each row and their weights, ([T, top_k] int64, [T, top_k] float32).
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32, added to the scores for the choice, not for the weights; or None.
+        scoring: "sigmoid" of each logit or "softmax" over all.
+        n_group, topk_group: experts come from the `topk_group` of `n_group` groups whose two best
+            scores have the largest sums.
+        normalize: weights sum to 1 before `scale` is applied.
+    """
+    kernels = moe_kernels(logits)
+    if kernels is not None:
+        return kernels.route(
+            logits, bias, top_k, scoring=scoring, n_group=n_group, topk_group=topk_group,
+            normalize=normalize, scale=scale,
+        )  # fmt: skip
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)  # [T, E]
+    choice = scores if bias is None else scores + bias
+    if n_group > 1:
+        grouped = choice.unflatten(-1, (n_group, -1))  # [T, G, E/G]
+        groups = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
+        inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, groups, True)
+        choice = grouped.masked_fill(~inside[..., None], -torch.inf).flatten(-2)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+class Experts(nn.Module):
+    """E SwiGLU networks. `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]; after `pack()` on CPU
+    each expert's packed `Linear`s replace them."""
+
+    def __init__(self, num_experts: int, size: int, inner: int):
+        super().__init__()
+        self.num_experts, self.size, self.inner = num_experts, size, inner
+        self.gate_up_proj: nn.Parameter | None = nn.Parameter(
+            torch.empty(num_experts, 2 * inner, size), requires_grad=False
+        )
+        self.down_proj: nn.Parameter | None = nn.Parameter(
+            torch.empty(num_experts, size, inner), requires_grad=False
+        )
+        self._packed: list[tuple[Linear, Linear]] = []
+
+    def pack(self) -> None:
+        """Packs every expert as `Linear.pack` does; does nothing off the CPU."""
+        if self.gate_up_proj is None or self.gate_up_proj.device.type != "cpu":
+            return
+        assert self.down_proj is not None
+        self._packed = [
+            (_packed(up), _packed(down))
+            for up, down in zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
+        ]
+        self.gate_up_proj = self.down_proj = None
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum over each row's experts of weight times expert(x), added up in float32.
+
+        Args:
+            x: [T, D]. ids, weights: [T, k] int64 and float32, as `route` returns them.
+
+        Returns:
+            [T, D], x's dtype.
+        """
+        if not x.is_cuda:
+            return self._expert_by_expert(x, ids, weights)
+        assert self.gate_up_proj is not None and self.down_proj is not None
+        wants_gradient = torch.is_grad_enabled() and (
+            x.requires_grad or self.gate_up_proj.requires_grad
+        )
+        kernels = None if wants_gradient else moe_kernels(x)
+        if kernels is not None and ids.numel() <= MAX_MATVEC_PAIRS:
+            return kernels.expert_matvec(x, ids, weights, self.gate_up_proj, self.down_proj)
+        if has_grouped_mm(x, self.inner):
+            return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
+        return every_expert(x, ids, weights, self.gate_up_proj, self.down_proj)
+
+    def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Only the experts that were chosen, each over its rows. A row is summed in the order of
+        its experts, whatever rows are beside it. (Asking which were chosen is free on the CPU.)"""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            rows, choices = (ids == expert).nonzero(as_tuple=True)
+            y = self._expert(expert, x[rows]).float() * weights[rows, choices, None]
+            out = out.index_add(0, rows, y)
+        return out.to(x.dtype)
+
+    def _expert(self, expert: int, x: Tensor) -> Tensor:
+        """x [n, D] -> [n, D]."""
+        if self._packed:
+            gate_up, down = self._packed[expert]
+            return down(silu_and_mul(gate_up(x)))
+        assert self.gate_up_proj is not None and self.down_proj is not None
+        inner = silu_and_mul(F.linear(x, self.gate_up_proj[expert]))
+        return F.linear(inner, self.down_proj[expert])
+
+
+def _packed(weight: Tensor) -> Linear:
+    with torch.device("meta"):
+        linear = Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    linear.pack()
+    return linear
+
+
+def has_grouped_mm(x: Tensor, inner: int) -> bool:
+    """Whether `grouped_mm` takes these without asking the host: elsewhere it loops over groups."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    is_aligned = x.shape[1] % 8 == 0 and inner % 8 == 0  # rows of 16 bytes
+    return is_aligned and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def grouped_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """`Experts.forward` as two grouped products over the rows sorted by expert; nothing waits."""
+    count, top_k = gate_up_proj.shape[0], ids.shape[1]
+    by_expert, order = ids.flatten().sort(stable=True)  # [T*k]
+    experts = torch.arange(count, device=ids.device)
+    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)  # [E]
+    gate_up = F.grouped_mm(x[order // top_k], gate_up_proj.transpose(1, 2), offs=ends)
+    y = F.grouped_mm(silu_and_mul(gate_up), down_proj.transpose(1, 2), offs=ends)  # [T*k, D]
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return _combine(y[place].unflatten(0, ids.shape), weights, x.dtype)
+
+
+def every_expert(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """`Experts.forward` with every expert over every row, for what `grouped_mm` does not take: E
+    times slower than it need be, and the same launches whatever was chosen."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(gate_up_proj.shape[0]):
+        y = F.linear(silu_and_mul(F.linear(x, gate_up_proj[expert])), down_proj[expert])
+        weight = weights.masked_fill(ids != expert, 0.0).sum(-1, keepdim=True)  # [T, 1]
+        # A row that did not choose the expert must not see an overflow there: 0 * inf is NaN.
+        out = out + torch.where(weight != 0, y.float() * weight, 0.0)
+    return out.to(x.dtype)
+
+
+def _combine(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """y [T, k, D] and weights [T, k] -> their weighted sum [T, D]."""
+    return (y.float() * weights[..., None]).sum(1).to(dtype)
