@@ -269,14 +269,28 @@ def test_rows_are_padded_where_a_kernel_depends_on_their_number(
     assert find_min_rows(multiply, 64) == expected
 
 
-def test_rms_norm_equals_float64() -> None:
-    norm = RMSNorm(48, 1e-5)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_equals_float64(offset: float) -> None:
+    norm = RMSNorm(48, 1e-5, offset)
     torch.nn.init.normal_(norm.weight)
     x = torch.randn(7, 48)
     wide = x.double()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    expected = (wide * scale * norm.weight.double()).float()
+    expected = (wide * scale * (norm.weight.double() + offset)).float()
     torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_offset_is_added_before_rounding() -> None:
+    """bf16 cannot hold 1.003, so a sum in the model's dtype would lose most of such weights."""
+    norm = RMSNorm(64, 1e-5, offset=1.0).to(torch.bfloat16)
+    torch.nn.init.normal_(norm.weight, std=3e-3)
+    x = torch.randn(50, 64).bfloat16()
+    wide = x.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    exact = (wide * scale * (1 + norm.weight.double())).bfloat16()
+    early = (wide * scale * (1 + norm.weight).double()).bfloat16()
+    assert (norm(x) == exact).float().mean() > 0.99
+    assert (early == exact).float().mean() < 0.9
 
 
 def test_bf16_norm_rows_do_not_depend_on_their_number() -> None:

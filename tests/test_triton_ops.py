@@ -29,9 +29,11 @@ def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, 48, 576])
-def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype: torch.dtype, size: int, offset: float) -> None:
     x, weight = _random(5, 2 * size, dtype=dtype)[:, :size], _random(size, dtype=dtype, seed=3)
-    _close(triton_ops.rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5))
+    expected = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
+    _close(triton_ops.rms_norm(x, weight, 1e-5, offset), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,14 +47,14 @@ def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
 @pytest.mark.parametrize("keeps_finite", [False, True])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])  # None is without norms
 @pytest.mark.parametrize("few_heads", [0, 1024])  # several heads to a program, or one
 def test_rope_and_write(
     dtype: torch.dtype,
     heads: tuple[int, int],
     dim: int,
     keeps_finite: bool,
-    has_norms: bool,
+    norm_offset: float | None,
     few_heads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -66,8 +68,8 @@ def test_rope_and_write(
     positions = torch.tensor([3, 19, 0, 7, 7], device=DEVICE)
     rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
     norms = None
-    if has_norms:
-        norms = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+    if norm_offset is not None:
+        norms = RMSNorm(dim, 1e-5, norm_offset), RMSNorm(dim, 1e-5, norm_offset)
         for i, norm in enumerate(norms):
             norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
     k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
@@ -77,10 +79,10 @@ def test_rope_and_write(
     clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
     qk = clean[:, : q_heads + kv_heads]
     if norms is not None:
-        weights = [norm.weight for norm in norms]
-        parts = qk.split([q_heads, kv_heads], dim=1)
+        parts = qk.float().split([q_heads, kv_heads], dim=1)
+        weights = [norm.weight.float() + norm.offset for norm in norms]
         normed = [F.rms_norm(p, (dim,), w, 1e-5) for p, w in zip(parts, weights, strict=True)]
-        qk = torch.cat(normed, dim=1)
+        qk = torch.cat(normed, dim=1).to(dtype)
     turned = apply_rope(qk, *rope.rotation(dtype))
     _close(q, turned[:, :q_heads])
     _close(k_slots[slots], turned[:, q_heads:])

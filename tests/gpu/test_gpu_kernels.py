@@ -48,6 +48,14 @@ def _norm(size: int, dtype: torch.dtype, seed: int = 3) -> RMSNorm:
     return norm
 
 
+def test_norms_with_an_offset_are_not_fused() -> None:
+    x, layer, norm = _random(2, 64), _linear(64, 32, torch.bfloat16), _norm(64, torch.bfloat16)
+    assert fused._kernels((x,), layer, (norm,)) is not None
+    norm.offset = 1.0
+    assert fused._kernels((x,), layer, (norm,)) is None
+    torch.testing.assert_close(fused.linear((x,), layer, (norm,)), layer(norm(x)))
+
+
 def _exact(x: Tensor, norm: RMSNorm | None = None) -> Tensor:
     """float64, normed."""
     x = x.double()

@@ -28,6 +28,7 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: float = 0.0  # added to the weight of every RMSNorm
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike

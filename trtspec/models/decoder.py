@@ -50,8 +50,9 @@ class Attention(nn.Module):
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        norm = config.head_dim, config.rms_norm_eps, config.norm_offset
+        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
 
     def forward(
         self,
@@ -132,9 +133,10 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
-        self.input_layernorm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.input_layernorm: RMSNorm | None = RMSNorm(*norm)
         self.self_attn = Attention(config, layer, backend, kv_group)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = MLP(config)
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
@@ -168,7 +170,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, backend, kv_group) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rope_tables = RopeTables(config)
 

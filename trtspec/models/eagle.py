@@ -40,12 +40,12 @@ class Eagle3Layer(nn.Module):
         norm_before_residual: bool,
     ):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, norm = config.hidden_size, (config.rms_norm_eps, config.norm_offset)
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = RMSNorm(size, eps)
-        self.hidden_norm = RMSNorm(size, eps)
+        self.input_layernorm = RMSNorm(size, *norm)
+        self.hidden_norm = RMSNorm(size, *norm)
         self.self_attn = Attention(config, 0, backend, kv_group, input_size=2 * size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, *norm)
         self.mlp = MLP(config)
 
     def forward(
@@ -66,10 +66,11 @@ class Eagle3Head(DraftHead):
     ):
         super().__init__(config, num_positions, kv_group)
         decoder, captured = config.decoder, len(config.layers_to_capture)
-        width, eps = captured * config.target_hidden_size, decoder.rms_norm_eps
-        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
+        width = captured * config.target_hidden_size
+        norm = decoder.rms_norm_eps, decoder.norm_offset
+        self.input_norm = RMSNorm(width, *norm) if config.norm_before_fc else None
         self.fc_norm = (
-            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(captured))
+            nn.ModuleList(RMSNorm(config.target_hidden_size, *norm) for _ in range(captured))
             if config.fc_norm
             else None
         )
@@ -77,7 +78,7 @@ class Eagle3Head(DraftHead):
         first = Eagle3Layer(decoder, backend, kv_group, config.norm_before_residual)
         rest = [DecoderLayer(decoder, i, backend, kv_group) for i in range(1, decoder.num_layers)]
         self.layers = nn.ModuleList([first, *rest])
-        self.norm = RMSNorm(decoder.hidden_size, eps)
+        self.norm = RMSNorm(decoder.hidden_size, *norm)
 
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:

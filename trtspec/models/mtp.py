@@ -73,10 +73,10 @@ class MTPLayer(DecoderLayer):
     def __init__(self, config: HeadConfig, index: int, backend: AttentionBackend, kv_group: int):
         decoder = config.decoder
         super().__init__(decoder, index, backend, kv_group)
-        size, eps = decoder.hidden_size, decoder.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        size, norm = decoder.hidden_size, (decoder.rms_norm_eps, decoder.norm_offset)
+        self.enorm, self.hnorm = RMSNorm(size, *norm), RMSNorm(size, *norm)
         self.eh_proj = Linear(2 * size, size, bias=False)
-        self.norm = RMSNorm(size, eps)
+        self.norm = RMSNorm(size, *norm)
         self.embed_tokens: nn.Embedding | None = None
         self.lm_head: Linear | None = None
         if config.own_embedding:

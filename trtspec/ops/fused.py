@@ -117,6 +117,8 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
         return None
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
         return None  # x times a norm's weight may leave fp16's range before it is scaled
+    if any(norm.offset for norm in norms):
+        return None  # the kernels multiply by the weight as it is
     weight = layer.weight
     if _wants_gradient(layer, norms, *inputs):
         return None  # the kernels have no derivative

@@ -1,4 +1,8 @@
-"""RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight, statistics in fp32."""
+"""RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight, statistics in fp32.
+
+Some families (Gemma, Step-3.5) write the weight as a difference from one: `offset` is added to it
+in fp32, before the product is rounded to the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,17 @@ from .dispatch import triton_kernels
 class RMSNorm(nn.Module):
     """Over the last dimension; input and output in the model's dtype."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
         is_trained = self.weight.requires_grad and torch.is_grad_enabled()
         kernels = None if is_trained else triton_kernels(x)
         if kernels is not None:
-            return kernels.rms_norm(x, self.weight, self.eps)
+            return kernels.rms_norm(x, self.weight, self.eps, self.offset)
+        if self.offset:
+            weight = self.weight.float() + self.offset
+            return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 FEW_HEADS = 1024  # heads of all rows that get a program each: few want every multiprocessor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] -> its norm over the last dimension."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., D] -> its norm over the last dimension, times weight + offset."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     _rms_norm_kernel[(flat.shape[0],)](
         flat, weight, out, flat.stride(0), size, eps,
-        BLOCK=triton.next_power_of_2(size), num_warps=4 if size <= 2048 else 8,
+        OFFSET=offset, BLOCK=triton.next_power_of_2(size), num_warps=4 if size <= 2048 else 8,
         **dependent_launch(x),
     )  # fmt: skip
     return out.view(x.shape)
@@ -38,15 +38,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_row, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, weight_ptr, out_ptr, x_row, size, eps,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < size
     x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
     tl.store(
         out_ptr + row * size + d, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside
     )
@@ -94,8 +95,9 @@ def rope_and_write(
         qkv.stride(0), qkv.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1),
         q_heads=q_heads, kv_heads=k_slots.shape[1], dim=dim, HAS_NORMS=qk_norms is not None,
-        KEEPS_FINITE=keeps_finite, HEADS=per_program, BLOCK=triton.next_power_of_2(dim),
-        num_warps=1, **dependent_launch(qkv),
+        OFFSET=0.0 if q_norm is None else q_norm.offset, KEEPS_FINITE=keeps_finite,
+        HEADS=per_program, BLOCK=triton.next_power_of_2(dim), num_warps=1,
+        **dependent_launch(qkv),
     )  # fmt: skip
     return q
 
@@ -105,7 +107,8 @@ def _rope_and_write_kernel(
     qkv_ptr, table_ptr, position_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     scratch_slot, x_row, x_head, k_row, k_head, v_row, v_head,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, HAS_NORMS: tl.constexpr,
-    KEEPS_FINITE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    OFFSET: tl.constexpr, KEEPS_FINITE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row."""
     after_previous(PDL)
@@ -133,10 +136,11 @@ def _rope_and_write_kernel(
         in_dim = d < dim
         q_weight = tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)
         k_weight = tl.load(k_norm_ptr + d, mask=in_dim, other=0.0)
-        x = (value * scale * tl.where(is_q, q_weight, k_weight).to(tl.float32)).to(kind)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + OFFSET
+        x = (value * scale * weight).to(kind)
         q_weight = tl.load(q_norm_ptr + opposite, mask=in_dim, other=0.0)
         k_weight = tl.load(k_norm_ptr + opposite, mask=in_dim, other=0.0)
-        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + OFFSET
         other = (other.to(tl.float32) * scale * weight).to(kind)
     table = table_ptr + tl.load(position_ptr + row) * dim + d % half
     # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
