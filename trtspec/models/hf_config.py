@@ -91,7 +91,10 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
     family = FAMILIES[raw["model_type"]].hf_type
     try:
         values = {**copy.deepcopy(raw), "model_type": family}
-        return CONFIG_MAPPING[family].from_dict(values)
+        config = CONFIG_MAPPING[family].from_dict(values)
+        # What differs by layer is the family's to read; else transformers refuses to name it.
+        config.allow_global_per_layer_attribute_access = True
+        return config
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."
