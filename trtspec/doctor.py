@@ -151,6 +151,12 @@ def diagnose(
     head = load_head(
         Path(head_dir), target, dtype, device, TorchAttention(), kv_group=1, kind=kind, pack=False
     )
+    if not head.advances_positions:
+        diagnosis.problems = [
+            f"A {head.config.format} reads the target's KV cache and cannot be run along whole "
+            "texts. Measure it in the engine: trtspec acceptance."
+        ]
+        return diagnosis
     raw = read_json_object(Path(head_dir) / "config.json", "Point to the head's directory.")
     notes = raw.get("training")
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):

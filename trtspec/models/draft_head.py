@@ -29,7 +29,7 @@ from .rope import RopeTables
 class HeadConfig:
     """A draft head as plain numbers and flags; `head_config.py` reads it from a checkpoint."""
 
-    kind: str  # "eagle3", "eagle" or "mtp"
+    kind: str  # "eagle3", "eagle", "mtp" or "gemma4_assistant"
     format: str  # how the checkpoint is written, for people
     decoder: DecoderConfig  # the head's own layers; vocab_size is the target's
     target_hidden_size: int

@@ -48,10 +48,11 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     merged = hf.to_dict()
     rope = dict(hf.rope_parameters or {})
     _check_rope(rope, where, FAMILIES[raw["model_type"]])
-    _check_numbers(hf, rope, where)
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    _check_heads(heads, kv_heads, head_dim, where)
+    # Of a config whose layers differ transformers names the sizes by layer alone.
+    first = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
+    _check_numbers(first, rope, where)
+    heads, kv_heads = first.num_attention_heads, first.num_key_value_heads
+    head_dim = getattr(first, "head_dim", None) or hf.hidden_size // heads
     config = DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -69,7 +70,11 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
         raw=merged,
     )
-    return replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
+    config = replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
+    for layer in range(config.num_layers):
+        own = config.of_layer(layer)
+        _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
+    return config
 
 
 def read_json_object(path: Path, cure: str) -> dict[str, Any]:
@@ -91,10 +96,7 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
     family = FAMILIES[raw["model_type"]].hf_type
     try:
         values = {**copy.deepcopy(raw), "model_type": family}
-        config = CONFIG_MAPPING[family].from_dict(values)
-        # What differs by layer is the family's to read; else transformers refuses to name it.
-        config.allow_global_per_layer_attribute_access = True
-        return config
+        return CONFIG_MAPPING[family].from_dict(values)
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."

@@ -104,12 +104,15 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
 def _heads_of_type(hf: Any, name: str) -> dict[str, Any]:
     if name not in hf.layer_types:
         return {}
-    of_layer = hf.per_layer_config[hf.layer_types.index(name)]
-    return {
-        "head_dim": of_layer.head_dim,
-        "num_kv_heads": of_layer.num_key_value_heads,
-        "values_are_keys": bool(hf.attention_k_eq_v) and name == "full_attention",
-    }
+    shares = bool(hf.attention_k_eq_v) and name == "full_attention"
+    if hasattr(hf, "per_layer_config"):
+        of_layer = hf.per_layer_config[hf.layer_types.index(name)]
+        head_dim, kv_heads = of_layer.head_dim, of_layer.num_key_value_heads
+    else:  # older transformers have full attention's in fields of their own
+        full_dim = name == "full_attention" and hf.global_head_dim
+        head_dim = full_dim or hf.head_dim
+        kv_heads = (shares and hf.num_global_key_value_heads) or hf.num_key_value_heads
+    return {"head_dim": head_dim, "num_kv_heads": kv_heads, "values_are_keys": shares}
 
 
 def _scale(hf: Any, where: Path) -> float:
