@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,32 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
     )
     assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("softcap", "scale"), [(2.0, None), (0.5, 1.0), (50.0, 0.1)])
+def test_capped_scores(window: int | None, softcap: float, scale: float | None) -> None:
+    """Of contexts and of generations beside them."""
+    starts, counts, lengths, rows = [0, 130], [90, 100], [9, 200], 2
+    spans = [*zip(starts, counts, strict=True), *((n, rows) for n in lengths)]
+    texts = make_pass([s + n for s, n in spans], 1, 2, 16, 8, max_seq_len=4096)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    meta = replace(
+        texts, context_lens=tuple(counts), context_starts=tuple(starts),
+        num_generations=len(lengths), rows_per_generation=rows, position_ids=positions,
+        max_kv_len=max(s + n for s, n in spans), derived={},
+    )  # fmt: skip
+    q = 3 * torch.randn(len(positions), 6, 16, generator=torch.Generator().manual_seed(5))
+    options: Any = {"kv_group": 0, "layer": 0, "window": window, "scale": scale}
+    ours, twin, plain = (
+        backend.attend(q.to(DEVICE), meta, **options, softcap=cap)
+        for backend, cap in (
+            (triton_paged.TritonAttention(), softcap), (TorchAttention(), softcap),
+            (TorchAttention(), None),
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(ours, twin, atol=1e-4, rtol=1e-4)
+    assert (twin - plain).abs().max() > 1e-2
 
 
 def test_rows_past_the_maximum_length_are_inert() -> None:

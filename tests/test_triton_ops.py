@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from trtspec.ops.norm import RMSNorm
 from trtspec.ops.rope import Rope, apply_rope
@@ -42,6 +43,59 @@ def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
     x = 4 * _random(3, 2 * inner, dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
     _close(triton_ops.silu_and_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [8, 80, 1536])
+def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
+    x = 4 * _random(3, 2 * inner, dtype=dtype)
+    x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    _close(triton_ops.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_with_a_scale(dtype: torch.dtype) -> None:
+    table = nn.Embedding(30, 40).to(DEVICE, dtype)
+    ids = torch.tensor([3, -1, 29, 40], device=DEVICE)
+    scale = torch.tensor(48**0.5, dtype=dtype).item()
+    expected = table.weight[ids.clamp(0, 29)] * scale
+    assert torch.equal(triton_ops.embed(ids, table.weight, scale), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(6, 8), (9, 64), (4, 48)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rope_queries(dtype: torch.dtype, heads: int, dim: int, offset: float) -> None:
+    q = _random(5, heads, 2 * dim, dtype=dtype)[..., :dim]
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    positions = torch.tensor([3, 19, 0, 7, 7], device=DEVICE)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
+    norm = RMSNorm(dim, 1e-5, offset)
+    norm.weight.data = _random(dim, dtype=dtype, seed=5)
+    normed = F.rms_norm(q.float(), (dim,), norm.weight.float() + offset, 1e-5).to(dtype)
+    _close(triton_ops.rope_queries(q, rope, norm), apply_rope(normed, *rope.rotation(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_write_norms_values(dtype: torch.dtype) -> None:
+    dim, slots = 16, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
+    qkv = 3 * _random(5, 9, dim, dtype=dtype)
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), torch.arange(5, device=DEVICE))
+    norms = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+    for i, norm in enumerate(norms):
+        norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
+    results = []
+    for norms_values in (False, True):
+        k_slots, v_slots = (torch.zeros(12, 2, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+        q = triton_ops.rope_and_write(
+            qkv, rope, 5, k_slots, v_slots, slots, 11, norms, False, norms_values
+        )
+        results.append((q, k_slots, v_slots))
+    plain, normed = results
+    assert torch.equal(plain[0], normed[0]) and torch.equal(plain[1], normed[1])
+    _close(normed[2][slots], F.rms_norm(qkv[:, 7:], (dim,), eps=1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -156,6 +156,12 @@ def diagnose(
             f"{head_dir} drafts in parallel; the doctor examines heads that draft one token a "
             "pass. Read its acceptance in `trtspec acceptance`."
         )
+    if not head.advances_positions:
+        diagnosis.problems = [
+            f"A {head.config.format} reads the target's KV cache and cannot be run along whole "
+            "texts. Measure it in the engine: trtspec acceptance."
+        ]
+        return diagnosis
     raw = read_json_object(Path(head_dir) / "config.json", "Point to the head's directory.")
     notes = raw.get("training")
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):

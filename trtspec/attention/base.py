@@ -34,12 +34,14 @@ class AttentionBackend(ABC):
         layer: int,
         window: int | None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """q [T, Hq, D] -> [T, Hq, D], over the cache, which holds this pass's K and V already.
 
         Args:
             layer: its index in the KV group.
             scale: of the scores, None is 1 / sqrt(D).
+            softcap: scaled scores s become softcap * tanh(s / softcap).
 
         A row sees the positions of its own request up to and including its own, and with
         `window` only the last `window` of those.
@@ -56,6 +58,7 @@ class AttentionBackend(ABC):
         layer: int,
         window: int | None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """`attend` for callers that have not written k and v [T, Hkv, D] to the cache yet."""
         group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
@@ -63,4 +66,6 @@ class AttentionBackend(ABC):
         k_slots, v_slots = group.layer_slots[layer]
         k_slots.index_copy_(0, slots, k)
         v_slots.index_copy_(0, slots, v)
-        return self.attend(q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale)
+        return self.attend(
+            q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
+        )

@@ -9,8 +9,9 @@ of its own row (EAGLE-3's "training-time test", arXiv:2503.01840, section 3.2).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .torch_sdpa import masked_attention
 
 Keys = tuple[Tensor, Tensor]
 
@@ -30,8 +31,17 @@ class DensePass:
         self._seen = (same & (self._distance >= 0))[:, None]  # [N, 1, L, L]
         self._uses: dict[int, list[Keys]] = {}  # by layer
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None) -> Tensor:
-        """q [N*L, Hq, D], k and v [N*L, Hkv, D] -> [N*L, Hq, D].
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """q [N*L, Hq, D], k and v [N*L, Hkv, D] -> [N*L, Hq, D]; scale, softcap as in `base.py`.
 
         Each call for a layer is one more use of it.
         """
@@ -43,9 +53,8 @@ class DensePass:
             (side[0] if len(side) == 1 else torch.cat(side, dim=2)).repeat_interleave(groups, dim=1)
             for side in zip(*uses, strict=True)
         )
-        out = F.scaled_dot_product_attention(
-            self._by_head(q), keys, values, attn_mask=self._mask(len(uses) - 1, window)
-        )
+        mask = self._mask(len(uses) - 1, window)
+        out = masked_attention(self._by_head(q), keys, values, mask, scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, use: int, window: int | None) -> Tensor:

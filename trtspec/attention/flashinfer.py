@@ -72,14 +72,17 @@ class FlashInferAttention(TritonAttention):
         layer: int,
         window: int | None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         if scale is not None:  # the kernels' own is 1 / sqrt(D)
             q = q * (scale * q.shape[2] ** 0.5)
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         window = _own_window(meta, window)
         rows = meta.num_context_tokens
-        if not rows or not self._takes_contexts(q, k_slots):
-            return super().attend(q, meta, kv_group=kv_group, layer=layer, window=window)
+        if not rows or softcap is not None or not self._takes_contexts(q, k_slots):
+            return super().attend(
+                q, meta, kv_group=kv_group, layer=layer, window=window, softcap=softcap
+            )
         q = q.contiguous()
         out = torch.empty_like(q)
         page_size = meta.kv_groups[kv_group].page_size
@@ -87,7 +90,9 @@ class FlashInferAttention(TritonAttention):
         plan = self._plan(q, k_slots.shape[1], meta, kv_group, window)
         plan.wrapper.run(q[:rows], pages, out=out[:rows])
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window, None)
+            out[rows:] = self._generation(
+                q[rows:], k_slots, v_slots, meta, kv_group, window, None, None
+            )
         return out
 
     # -- generations -------------------------------------------------------------------------------
@@ -100,6 +105,7 @@ class FlashInferAttention(TritonAttention):
         kv_group: int,
         window: int | None,
         scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
         rows, kv_heads = meta.rows_per_generation, k_slots.shape[1]
         page_size = meta.kv_groups[kv_group].page_size
@@ -110,8 +116,8 @@ class FlashInferAttention(TritonAttention):
             refusal = self._xqa_refusal(*shape)
             self._takes[shape] = refusal is None
             _log("XQA", "Triton", refusal, rows=rows, heads=(shape[1], kv_heads), dim=shape[3])
-        if not self._takes[shape]:
-            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale)
+        if not self._takes[shape] or softcap is not None:
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale, softcap)
         lengths, mask = _xqa_rows(meta, capacity)
         q = q.contiguous()
         out = torch.empty_like(q)

@@ -41,18 +41,21 @@ class TorchAttention(AttentionBackend):
         layer: int,
         window: int | None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
             out = self._context(
-                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window, scale
+                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window, scale, softcap
             )
             outs.append(out)
             start += rows
         if meta.num_generations:
             outs.append(
-                self._generation(q[start:], k_slots, v_slots, meta, kv_group, window, scale)
+                self._generation(
+                    q[start:], k_slots, v_slots, meta, kv_group, window, scale, softcap
+                )
             )
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -66,6 +69,7 @@ class TorchAttention(AttentionBackend):
         kv_group: int,
         window: int | None,
         scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
         """One context's rows [n, Hq, D]; its KV length is its last row's position + 1."""
         key = ("context", index, kv_group, window)
@@ -78,10 +82,9 @@ class TorchAttention(AttentionBackend):
         indices, mask = meta.derived[key]
         keys = _gather(k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
         values = _gather(v_slots, indices).transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys, values, attn_mask=mask[None, None], enable_gqa=True,
-            scale=scale,
-        )  # fmt: skip
+        out = masked_attention(
+            q.transpose(0, 1)[None], keys, values, mask[None, None], scale, softcap
+        )
         return out[0].transpose(0, 1)
 
     def _generation(
@@ -93,6 +96,7 @@ class TorchAttention(AttentionBackend):
         kv_group: int,
         window: int | None,
         scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
         """All generation rows [G*R, Hq, D]."""
         num_seqs, rows = meta.num_generations, meta.rows_per_generation
@@ -127,17 +131,35 @@ class TorchAttention(AttentionBackend):
             if unused:
                 grouped = F.pad(grouped, (0, 0, 0, unused))
             out = torch.cat([
-                F.scaled_dot_product_attention(
-                    grouped[part], keys[part, :, :n], values[part, :, :n],
-                    attn_mask=mask[part, ..., :n], scale=scale,
+                masked_attention(
+                    grouped[part], keys[part, :, :n], values[part, :, :n], mask[part, ..., :n],
+                    scale, softcap,
                 )
                 for part, n in _own_lengths(meta, kv_group, length=keys.shape[2])
             ])  # fmt: skip
             return out[:, :, :per_kv].reshape(num_seqs * rows, q_heads, dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = masked_attention(grouped, keys, values, mask, scale, softcap)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
         return out.reshape(num_seqs * rows, q_heads, dim)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float | None
+) -> Tensor:
+    """q [B, Hq, R, D], k and v [B, Hkv, S, D], mask [B or 1, 1, R, S], added or bool -> as q."""
+    is_grouped = q.shape[1] != k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=is_grouped, scale=scale
+        )
+    if is_grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    is_added = mask.dtype != torch.bool
+    scores = scores + mask if is_added else scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def _own_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:

@@ -28,6 +28,7 @@ from .torch_sdpa import TorchAttention
 BLOCK_N = 64  # keys that a program looks at in one turn; see `_cut`
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
+LOG2_E = 1.4426950408889634
 MULTIPROCESSORS = 132  # of an H100 or H200
 JOIN_PROGRAMS = 8 * MULTIPROCESSORS
 
@@ -46,6 +47,7 @@ class TritonAttention(TorchAttention):
         layer: int,
         window: int | None,
         scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
@@ -56,7 +58,7 @@ class TritonAttention(TorchAttention):
             )
         if not rows or not size:
             return super().attend(
-                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale
+                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
             )
         # Padding is of no tile. It is nobody's, but had better stay finite.
         is_padded = meta.last_context_rows is not None
@@ -74,9 +76,12 @@ class TritonAttention(TorchAttention):
             window,
             out,
             scale,
+            softcap,
         )
         if meta.num_generations:
-            out[rows:] = self._generation(q[rows:], k_slots, v_slots, meta, kv_group, window, scale)
+            out[rows:] = self._generation(
+                q[rows:], k_slots, v_slots, meta, kv_group, window, scale, softcap
+            )
         return out
 
     def _generation(
@@ -88,10 +93,11 @@ class TritonAttention(TorchAttention):
         kv_group: int,
         window: int | None,
         scale: float | None,
+        softcap: float | None,
     ) -> Tensor:
         per_kv = q.shape[1] // k_slots.shape[1]
         if meta.rows_per_generation * per_kv * q.shape[2] > MAX_TILE:  # a draft of dozens
-            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale)
+            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale, softcap)
         return paged_attention(
             q,
             k_slots,
@@ -102,6 +108,7 @@ class TritonAttention(TorchAttention):
             meta.kv_groups[kv_group].page_size,
             window,
             scale,
+            softcap,
         )
 
 
@@ -115,6 +122,7 @@ def paged_attention(
     page_size: int,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of generation rows over a paged cache.
 
@@ -126,6 +134,7 @@ def paged_attention(
             rows follow one another, but for those past the maximum length, which are at 0.
         window: how many of the last of those it sees; None is all.
         scale: of the scores, None is 1 / sqrt(D).
+        softcap: scaled scores s become softcap * tanh(s / softcap).
 
     Returns:
         [G * rows, Hq, D].
@@ -148,13 +157,14 @@ def paged_attention(
         "SEQS": triton.next_power_of_2(num_seqs), "BLOCK_M": block_m, "BLOCK_N": block_n,
         "BLOCK_D": block_d, "num_warps": 4, **dependent_launch(q),
     }  # fmt: skip
+    factor, cap = _base_2(dim, scale, softcap)
     _partial_kernel[(most_parts,)](
         q, k_slots, v_slots, block_tables, position_ids, partial, stats, out,
-        (dim**-0.5 if scale is None else scale) * 1.4426950408889634,
+        factor,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), num_seqs, **shared, num_stages=2,
-        PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
+        CAP=cap, PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )  # fmt: skip
     join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)))
     join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64)
@@ -163,6 +173,13 @@ def paged_attention(
         **shared, ROWS=join_rows, PARTS=join_parts,
     )  # fmt: skip
     return out
+
+
+def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float, float]:
+    """What a product of query and key is multiplied by, to be a score in base 2 or, with a cap,
+    twice its tanh's argument in base 2; and the cap in base 2, 0 for none."""
+    factor = (dim**-0.5 if scale is None else scale) * LOG2_E
+    return (factor, 0.0) if softcap is None else (2 * factor / softcap, softcap * LOG2_E)
 
 
 def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -233,12 +250,13 @@ def context_attention(
     window: int | None,
     out: Tensor,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attention of contexts' rows over a paged cache, into `out`.
 
     Args:
         q, out: [T, Hq, D]; rows of no tile are left alone.
-        k_slots, v_slots, window, scale: as in `paged_attention`.
+        k_slots, v_slots, window, scale, softcap: as in `paged_attention`.
         block_tables: [B, M] int32. position_ids: [T] int64.
         tiles: [N, 3] int32, of at most `tile_rows` rows each, which follow one another in a text.
     """
@@ -250,15 +268,16 @@ def context_attention(
     num_warps = 8 if block_m * block_d > 128 * 64 else 4
     if q.dtype == torch.float32:
         block_n, num_warps = block_n // 2, 8 if block_d <= 128 else 4
+    factor, cap = _base_2(dim, scale, softcap)
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,
-        (dim**-0.5 if scale is None else scale) * 1.4426950408889634,
+        factor,
         q.stride(0), q.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), block_tables.shape[1],
         out.stride(0), out.stride(1),
         per_kv=per_kv, dim=dim, page_size=page_size, window=-1 if window is None else window,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
-        **dependent_launch(q),
+        CAP=cap, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps,
+        num_stages=2, **dependent_launch(q),
     )  # fmt: skip
 
 
@@ -322,7 +341,7 @@ def _prefetch_l2(address):
 @triton.jit
 def _sums(
     q, positions, start, end, k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
-    dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
+    dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of query rows, in base 2, over the keys at positions start … end - 1: the
@@ -340,6 +359,8 @@ def _sums(
         k = tl.load(k_ptr + slot[:, None] * k_row + d[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + slot[:, None] * v_row + d[None, :], mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP > 0:  # tanh(x / 2) = 1 - 2 / (exp(x) + 1)
+            scores = CAP * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
         if window > 0:
             seen = seen & (n[None, :] > positions[:, None] - window)
@@ -360,6 +381,7 @@ def _context_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, tile_ptr, out_ptr, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, out_row, out_head,
     per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of a context's rows, with the query heads of one KV head."""
@@ -382,7 +404,7 @@ def _context_kernel(
     _best, total, acc = _sums(
         q, positions, first, last + 1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head,
         k_row, v_row, table_ptr + seq * table_row, table_width, scale,
-        dim=dim, page_size=page_size, window=window,
+        dim=dim, page_size=page_size, window=window, CAP=CAP,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
     acc = acc / tl.where(is_row, total, 1.0)[:, None]
@@ -400,7 +422,7 @@ def _partial_kernel(
     rows: tl.constexpr, per_kv: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
     page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    CAP: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one request and KV head: its rows' softmax sums in base 2, or their
     attention where it is the only part. All full parts come before all rests, so that what starts
@@ -443,7 +465,7 @@ def _partial_kernel(
     best, total, acc = _sums(
         q, positions, start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
         table_ptr + seq * table_row, table_width, scale,
-        dim=dim, page_size=page_size, window=window,
+        dim=dim, page_size=page_size, window=window, CAP=CAP,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
     if blocks <= part:

@@ -81,6 +81,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         order = "hidden state, embedding" if head.hidden_first else "embedding, hidden state"
         fed_on = "after" if head.norm_output else "before"
         facts["Input"] = f"{order}; fed on {fed_on} the layer's final norm"
+    if head.kind == "gemma4_assistant":
+        facts["Keys and values"] = "the target's, of its last layer of the same kind"
     shared = [
         name
         for name, own in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))

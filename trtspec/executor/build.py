@@ -349,11 +349,19 @@ def _load_head(
             head_dir, target, dtype, device, backend, kv_group=first_group, kind="eagle",
             layers_to_capture=spec.eagle3_layers_to_capture,
         )  # fmt: skip
-    return load_head(
+    head = load_head(
         head_dir, target, dtype, device, backend, kv_group=first_group, kind="mtp",
         num_mtp_layers=spec.max_draft_len if spec.use_mtp_vanilla else 1,
         norm_output=spec.mtp_feeds_post_norm,
     )  # fmt: skip
+    for name, default in (("use_mtp_vanilla", False), ("mtp_feeds_post_norm", None)):
+        if not head.advances_positions and getattr(spec, name) is not default:
+            raise ConfigError(
+                f"MTPDecodingConfig.{name}={getattr(spec, name)!r} is about MTP layers; "
+                f"{head_dir} is a {head.config.format}, which drafts every token alike. Leave it "
+                "out."
+            )
+    return head
 
 
 def _layers_to_save(spec: SaveHiddenStatesDecodingConfig, config: DecoderConfig) -> tuple[int, ...]:

@@ -46,6 +46,15 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norm_offset: float = 0.0  # added to the weight of every RMSNorm
+    sandwich_norms: bool = False  # a norm before and after attention and MLP (Gemma)
+    value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)
+    values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
+    layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)
+    activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
+    embedding_scale: float | None = None
+    attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
+    logits_softcap: float | None = None
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike

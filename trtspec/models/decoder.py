@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
@@ -18,7 +19,7 @@ from ..cache.manager import KVGroupSpec
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
-from ..ops.fused import Inputs, Norms, linear, qkv_rope_and_write, swiglu
+from ..ops.fused import Inputs, Norms, geglu, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
@@ -50,6 +51,8 @@ class Attention(nn.Module):
         self.window, config = config.window(layer), config.of_layer(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.norms_values = config.value_norm
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
@@ -61,7 +64,7 @@ class Attention(nn.Module):
         self,
         inputs: Inputs,
         norms: Norms,
-        residual: Tensor,
+        residual: Tensor | None,
         rope: Rope,
         meta: AttentionMetadata | DensePass,
         in_place: bool = True,
@@ -70,6 +73,7 @@ class Attention(nn.Module):
 
         Args:
             inputs: of [T, input_size] together, before their `norms`.
+            residual: None adds nothing.
             in_place: the sum takes the residual's memory.
         """
         qk_norms = None
@@ -91,11 +95,12 @@ class Attention(nn.Module):
         q = qkv_rope_and_write(
             inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
             meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
-            qk_norms=qk_norms, keeps_finite=self.keeps_kv_finite,
+            qk_norms=qk_norms, norms_values=self.norms_values, keeps_finite=self.keeps_kv_finite,
         )  # fmt: skip
         return self.backend.attend(
-            q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window
-        )
+            q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
+            scale=self.scale, softcap=self.softcap,
+        )  # fmt: skip
 
     def _attend_densely(
         self, inputs: Inputs, norms: Norms, rope: Rope, texts: DensePass,
@@ -107,9 +112,12 @@ class Attention(nn.Module):
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if qk_norms is not None:
             q, k = qk_norms[0](q), qk_norms[1](k)
+        if self.norms_values:
+            assert qk_norms is not None
+            v = F.rms_norm(v, v.shape[-1:], eps=qk_norms[1].eps)
         cos_sin = rope.rotation(qkv.dtype)
         q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-        return texts.attend(q, k, v, self.layer, self.window)
+        return texts.attend(q, k, v, self.layer, self.window, self.scale, self.softcap)
 
 
 def keep_kv_finite(drafter: nn.Module) -> None:
@@ -126,11 +134,13 @@ class MLP(nn.Module):
         inner = self.intermediate_size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
+        self.gated = geglu if config.activation == "gelu_tanh" else swiglu
 
-    def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
-        """hidden + MLP(norm(hidden)), [T, D], in hidden's memory."""
-        inner = swiglu(hidden, self.gate_up_proj, norm)
-        return linear((inner,), self.down_proj, residual=hidden, in_place=True)
+    def forward(self, hidden: Tensor, norm: RMSNorm, adds: bool = True) -> Tensor:
+        """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden."""
+        inner = self.gated(hidden, self.gate_up_proj, norm)
+        residual = hidden if adds else None
+        return linear((inner,), self.down_proj, residual=residual, in_place=adds)
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE:
@@ -161,6 +171,27 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden, self.post_attention_layernorm)
 
 
+class SandwichLayer(DecoderLayer):
+    """Gemma's: what attention and MLP return is normed before it is added."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__(config, layer, backend, kv_group)
+        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+        self.layer_scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
+        assert self.input_layernorm is not None
+        out = self.self_attn((hidden,), (self.input_layernorm,), None, rope, meta)
+        hidden = hidden + self.post_attention_layernorm(out)
+        out = self.mlp(hidden, self.pre_feedforward_layernorm, adds=False)
+        hidden = hidden + self.post_feedforward_layernorm(out)
+        return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+
+
 class HiddenStateCapture(Protocol):
     """Takes copies of the layers' outputs it wants (`SpecMetadata` is one)."""
 
@@ -182,8 +213,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, backend, kv_group) for i in range(config.num_layers)
+            layer_class(config, i, backend, kv_group) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -202,7 +234,10 @@ class Decoder(nn.Module):
         `capture` is shown the residual stream after every layer. `inputs_embeds` are rows whose
         embedding is given.
         """
-        hidden = embed(input_ids, self.embed_tokens, self.config.vocab_size, inputs_embeds)
+        config = self.config
+        hidden = embed(
+            input_ids, self.embed_tokens, config.vocab_size, config.embedding_scale, inputs_embeds
+        )
         ropes = self.rope_tables.at(position_ids, meta)
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, ropes[i], meta)
@@ -216,4 +251,5 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> logits [R, V], model dtype."""
-        return linear((hidden,), self.lm_head)
+        logits, cap = linear((hidden,), self.lm_head), self.config.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

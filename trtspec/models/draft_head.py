@@ -30,7 +30,7 @@ from .rope import RopeTables
 class HeadConfig:
     """A draft head as plain numbers and flags; `head_config.py` reads it from a checkpoint."""
 
-    kind: str  # "eagle3", "eagle" or "mtp"
+    kind: str  # "eagle3", "eagle", "mtp" or "gemma4_assistant"
     format: str  # how the checkpoint is written, for people
     decoder: DecoderConfig  # the head's own layers; vocab_size is the target's
     target_hidden_size: int
@@ -116,7 +116,7 @@ class DraftHead(nn.Module, ABC):
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         """[T] -> [T, H]."""
         vocab = self.config.decoder.vocab_size
-        return embed(input_ids, self.embed_tokens, vocab, inputs_embeds)
+        return embed(input_ids, self.embed_tokens, vocab, merged=inputs_embeds)
 
     @abstractmethod
     def forward(

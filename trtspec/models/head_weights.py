@@ -23,6 +23,13 @@ from .config import DecoderConfig
 from .decoder import keep_kv_finite
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .eagle import Eagle3Head, EagleHead
+from .gemma_assistant import (
+    KIND,
+    MODEL_TYPES,
+    GemmaAssistant,
+    assistant_problems,
+    read_assistant,
+)
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
 from .hf_config import parse_config, read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
@@ -34,6 +41,7 @@ _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], Draf
     "eagle3": Eagle3Head,
     "eagle": EagleHead,
     "mtp": MTPHead,
+    KIND: GemmaAssistant,
 }
 _VOCABULARY_MAPS = ("d2t", "t2d")
 
@@ -153,6 +161,17 @@ def _read(
     sources = open_checkpoint(head_dir, stack, pickle=True)
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
+    if raw.get("model_type") in MODEL_TYPES:
+        if kind == "eagle":
+            raise CheckpointError(
+                f"{head_dir} is a Gemma-4 assistant, not an EAGLE head. Give it as "
+                "MTPDecodingConfig(speculative_model=…)."
+            )
+        report.config, report.tensors = read_assistant(raw, sources, where)
+        if target is not None:
+            report.problems += assistant_problems(report.config, target)
+        _check_tensors(report)
+        return
     layout = None if kind == "eagle" else mtp_layout(set(sources))
     if kind == "mtp" and layout is None:
         raise CheckpointError(

@@ -49,9 +49,11 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     merged = hf.to_dict()
     rope = dict(hf.rope_parameters or {})
     _check_rope(rope, where, FAMILIES[raw["model_type"]])
-    _check_numbers(hf, rope, where)
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    # Of a config whose layers differ transformers names the sizes by layer alone.
+    first = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
+    _check_numbers(first, rope, where)
+    heads, kv_heads = first.num_attention_heads, first.num_key_value_heads
+    head_dim = getattr(first, "head_dim", None) or hf.hidden_size // heads
     _check_heads(heads, kv_heads, head_dim, where)
     _check_sections(rope.get("mrope_section"), head_dim, where)
     config = DecoderConfig(
@@ -72,7 +74,11 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
         raw=merged,
     )
-    return replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
+    config = replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
+    for layer in range(config.num_layers):
+        own = config.of_layer(layer)
+        _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
+    return config
 
 
 def read_json_object(path: Path, cure: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class MTPHead(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)
         vocab = self.config.decoder.vocab_size
-        embeddings = embed(input_ids, layer.embed_tokens, vocab, inputs_embeds)
+        embeddings = embed(input_ids, layer.embed_tokens, vocab, merged=inputs_embeds)
         rope = self.rope_tables.at(position_ids, attn_metadata)[step % len(self.layers)]
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden

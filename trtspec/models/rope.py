@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..ops.rope import Rope
 from .config import DecoderConfig
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class RopeTables(nn.Module):

@@ -106,6 +106,7 @@ def load_weights(
         sources = open_checkpoint(model_dir, stack)
         if config.is_text_part:
             sources = _text_tensors(sources)
+        _values_from_keys(sources, places, model_dir, config)
         _check(places, sources, model_dir, config)
         place_tensors(model, places, sources, dtype, device)
         if tied:
@@ -267,6 +268,24 @@ def _check(
         problem = shape_problem(name, sources[name], place)
         if problem:
             raise CheckpointError(problem)
+
+
+def _values_from_keys(
+    sources: dict[str, TensorSource], places: Iterable[str], model_dir: Path, config: DecoderConfig
+) -> None:
+    """Where a layer's values are made by its keys' matrix, that is the source of both."""
+    for name in places:
+        match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn)\.v_proj\.(\w+)", name)
+        if match is None or not config.of_layer(int(match[2])).values_are_keys:
+            continue
+        if name in sources:
+            raise CheckpointError(
+                f"{model_dir} holds {name}, but config.json says attention_k_eq_v: true, so that "
+                "k_proj makes the values. Set it to false, or use the weights that belong to it."
+            )
+        keys = f"{match[1]}.k_proj.{match[3]}"
+        if keys in sources:
+            sources[name] = sources[keys]
 
 
 def _tie(model: Decoder, own: TensorSource | None, model_dir: Path) -> None:

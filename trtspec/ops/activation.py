@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half."""
+"""The elementwise half of SwiGLU, and of GeGLU (Shazeer, 2020)."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return kernels.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2I] holding gate then up -> gelu(gate) * up by gelu's approximation with tanh, [T, I]."""
+    kernels = triton_kernels(gate_up)
+    if kernels is not None:
+        return kernels.gelu_tanh_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .activation import silu_and_mul
+from .activation import gelu_tanh_and_mul, silu_and_mul
 from .linear import Linear
 from .norm import RMSNorm
 from .rope import Rope, rope_and_write
@@ -73,10 +73,16 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     return out
 
 
+def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
+    """gelu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    return gelu_tanh_and_mul(linear((x,), layer, (norm,)))
+
+
 def qkv_rope_and_write(
     inputs: Inputs, layer: Linear, norms: Norms, rope: Rope, q_heads: int, k_slots: Tensor,
     v_slots: Tensor, slots: Tensor, scratch_slot: int, *,
     qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+    norms_values: bool = False,
     keeps_finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """The queries of layer(normed inputs), rotated, [T, Hq, D]; keys and values go into the cache.
@@ -94,7 +100,7 @@ def qkv_rope_and_write(
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(
             qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms=qk_norms,
-            keeps_finite=keeps_finite,
+            norms_values=norms_values, keeps_finite=keeps_finite,
         )  # fmt: skip
     out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
     kernels.linear_rope(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import triton_kernels
@@ -38,7 +39,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_and_write(
     qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor,
     scratch_slot: int, *, qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
-    keeps_finite: bool = False,
+    norms_values: bool = False, keeps_finite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rotates queries and keys, and puts keys and values into the paged cache.
 
@@ -46,6 +47,7 @@ def rope_and_write(
         qkv: [T, Hq + 2 Hkv, D].
         k_slots, v_slots: [slots, Hkv, D]; slots: [T] int64, -1 is `scratch_slot`.
         qk_norms: over the heads of queries and of keys, before the rotation.
+        norms_values: values have that norm too, without a weight.
         keeps_finite: NaN and infinities are read as 0.
 
     Returns:
@@ -54,8 +56,9 @@ def rope_and_write(
     kernels = triton_kernels(qkv)
     if kernels is not None:
         return kernels.rope_and_write(
-            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms, keeps_finite
-        )
+            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms, keeps_finite,
+            norms_values,
+        )  # fmt: skip
     if keeps_finite:
         qkv = torch.nan_to_num(qkv, 0.0, 0.0, 0.0)
     kv_heads = k_slots.shape[1]
@@ -68,5 +71,17 @@ def rope_and_write(
         qk = torch.nan_to_num(qk, 0.0, 0.0, 0.0)
     slots = torch.where(slots < 0, scratch_slot, slots)
     k_slots.index_copy_(0, slots, qk[:, q_heads:])
-    v_slots.index_copy_(0, slots, qkv[:, q_heads + kv_heads :])
+    values = qkv[:, q_heads + kv_heads :]
+    if norms_values:
+        assert qk_norms is not None
+        values = F.rms_norm(values, values.shape[-1:], eps=qk_norms[1].eps)
+    v_slots.index_copy_(0, slots, values)
     return qk[:, :q_heads]
+
+
+def rope_queries(q: Tensor, rope: Rope, norm: RMSNorm) -> Tensor:
+    """q [T, Hq, D] -> the same, normed head by head and rotated: where nothing is written."""
+    kernels = triton_kernels(q)
+    if kernels is not None:
+        return kernels.rope_queries(q, rope, norm)
+    return apply_rope(norm(q), *rope.rotation(q.dtype))

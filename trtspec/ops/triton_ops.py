@@ -55,25 +55,40 @@ def _rms_norm_kernel(
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[T, 2I] holding gate then up -> silu(gate) * up, [T, I]."""
+    return _activate_and_mul(gate_up, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2I] holding gate then up -> gelu(gate) * up by gelu's approximation with tanh, [T, I]."""
+    return _activate_and_mul(gate_up, is_gelu=True)
+
+
+def _activate_and_mul(gate_up: Tensor, is_gelu: bool) -> Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(inner))
-    _silu_and_mul_kernel[(rows, triton.cdiv(inner, block))](
-        gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4,
+    _activate_and_mul_kernel[(rows, triton.cdiv(inner, block))](
+        gate_up, out, gate_up.stride(0), inner, IS_GELU=is_gelu, BLOCK=block, num_warps=4,
         **dependent_launch(gate_up),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate_and_mul_kernel(
+    x_ptr, out_ptr, x_row, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < inner
     gate = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_row + inner + d, mask=inside, other=0.0)
-    activated = gate.to(tl.float32) / (1.0 + tl.exp(-gate.to(tl.float32)))
+    x = gate.to(tl.float32)
+    z = x
+    if IS_GELU:  # (1 + tanh(y)) / 2 is the logistic function of 2 y; y = sqrt(2 / pi) (x + …)
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    activated = x / (1.0 + tl.exp(-z))
     # Rounded in between, as torch's two operations do.
     value = activated.to(up.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * inner + d, value.to(out_ptr.dtype.element_ty), mask=inside)
@@ -82,6 +97,7 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_row, inner, BLOCK: tl.constexpr, PDL:
 def rope_and_write(
     qkv: Tensor, rope: Rope, q_heads: int, k_slots: Tensor, v_slots: Tensor, slots: Tensor,
     scratch_slot: int, qk_norms: tuple[RMSNorm, RMSNorm] | None, keeps_finite: bool,
+    norms_values: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `ops/rope.py` says: qkv [T, Hq + 2 Hkv, D] -> the rotated queries [T, Hq, D]."""
     rows, heads, dim = qkv.shape
@@ -95,9 +111,9 @@ def rope_and_write(
         qkv.stride(0), qkv.stride(1), k_slots.stride(0), k_slots.stride(1),
         v_slots.stride(0), v_slots.stride(1),
         q_heads=q_heads, kv_heads=k_slots.shape[1], dim=dim, HAS_NORMS=qk_norms is not None,
-        OFFSET=0.0 if q_norm is None else q_norm.offset, KEEPS_FINITE=keeps_finite,
-        HEADS=per_program, BLOCK=triton.next_power_of_2(dim), num_warps=1,
-        **dependent_launch(qkv),
+        OFFSET=0.0 if q_norm is None else q_norm.offset, NORMS_VALUES=norms_values,
+        KEEPS_FINITE=keeps_finite, HEADS=per_program, BLOCK=triton.next_power_of_2(dim),
+        num_warps=1, **dependent_launch(qkv),
     )  # fmt: skip
     return q
 
@@ -107,8 +123,8 @@ def _rope_and_write_kernel(
     qkv_ptr, table_ptr, position_ptr, slot_ptr, q_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr, eps,
     scratch_slot, x_row, x_head, k_row, k_head, v_row, v_head,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr, HAS_NORMS: tl.constexpr,
-    OFFSET: tl.constexpr, KEEPS_FINITE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    OFFSET: tl.constexpr, NORMS_VALUES: tl.constexpr, KEEPS_FINITE: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row."""
     after_previous(PDL)
@@ -129,10 +145,12 @@ def _rope_and_write_kernel(
     slot = tl.load(slot_ptr + row)
     slot = tl.where(slot < 0, scratch_slot, slot)
     place = v_ptr + slot * v_row + (head - q_heads - kv_heads) * v_head
-    tl.store(place + d, x.to(v_ptr.dtype.element_ty), mask=inside & is_value)
+    value = x.to(tl.float32)
     if HAS_NORMS:
-        value = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
+    stored = (value * scale).to(kind) if NORMS_VALUES else x
+    tl.store(place + d, stored.to(v_ptr.dtype.element_ty), mask=inside & is_value)
+    if HAS_NORMS:
         in_dim = d < dim
         q_weight = tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)
         k_weight = tl.load(k_norm_ptr + d, mask=in_dim, other=0.0)
@@ -156,27 +174,46 @@ def _rope_and_write_kernel(
     tl.store(place + d, turned, mask=inside & ~is_q & ~is_value)
 
 
-def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    """ids [T] int, read as the nearest one that the table [V, D] has -> [T, D]."""
+def rope_queries(q: Tensor, rope: Rope, norm: RMSNorm) -> Tensor:
+    """As `ops/rope.py` says: q [T, Hq, D] -> the same, normed and rotated."""
+    rows, heads, dim = q.shape
+    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    per_program = 1 if rows * heads <= FEW_HEADS else 4
+    _rope_and_write_kernel[(rows, triton.cdiv(heads, per_program))](  # of no keys and values
+        q, rope.cos_sin, rope.position_ids, rope.position_ids, out, out, out,
+        norm.weight, norm.weight, norm.eps, 0, q.stride(0), q.stride(1), 0, 0, 0, 0,
+        q_heads=heads, kv_heads=0, dim=dim, HAS_NORMS=True, OFFSET=norm.offset,
+        NORMS_VALUES=False, KEEPS_FINITE=False, HEADS=per_program,
+        BLOCK=triton.next_power_of_2(dim), num_warps=1, **dependent_launch(q),
+    )  # fmt: skip
+    return out
+
+
+def embed(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """ids [T] int, read as the nearest one that the table [V, D] has -> [T, D], times scale."""
     vocab, size = weight.shape
     out = torch.empty((ids.shape[0], size), dtype=weight.dtype, device=weight.device)
     block = min(1024, triton.next_power_of_2(size))
     _embed_kernel[(ids.shape[0], triton.cdiv(size, block))](
-        ids, weight, out, vocab, size, weight.stride(0), BLOCK=block, **dependent_launch(weight)
-    )
+        ids, weight, out, vocab, size, weight.stride(0), SCALE=scale, BLOCK=block,
+        **dependent_launch(weight),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, weight_ptr, out_ptr, vocab, size, weight_row, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    ids_ptr, weight_ptr, out_ptr, vocab, size, weight_row,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids_ptr + row).to(tl.int64)
     token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     x = tl.load(weight_ptr + token * weight_row + d, mask=d < size)
+    if SCALE != 1.0:
+        x = (x.to(tl.float32) * SCALE).to(x.dtype)
     tl.store(out_ptr + row * size + d, x, mask=d < size)
 
 

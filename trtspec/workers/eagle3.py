@@ -7,6 +7,10 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
                 row n-1 proposes; rows past it are of rejected drafts, overwritten next time
     pass i >= 1 one row, at p + n - 1 + i                 token = proposal i, hidden = pass i-1's
 
+A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass:
+at 0 the last accepted token with the target's hidden state before it, later as above. All of them
+see the target's KV up to p + n - 1 and nothing later, so one metadata serves them all.
+
 Pass 0 rewrites what earlier drafting guessed: the head's KV at a position is always computed from
 the target's own hidden state once that is known (docs/architecture.md has a worked trace).
 """
@@ -37,6 +41,7 @@ class DraftChain:
     hidden: Tensor  # [B, H], fed on to the next pass
     proposals: tuple[Tensor, ...]  # each [B] int32
     sampler: DraftSampler | None = None
+    standing: AttentionMetadata | None = None  # of all passes, where positions do not advance
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """[B, K] int32, -1 past the maximum length and where no pass was run."""
@@ -76,25 +81,36 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             ids, rows, positions = shift_for_drafting(
                 accepted, lens, meta.position_ids, meta.rows_per_generation
             )
-        out, fed_on = model(
-            ids, meta.position_ids, model.project_target_hidden(hidden_states), meta, step=0,
-            inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
-        )  # fmt: skip
-        proposing, hidden = gather_rows(rows, out, fed_on)
+        standing = None
+        if model.advances_positions:
+            projected = model.project_target_hidden(hidden_states)
+            out, fed_on = model(
+                ids, meta.position_ids, projected, meta, step=0,
+                inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
+            )  # fmt: skip
+            proposing, hidden = gather_rows(rows, out, fed_on)
+        else:  # one row per request, where the last key stands that it sees
+            ids, standing = draft_step(meta, ids[rows][:, None], positions[:, None], 0, advance=-1)
+            (last,) = gather_rows(rows, hidden_states)
+            projected = model.project_target_hidden(last)
+            proposing, hidden = model(ids, standing.position_ids, projected, standing, step=0)
         chain = DraftChain(
             model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),
-            sampler=self.draft_sampler(inputs),
+            sampler=self.draft_sampler(inputs), standing=standing,
         )  # fmt: skip
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
         """One row per request: the last proposal with what the last pass fed on."""
         passes = len(chain.proposals)
-        # The row of pass 1 stands where the last accepted token does, and reads what follows it.
-        ids, meta = draft_step(
-            chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
-            self.max_draft_len, advance=passes - 1,
-        )  # fmt: skip
+        if chain.standing is not None:
+            ids, meta = chain.proposals[-1], chain.standing
+        else:
+            # The row of pass 1 stands where the last accepted token does, and reads what follows.
+            ids, meta = draft_step(
+                chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
+                self.max_draft_len, advance=passes - 1,
+            )  # fmt: skip
         out, fed_on = chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         return self._propose(replace(chain, hidden=fed_on), out)
 

@@ -7,9 +7,11 @@ asks for a model's name.
 from __future__ import annotations
 
 from .family import Family
+from .gemma import gemma2, gemma3, gemma4
 from .glm import glm4_moe
 from .llama import llama, mistral, qwen2, qwen3, qwen3_moe
 
+_GELU = ("gelu_pytorch_tanh",)
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", llama),
     "mistral": Family("mistral", mistral),
@@ -20,6 +22,11 @@ FAMILIES: dict[str, Family] = {
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
     "qwen2_vl_text": Family("qwen2_vl_text", qwen2, has_mrope=True),
     "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),
+    "gemma2": Family("gemma2", gemma2, _GELU),
+    "gemma3_text": Family("gemma3_text", gemma3, _GELU, has_rope_by_type=True),
+    "gemma4_text": Family(
+        "gemma4_text", gemma4, _GELU, has_partial_rotary=True, has_rope_by_type=True
+    ),
 }
 
 TEXT_PARTS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}

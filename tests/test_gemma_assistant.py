@@ -1,0 +1,324 @@
+"""Gemma-4 assistants against their formula, transformers' own module, and plain decoding."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_drafting import Case, Script, _run_random_schedule
+from test_executor import VOCAB, Oracle
+from test_executor import _prompts as executor_prompts
+from tiny import tiny_model_dir
+from tiny_gemma import (
+    BACKBONE,
+    F,
+    NaiveAssistant,
+    S,
+    assistant_dir,
+    edit_config,
+    gemma_dir,
+    hf_assistant,
+)
+
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.head_weights import read_head
+from trtspec.models.hf_config import load_config
+from trtspec.workers import eagle3
+
+FAMILIES = ["gemma3_text", "gemma4_text"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Family -> (target, assistant)."""
+    path = tmp_path_factory.mktemp("pairs")
+    return {f: (gemma_dir(path, f, seed=1), assistant_dir(path, f)) for f in FAMILIES}
+
+
+def _config(assistant: Path, k: int, one_model: bool = True, **options: Any) -> MTPDecodingConfig:
+    return MTPDecodingConfig(
+        num_nextn_predict_layers=k, speculative_model=assistant, mtp_eagle_one_model=one_model,
+        **options,
+    )  # fmt: skip
+
+
+def _case(pair: tuple[Path, Path], k: int, one_model: bool = True) -> Case:
+    target, assistant = pair
+    naive: Any = NaiveAssistant(assistant, target)
+    return Case(target, _config(assistant, k, one_model), naive)
+
+
+# -- the formula -------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [4, 20])  # within the window, and beyond
+def test_the_formula_is_transformers(
+    pairs: dict[str, tuple[Path, Path]], family: str, length: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Given the keys that the formula sees (transformers' mask shows one more, see the module)."""
+    target, assistant = pairs[family]
+    naive = NaiveAssistant(assistant, target)
+    module = hf_assistant(assistant, torch.float64, monkeypatch)
+    text, proposals = [(7 * i + 3) % VOCAB for i in range(length)], [11, 12, 13, 14]
+    h, keys = naive.read(text[:-1])
+    shared = {
+        kind: tuple(x.transpose(0, 1)[None][:, :, -7 if kind == S else 0 :] for x in kv)
+        for kind, kv in keys.items()
+    }
+    h, token = h[None, None], text[-1]
+    for ours, proposal in zip(naive.chain(text, None, proposals), proposals, strict=True):
+        e = naive.target.get_input_embeddings()(torch.tensor([[token]]))
+        with torch.inference_mode():
+            out = module(
+                inputs_embeds=torch.cat([e, h], -1), shared_kv_states=shared,
+                position_ids=torch.tensor([[length - 1]]),
+            )  # fmt: skip
+        torch.testing.assert_close(ours, out.logits[0, 0], atol=1e-5, rtol=1e-5)
+        assert ours.std() > 0.5
+        h, token = out.last_hidden_state, proposal
+
+
+def test_first_drafts_are_those_of_transformers_generate(
+    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its candidates after the prompt, before its cropping begins: positions, states, embedding."""
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.candidate_generator import (
+        SinglePositionMultiTokenCandidateGenerator,
+    )
+
+    target, assistant = pairs["gemma4_text"]
+    module = hf_assistant(assistant, torch.float32, monkeypatch)
+    module.generation_config.num_assistant_tokens = 4
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = [[5, 9, 2, 44], [90, 1, 17], [8, 7, 6, 5, 4]]
+    llm = LLM(target, _config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
+    for prompt in prompts:
+        generator = SinglePositionMultiTokenCandidateGenerator(
+            module, model.get_input_embeddings(), model.generation_config
+        )
+        generator.main_model_max_length = 64
+        with torch.inference_mode():
+            outputs = model(
+                torch.tensor([prompt]), output_hidden_states=True, return_shared_kv_states=True
+            )
+            text = torch.tensor([[*prompt, int(outputs.logits[0, -1].argmax())]])
+            candidates, _ = generator.get_candidates(text, {}, outputs, False, 0)
+        request = llm.executor.enqueue(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        llm.executor.step()
+        left = llm.executor.state.next_tokens[request.slot].tolist()
+        assert left == candidates[0, len(prompt) :].tolist()
+        llm.executor.run_until_done()
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_logits_equal_recomputation(
+    pairs: dict[str, tuple[Path, Path]], family: str, one_model: bool, k: int
+) -> None:
+    """At every step of random schedules: chunks, preemption, rejections of every length."""
+    compared, executor = _run_random_schedule(_case(pairs[family], k, one_model), k, seed=k)
+    assert compared > 30
+    assert set(executor._accepted_lens) == set(range(k + 1))
+
+
+def test_draft_logits_up_to_the_maximum_length(pairs: dict[str, tuple[Path, Path]]) -> None:
+    compared, _ = _run_random_schedule(_case(pairs["gemma3_text"], 8), 8, seed=3, max_seq_len=36)
+    assert compared > 30
+
+
+def test_every_position_of_the_model_can_be_used(tmp_path: Path) -> None:
+    """The rotation of the last row is one past the last position of the target."""
+    target = gemma_dir(tmp_path, "gemma3_text", seed=1, max_position_embeddings=24)
+    assistant = assistant_dir(tmp_path)
+    llm = LLM(target, _config(assistant, 3), device="cpu", dtype="float32")
+    output = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert output.outputs[0].token_ids == Oracle(target).extend([3, 4, 5], 21)
+
+
+def test_drafting_can_be_turned_down_and_up(pairs: dict[str, tuple[Path, Path]]) -> None:
+    case = _case(pairs["gemma3_text"], 3)
+    llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=96)
+    script, executor = Script(llm, case, seed=0), llm.executor
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    request = executor.enqueue([5, 6, 7], params)
+    script.requests = {request.request_id: request}
+    wanted = 0
+    while executor.has_work:
+        executor.runtime_draft_len = wanted = (wanted + 3) % 4
+        executor.step()
+        if request.is_generation:
+            proposals = script.proposals[request.request_id]
+            left = executor.state.next_tokens[request.slot, 1:].tolist()
+            assert left == proposals[:wanted] + [-1] * (3 - wanted)
+            logits = script.logits[request.request_id]
+            naive = case.naive.chain(request.token_ids, None, proposals[: len(logits)])  # type: ignore[arg-type]
+            for ours, theirs in zip(logits, naive, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=2e-5)
+
+
+# -- the engine --------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def oracles(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Oracle]:
+    return {family: Oracle(target) for family, (target, _) in pairs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", [512, 100])
+def test_greedy_equals_transformers(
+    pairs: dict[str, tuple[Path, Path]], oracles: dict[str, Oracle],
+    family: str, one_model: bool, chunked: bool, overlap: bool, pool: int,
+) -> None:  # fmt: skip
+    target, assistant = pairs[family]
+    llm = LLM(
+        target, _config(assistant, 3, one_model), device="cpu", dtype="float32",
+        max_batch_size=4, max_seq_len=96, max_num_tokens=24 if chunked else 96,
+        enable_chunked_prefill=chunked, disable_overlap_scheduler=not overlap,
+        kv_cache_config=KvCacheConfig(max_tokens=pool, tokens_per_block=4),
+    )  # fmt: skip
+    prompts = executor_prompts(5)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    expected = [oracles[family].extend(prompt, 20) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert (llm.stats().num_preemptions > 0) == (pool == 100)
+    llm.executor.kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("rule", ["strict", "rejection", "block"])
+def test_sampled(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
+    """Strict acceptance draws the target's own tokens; the others keep what drafts came from."""
+    target, assistant = pairs["gemma3_text"]
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    texts = []
+    for config in (None, _config(assistant, 3, acceptance=rule)):
+        llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
+        outputs = llm.generate(executor_prompts(4, longest=20), params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert rule != "strict" or texts[0] == texts[1]
+    assert all(len(text) == 20 for text in texts[1])
+    assert (llm.executor.worker.draft_memory is not None) == (rule != "strict")
+
+
+def test_metadata_is_built_once_and_no_kv_is_kept(
+    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = pairs["gemma3_text"]
+    llm = LLM(target, _config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
+    calls, made, executor = [], eagle3.draft_step, llm.executor
+    monkeypatch.setattr(eagle3, "draft_step", lambda *a, **b: (calls.append(1), made(*a, **b))[1])
+    executor.enqueue([3, 4, 5], SamplingParams(max_tokens=12, ignore_eos=True))
+    steps = 0
+    while executor.has_work:
+        executor.step()
+        steps += 1
+    assert len(calls) == steps
+    head: Any = executor.draft_model
+    assert head.kv_group_specs(torch.float32) == [] and len(executor.kv_cache.groups) == 2
+    assert [head.kv_group_of_layer(i) for i in range(3)] == [0, 0, 1]
+    layers = [layer.self_attn.cache_layer for layer in head.layers]
+    assert layers == [2, 2, 0]  # the last of three sliding layers, the one full layer
+
+
+# -- what does not fit -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 8}, "has head_dim=8, the target's layer 3, whose keys it reads, has 16"),
+        ({"num_key_value_heads": 3}, "has num_kv_heads=3.* has 2"),
+        ({"sliding_window": 8}, "sliding_window=8.* has 7"),
+        ({"vocab_size": 96}, "vocab_size is 96, the target's 97"),
+        (
+            {"rope_parameters": {
+                S: {"rope_type": "default", "rope_theta": 300.0},
+                F: {"rope_type": "default", "rope_theta": 5000.0},
+            }},
+            "Layer 2 rotates its queries by .*the target's layer 2",
+        ),
+    ],
+)  # fmt: skip
+def test_pairs_that_do_not_fit(
+    tmp_path: Path, pairs: dict[str, tuple[Path, Path]], change: dict[str, Any], message: str
+) -> None:
+    assistant = assistant_dir(tmp_path, **change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+    assert "Use the assistant made for this target" in str(error.value)
+
+
+def test_a_target_of_another_width_or_without_such_layers(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path, hidden_size=24, head_dim=16)
+    with ExitStack() as stack:
+        problems = read_head(assistant_dir(tmp_path), load_config(target), stack).problems
+    assert f"width {BACKBONE} (backbone_hidden_size), the target's are 24 wide" in problems[0]
+    assert "target's last sliding-attention layer, but the target has none" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_ordered_embeddings": True}, "use_ordered_embeddings=true.*allowed is false"),
+        ({"backbone_hidden_size": None}, "backbone_hidden_size=None; it must be"),
+        ({"text_config": None}, "text_config=None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ],
+)
+def test_configs_refused(
+    tmp_path: Path, pairs: dict[str, tuple[Path, Path]], change: dict[str, Any], message: str
+) -> None:
+    assistant = edit_config(assistant_dir(tmp_path), **change)
+    with pytest.raises(CheckpointError, match=message):
+        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+
+
+def test_text_configs_refused(tmp_path: Path, pairs: dict[str, tuple[Path, Path]]) -> None:
+    assistant = assistant_dir(tmp_path)
+    text = json.loads((assistant / "config.json").read_text())["text_config"]
+    edit_config(assistant, text_config=text | {"num_kv_shared_layers": 1})
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers=1; all 3 layers"):
+        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("post_projection.weight", "tensors are missing: post_projection.weight"),
+        ("model.layers.1.layer_scalar", "tensors are missing: layers.1.layer_scalar"),
+        ("masked_embedding.centroids.weight", "have no place in Gemma-4 assistant"),
+    ],
+)
+def test_tensors_are_checked(
+    tmp_path: Path, pairs: dict[str, tuple[Path, Path]], name: str, message: str
+) -> None:
+    assistant = assistant_dir(tmp_path)
+    tensors = load_file(assistant / "model.safetensors")
+    if tensors.pop(name, None) is None:
+        tensors[name] = torch.zeros(2, 2)
+    save_file(tensors, assistant / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+
+
+def test_wrong_modes(pairs: dict[str, tuple[Path, Path]]) -> None:
+    target, assistant = pairs["gemma3_text"]
+    with pytest.raises(CheckpointError, match=r"not an EAGLE head.*MTPDecodingConfig"):
+        LLM(target, EagleDecodingConfig(max_draft_len=2, speculative_model=assistant), device="cpu")
+    with pytest.raises(ConfigError, match="use_mtp_vanilla=True is about MTP layers"):
+        LLM(target, _config(assistant, 2, use_mtp_vanilla=True), device="cpu")
+    with pytest.raises(ConfigError, match="mtp_feeds_post_norm=False is about MTP layers"):
+        LLM(target, _config(assistant, 2, mtp_feeds_post_norm=False), device="cpu")

@@ -1,0 +1,229 @@
+"""Tiny random Gemma models, and Gemma-4 assistants in their public format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_model_dir
+
+S, F = "sliding_attention", "full_attention"
+ROPES = {
+    S: {"rope_type": "default", "rope_theta": 300.0},
+    F: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+}
+GEMMA: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "sliding_window": 6, "head_dim": 16, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 7, "head_dim": 16, "query_pre_attn_scalar": 9,
+        "num_hidden_layers": 4, "layer_types": [S, S, F, S], "rope_parameters": ROPES,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma4_text": {
+        "sliding_window": 7, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4,
+        "num_global_key_value_heads": 3, "attention_k_eq_v": True, "layer_types": [S, F, S, F],
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            S: {"rope_type": "default", "rope_theta": 300.0},
+            F: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+        },
+    },
+}  # fmt: skip
+
+
+def gemma_dir(tmp_path: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """A tiny model with tied embeddings; of Gemma-4 the layers' scalars are random too."""
+    fields = {"tie_word_embeddings": True, **GEMMA[family], **overrides}
+    path = tiny_model_dir(tmp_path, family, seed=seed, **fields)
+    if family == "gemma4_text":
+        _randomize_scalars(path, seed)
+    return path
+
+
+def _randomize_scalars(path: Path, seed: int) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(seed)
+    for name in tensors:
+        if name.endswith("layer_scalar"):
+            tensors[name] = 0.5 + torch.rand(1, generator=generator)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_config(path: Path, **fields: Any) -> Path:
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | fields))
+    return path
+
+
+# -- assistants --------------------------------------------------------------------------------
+BACKBONE = 48  # the targets' hidden size
+ASSISTANT: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 6,
+    "max_position_embeddings": 256, "layer_types": [S, S, F], "num_hidden_layers": 3,
+    "rms_norm_eps": 1e-5,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "sliding_window": 7,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+FITS: dict[str, dict[str, Any]] = {  # what an assistant has in common with its target
+    "gemma3_text": {
+        "head_dim": 16, "global_head_dim": 16, "num_key_value_heads": 2, "rope_parameters": ROPES,
+    },
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2,
+        "num_global_key_value_heads": 3, "attention_k_eq_v": True,
+        "rope_parameters": GEMMA["gemma4_text"]["rope_parameters"],
+    },
+}  # fmt: skip
+
+
+def assistant_dir(
+    tmp_path: Path, family: str = "gemma3_text", seed: int = 5, **overrides: Any
+) -> Path:
+    """A random assistant for `gemma_dir(…, family)`, in the public format."""
+    text = {"model_type": "gemma4_text", **ASSISTANT, **FITS[family], **overrides}
+    size, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (text["vocab_size"], size),
+        "model.norm.weight": (size,),
+        "pre_projection.weight": (size, 2 * BACKBONE),
+        "post_projection.weight": (BACKBONE, size),
+    }
+    for i, kind in enumerate(text["layer_types"]):
+        p, dim = f"model.layers.{i}.", text["head_dim" if kind == S else "global_head_dim"]
+        shapes |= {
+            f"{p}self_attn.q_proj.weight": (heads * dim, size),
+            f"{p}self_attn.o_proj.weight": (size, heads * dim),
+            f"{p}self_attn.q_norm.weight": (dim,),
+            f"{p}mlp.gate_proj.weight": (inner, size),
+            f"{p}mlp.up_proj.weight": (inner, size),
+            f"{p}mlp.down_proj.weight": (size, inner),
+            f"{p}layer_scalar": (1,),
+        }
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{p}{norm}_layernorm.weight"] = (size,)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        if "norm" in name or "layer_scalar" in name:
+            tensors[name] = 1 + 0.2 * noise
+        else:
+            tensors[name] = noise * (0.5 if "embed" in name else shape[1] ** -0.5 * 1.5)
+    raw = {
+        "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
+        "backbone_hidden_size": BACKBONE, "use_ordered_embeddings": False,
+        "text_config": text | {"num_kv_shared_layers": len(text["layer_types"])},
+    }  # fmt: skip
+    path = tmp_path / f"assistant-{len(list(tmp_path.glob('assistant-*')))}"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def hf_assistant(path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' module. Its 5.23 refuses a model whose layers are all shared, as these are, and
+    does not hand out the keys of a target that shares none."""
+    from transformers.models.gemma4 import Gemma4TextConfig
+    from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
+
+    if hasattr(Gemma4TextConfig, "kv_sharing_modes"):
+
+        def modes(config: Any) -> list[str | None]:
+            types = config.layer_types
+            if config.num_kv_shared_layers:
+                return ["reuse"] * len(types)
+            return ["store" if kind not in types[i + 1 :] else None for i, kind in enumerate(types)]
+
+        monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+    return Gemma4AssistantForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+class NaiveAssistant:
+    """The assistant's formula in float64, over keys that transformers' target makes from a text."""
+
+    def __init__(self, assistant: Path, target: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.flags: dict[str, Any] = {}
+        self.raw = json.loads((assistant / "config.json").read_text())["text_config"]
+        self.t = {n: t.double() for n, t in load_file(assistant / "model.safetensors").items()}
+        self.target = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
+
+    @torch.inference_mode()
+    def read(self, text: list[int]) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
+        """-> (the target's hidden state at the last token [H], by type K and V [n, heads, d])."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()  # of full length in every layer
+        model = self.target.model
+        states = model(torch.tensor([text]), past_key_values=cache, use_cache=True)
+        keys = {}
+        for kind, layer in zip(self.target.config.layer_types, cache.layers, strict=True):
+            keys[kind] = tuple(x[0].transpose(0, 1) for x in (layer.keys, layer.values))
+        return states.last_hidden_state[0, -1], keys
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.raw["rms_norm_eps"])
+        return x * scale * self.t[f"{name}.weight"]
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.t[f"{name}.weight"].T
+
+    def rotate(self, q: torch.Tensor, position: int, kind: str) -> torch.Tensor:
+        rope, half = self.raw["rope_parameters"][kind], q.shape[-1] // 2
+        freqs = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        freqs[int(half * rope.get("partial_rotary_factor", 1)) :] = 0
+        angles = position * freqs / rope.get("factor", 1)
+        a, b = q[..., :half], q[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def row(
+        self, token: int, h: torch.Tensor, position: int, keys: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> (logits, fed on)."""
+        e = self.target.model.embed_tokens(torch.tensor(token))
+        x = self.linear(torch.cat([e, h]), "pre_projection")
+        for i, kind in enumerate(self.raw["layer_types"]):
+            p = f"model.layers.{i}."
+            k, v = keys[kind]
+            q = self.linear(self.norm(x, f"{p}input_layernorm"), f"{p}self_attn.q_proj")
+            q = self.norm(q.view(-1, k.shape[-1]), f"{p}self_attn.q_norm")
+            q = self.rotate(q, position, kind).view(k.shape[1], -1, k.shape[-1])
+            if kind == S:
+                k, v = k[-self.raw["sliding_window"] :], v[-self.raw["sliding_window"] :]
+            weights = torch.einsum("hgd,nhd->hgn", q, k).softmax(-1)
+            out = self.linear(
+                torch.einsum("hgn,nhd->hgd", weights, v).flatten(), f"{p}self_attn.o_proj"
+            )
+            x = x + self.norm(out, f"{p}post_attention_layernorm")
+            inner = self.norm(x, f"{p}pre_feedforward_layernorm")
+            gate, up = (self.linear(inner, f"{p}mlp.{n}_proj") for n in ("gate", "up"))
+            gate = torch.nn.functional.gelu(gate, approximate="tanh")
+            out = self.linear(gate * up, f"{p}mlp.down_proj")
+            x = x + self.norm(out, f"{p}post_feedforward_layernorm")
+            x = x * self.t[f"{p}layer_scalar"]
+        x = self.norm(x, "model.norm")
+        return x @ self.t["model.embed_tokens.weight"].T, self.linear(x, "post_projection")
+
+    @torch.inference_mode()
+    def chain(self, text: list[int], hidden: Any, proposals: list[int]) -> list[torch.Tensor]:
+        """The draft logits after `text`, one [V] per proposal; as `NaiveHead.chain`."""
+        h, keys = self.read(text[:-1])
+        logits, token = [], text[-1]
+        for proposal in proposals:
+            out, h = self.row(token, h, len(text) - 1, keys)
+            logits.append(out)
+            token = proposal
+        return logits

@@ -1,0 +1,139 @@
+"""Gemma 2, 3 and 4: text models of full and sliding-window layers with four norms each.
+
+    x = x + norm(attention(norm(x)));   x = x + norm(mlp(norm(x)))
+
+Gemma 2 caps attention's scores and the logits; Gemma 3 norms queries and keys instead and gives
+each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention have other heads
+(whose values may be the keys' projection), does not scale scores, and scales each layer's output.
+Its small models' further parts (per-layer inputs, shared KV) and its experts are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from .llama import windows_by_type
+
+_TYPES = ("sliding_attention", "full_attention")
+
+
+def gemma2(hf: Any, where: Path) -> dict[str, Any]:
+    return {
+        **_common(hf, where),
+        "norm_offset": 1.0,
+        "attention_scale": _scale(hf, where),
+        "attention_softcap": _cap(hf, "attn_logit_softcapping", where),
+    }
+
+
+def gemma3(hf: Any, where: Path) -> dict[str, Any]:
+    _refuse(hf, where, attn_logit_softcapping=None)
+    return {
+        **_common(hf, where),
+        **_by_type(hf, where, {name: {} for name in _TYPES}),
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "attention_scale": _scale(hf, where),
+    }
+
+
+def gemma4(hf: Any, where: Path) -> dict[str, Any]:
+    """The text model, without per-layer inputs, shared KV and experts."""
+    _refuse(
+        hf, where, num_kv_shared_layers=0, hidden_size_per_layer_input=0, enable_moe_block=False,
+        use_double_wide_mlp=False,
+    )  # fmt: skip
+    return gemma4_layers(hf, where)
+
+
+def gemma4_layers(hf: Any, where: Path) -> dict[str, Any]:
+    """As `gemma4`, also where all layers read another model's keys and values."""
+    heads = {name: _heads_of_type(hf, name) for name in _TYPES}
+    return {
+        **_common(hf, where),
+        **_by_type(hf, where, heads),
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scalar": True,
+        "attention_scale": 1.0,
+    }
+
+
+def _common(hf: Any, where: Path) -> dict[str, Any]:
+    """What all Gemmas have."""
+    activation = hf.hidden_activation
+    if activation != "gelu_pytorch_tanh":
+        raise CheckpointError(
+            f"{where}: hidden_activation={activation!r} is not supported; allowed is "
+            "'gelu_pytorch_tanh'. Use another model."
+        )
+    bidirectional = getattr(hf, "use_bidirectional_attention", None)
+    if bidirectional not in (None, False, "vision"):  # that one concerns images alone
+        raise CheckpointError(
+            f"{where}: use_bidirectional_attention={bidirectional!r}: such a model does not "
+            "generate text from left to right. Use another model."
+        )
+    bias = bool(hf.attention_bias)
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "embedding_scale": float(hf.hidden_size) ** 0.5,
+        "layer_windows": windows_by_type(hf, where),
+        "logits_softcap": _cap(hf, "final_logit_softcapping", where),
+    }
+
+
+def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each type's RoPE, and more fields; the model's own are the last layer's."""
+    for name in set(hf.layer_types):
+        rope = fields[name]["rope_parameters"] = dict(hf.rope_parameters.get(name) or {})
+        kind, part = rope.get("rope_type"), rope.get("partial_rotary_factor")
+        if not rope or (kind != "proportional" and part not in (None, 1, 1.0)):
+            raise CheckpointError(
+                f"{where}: rope_parameters of {name!r} are {rope!r}. Give a rope_type, and a "
+                "partial_rotary_factor only with rope_type 'proportional'."
+            )
+    types = tuple(hf.layer_types)
+    return {"layer_types": types, "type_fields": fields, **fields[types[-1]]}
+
+
+def _heads_of_type(hf: Any, name: str) -> dict[str, Any]:
+    if name not in hf.layer_types:
+        return {}
+    shares = bool(hf.attention_k_eq_v) and name == "full_attention"
+    if hasattr(hf, "per_layer_config"):
+        of_layer = hf.per_layer_config[hf.layer_types.index(name)]
+        head_dim, kv_heads = of_layer.head_dim, of_layer.num_key_value_heads
+    else:  # older transformers have full attention's in fields of their own
+        full_dim = name == "full_attention" and hf.global_head_dim
+        head_dim = full_dim or hf.head_dim
+        kv_heads = (shares and hf.num_global_key_value_heads) or hf.num_key_value_heads
+    return {"head_dim": head_dim, "num_kv_heads": kv_heads, "values_are_keys": shares}
+
+
+def _scale(hf: Any, where: Path) -> float:
+    scalar = hf.query_pre_attn_scalar
+    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+        raise CheckpointError(f"{where}: query_pre_attn_scalar={scalar!r} must be a number > 0.")
+    return float(scalar) ** -0.5
+
+
+def _cap(hf: Any, name: str, where: Path) -> float | None:
+    cap = getattr(hf, name)
+    if cap is not None and (isinstance(cap, bool) or not 0 < cap < 1e30):
+        raise CheckpointError(f"{where}: {name}={cap!r} must be null or a number > 0. Correct it.")
+    return None if cap is None else float(cap)
+
+
+def _refuse(hf: Any, where: Path, **allowed: Any) -> None:
+    for name, value in allowed.items():
+        got = getattr(hf, name, value)
+        if got != value and (got or value):
+            raise CheckpointError(
+                f"{where}: {name}={got!r} is not supported; allowed is {value!r}. Use another "
+                "model of the family."
+            )
