@@ -13,7 +13,6 @@ from trtspec.metadata.attention import (
     NULL_BLOCK,
     NUM_RESERVED_BLOCKS,
     AttentionMetadata,
-    KVGroup,
 )
 from trtspec.models.config import DecoderConfig
 from trtspec.models.kv_layout import kv_group_specs
@@ -31,6 +30,14 @@ DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16, "v_head_dim": 10, "first_k_dense_replace": 99,
+        "num_nextn_predict_layers": 0,
+    },
+}  # fmt: skip
+
 
 def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     """A new HF directory under `tmp_path` with a float32 model; `overrides` are config fields.
@@ -38,7 +45,9 @@ def tiny_model_dir(tmp_path: Path, family: str = "llama", seed: int = 0, **overr
     Every weight, bias and norm is random and large enough that leaving one out, or mixing two
     up, shows in the logits (standard deviation of a few units).
     """
-    config = AutoConfig.for_model(family, **{**DEFAULTS, **overrides})
+    config = AutoConfig.for_model(
+        family, **{**DEFAULTS, **FAMILY_DEFAULTS.get(family, {}), **overrides}
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -74,14 +83,9 @@ def prefill_metadata(
         slots.append(blocks[positions // page_size] * page_size + positions % page_size)
         following += count
     groups = tuple(
-        KVGroup(*(
-            torch.zeros(
-                spec.num_layers, following, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype
-            )
-            for _ in "kv"
-        ))
+        spec.allocate(following, page_size, torch.device("cpu"))
         for spec in kv_group_specs(config, dtype)
-    )  # fmt: skip
+    )
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     metadata = AttentionMetadata(
         context_lens=tuple(lengths),

@@ -31,7 +31,7 @@ class DensePass:
         self._uses: dict[int, list[Keys]] = {}  # by layer
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None) -> Tensor:
-        """q [N*L, Hq, D], k and v [N*L, Hkv, D] -> [N*L, Hq, D].
+        """q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv].
 
         Each call for a layer is one more use of it.
         """

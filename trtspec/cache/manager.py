@@ -34,9 +34,19 @@ class KVGroupSpec:
     head_dim: int
     dtype: torch.dtype
     window: int | None = None  # no layer of the group sees further back; None is no limit
+    value_dim: int | None = None  # values are the first so many numbers of keys; None: of their own
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        sides = 2 if self.value_dim is None else 1
+        return sides * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, page_size: int, device: torch.device) -> KVGroup:
+        """The group's storage, all zeros."""
+        shape = self.num_layers, num_blocks, page_size, self.num_kv_heads, self.head_dim
+        keys = torch.zeros(shape, dtype=self.dtype, device=device)
+        if self.value_dim is None:
+            return KVGroup(keys, torch.zeros_like(keys))
+        return KVGroup(keys, keys[..., : self.value_dim])
 
 
 class KVCacheManager:
@@ -48,16 +58,7 @@ class KVCacheManager:
         if num_blocks <= NUM_RESERVED_BLOCKS:
             raise KVCacheError(f"{num_blocks} blocks leave none for requests.")
         self.page_size, self.num_blocks, self.device = page_size, num_blocks, device
-        self.groups = tuple(
-            KVGroup(*(
-                torch.zeros(
-                    spec.num_layers, num_blocks, page_size, spec.num_kv_heads, spec.head_dim,
-                    dtype=spec.dtype, device=device,
-                )
-                for _ in range(2)
-            ))
-            for spec in specs
-        )  # fmt: skip
+        self.groups = tuple(spec.allocate(num_blocks, page_size, device) for spec in specs)
         self._pools = [BlockPool(num_blocks) for _ in specs]
         self._tables: dict[int, list[list[int]]] = {}
         self._clock = itertools.count(1)

@@ -22,6 +22,7 @@ from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
+from .mla import MLAttention
 from .rope import RopeTables, rotation_order
 
 
@@ -112,7 +113,7 @@ def keep_kv_finite(drafter: nn.Module) -> None:
     """A drafter that overflows must not leave NaN in KV blocks that others get next: a masked
     read multiplies it by zero, which is NaN again. (A target's NaN fails its request instead.)"""
     for module in drafter.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | MLAttention):
             module.keeps_kv_finite = True
 
 
@@ -133,7 +134,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
         self.input_layernorm: RMSNorm | None = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, backend, kv_group)
+        attention = Attention if config.of_layer(layer).mla is None else MLAttention
+        self.self_attn = attention(config, layer, backend, kv_group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 

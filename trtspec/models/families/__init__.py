@@ -6,6 +6,7 @@ asks for a model's name.
 
 from __future__ import annotations
 
+from .deepseek import deepseek_v3
 from .family import Family
 from .llama import llama, mistral, qwen2, qwen3
 
@@ -15,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
+    "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
 }
 
 __all__ = ["FAMILIES", "Family"]
