@@ -127,6 +127,10 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
         "mtp_vanilla": lambda: _mtp(tmp_path, k, vanilla=True),
         "mtp_vanilla_own_ends": lambda: _mtp(tmp_path, k, vanilla=True, own_ends=True),
         "mimo_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="mimo"),
+        "deepseek_v3": lambda: _mtp(tmp_path, k, layout="deepseek_v3", own_ends=True),
+        "deepseek_v3_vanilla": lambda: _mtp(
+            tmp_path, k, vanilla=True, layout="deepseek_v3", q_lora_rank=None, rms_norm_eps=1e-3
+        ),
     }  # fmt: skip
     return makers[name]()
 
@@ -134,7 +138,7 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
 CASES = [
     "eagle3", "eagle3_flags", "eagle3_before_fc", "eagle3_two_engine", "eagle1", "mtp_eagle",
     "mtp_eagle_two_engine", "mtp_eagle_pre_norm", "mimo", "mtp_vanilla", "mtp_vanilla_own_ends",
-    "mimo_vanilla",
+    "mimo_vanilla", "deepseek_v3", "deepseek_v3_vanilla",
 ]  # fmt: skip
 
 

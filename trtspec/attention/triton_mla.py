@@ -6,6 +6,7 @@ ceil(R * H / BLOCK_M) tiles. Generations are split over their keys as in `triton
 scheme of full parts and rests this is, tiles in the place of KV heads), contexts are not.
 """
 
+# mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
 from typing import Any

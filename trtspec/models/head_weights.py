@@ -22,6 +22,7 @@ from .config import DecoderConfig
 from .decoder import keep_kv_finite
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .eagle import Eagle3Head, EagleHead
+from .fp8 import dequantized
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
 from .hf_config import parse_config, read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
@@ -147,6 +148,7 @@ def _read(
     sources = open_checkpoint(head_dir, stack, pickle=True)
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
+    sources = dequantized(sources, raw, where)
     layout = None if kind == "eagle" else mtp_layout(set(sources))
     if kind == "mtp" and layout is None:
         raise CheckpointError(
