@@ -9,6 +9,7 @@ scheme of full parts and rests this is, tiles in the place of KV heads), context
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
-from .triton_paged import JOIN_PROGRAMS, MULTIPROCESSORS, _blocks, _share_out, _tiles
+from .triton_paged import JOIN_PROGRAMS, MULTIPROCESSORS, _blocks, _prefetch, _share_out, _tiles
 
 MAX_TILE = 64  # pairs of a query row and a head
 
@@ -85,14 +86,16 @@ def latent_paged_attention(
         q, k_slots, block_tables, position_ids, partial, stats, out, scale * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), num_seqs, **cut, **shape, **dependent_launch(q),
+        PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
     )  # fmt: skip
-    tile = min(block_m, triton.next_power_of_2(rows * heads))
-    join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)), 8)
-    join_parts = min(triton.next_power_of_2(programs // pairs + 1), 16)
-    _join_kernel[(num_seqs, tiles, triton.cdiv(tile, join_rows))](
+    tile, columns = min(block_m, triton.next_power_of_2(rows * heads)), min(128, latent)
+    work = triton.cdiv(pairs * tile * (latent // columns), JOIN_PROGRAMS)
+    join_rows = min(tile, triton.next_power_of_2(work), 8)
+    join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64 // join_rows)
+    _join_kernel[(pairs, tile // join_rows, latent // columns)](
         partial, stats, position_ids, out, table_width, out.stride(0), out.stride(1), num_seqs,
         **cut, latent=shape["latent"], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_L=latent,
-        ROWS=join_rows, PARTS=join_parts, num_warps=4, **dependent_launch(q),
+        ROWS=join_rows, PARTS=join_parts, COLUMNS=columns, num_warps=4, **dependent_launch(q),
     )  # fmt: skip
 
 
@@ -107,17 +110,24 @@ def latent_context_attention(
     """
     heads, table_width = q.shape[1], block_tables.shape[1]
     shape = _shape(q, out, tile_rows * heads)
-    _context_kernel[(triton.cdiv(tile_rows * heads, shape["BLOCK_M"]), len(tiles))](
+    groups = triton.cdiv(tile_rows * heads, shape["BLOCK_M"])
+    _context_kernel[(groups * len(tiles),)](
         q, k_slots, block_tables, position_ids, tiles, out, scale * 1.4426950408889634,
         q.stride(0), q.stride(1), k_slots.stride(0), block_tables.stride(0), table_width,
-        out.stride(0), out.stride(1), heads=heads, page_size=page_size, **shape,
+        out.stride(0), out.stride(1), heads=heads, groups=groups, page_size=page_size, **shape,
         **dependent_launch(q),
     )  # fmt: skip
 
 
 def _block_m(q: Tensor, pairs: int) -> int:
-    most = 16 if q.dtype == torch.float32 else MAX_TILE  # such products use more registers
+    # Products in fp32 use more registers; other GPUs have less shared memory.
+    most = MAX_TILE if q.dtype != torch.float32 and _is_hopper(q.device) else 16
     return min(most, max(16, triton.next_power_of_2(pairs)))
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _shape(q: Tensor, out: Tensor, pairs: int) -> dict[str, Any]:
@@ -126,17 +136,17 @@ def _shape(q: Tensor, out: Tensor, pairs: int) -> dict[str, Any]:
     turning = q.shape[2] - latent
     return {
         "latent": latent, "turning": turning, "BLOCK_M": block_m,
-        "BLOCK_N": 16 if q.dtype == torch.float32 else 64,
+        "BLOCK_N": 16 if q.dtype == torch.float32 else 64 if _is_hopper(q.device) else 32,
         "BLOCK_L": max(16, triton.next_power_of_2(latent)),
         "BLOCK_R": max(16, triton.next_power_of_2(turning)),
-        "num_warps": 8 if block_m == MAX_TILE else 4, "num_stages": 2,
+        "num_warps": 8 if block_m == 64 else 4, "num_stages": 2,
     }  # fmt: skip
 
 
 def _programs(block_m: int) -> int:
     """That an H100 or H200 runs at once: a multiprocessor's shared memory holds one large tile with
     its keys, or two small ones."""
-    return MULTIPROCESSORS if block_m == MAX_TILE else 2 * MULTIPROCESSORS
+    return MULTIPROCESSORS if block_m == 64 else 2 * MULTIPROCESSORS
 
 
 @triton.jit
@@ -185,15 +195,15 @@ def _sums(
 def _context_kernel(
     q_ptr, k_ptr, table_ptr, position_ptr, tile_ptr, out_ptr, scale,
     q_row, q_head, k_row, table_row, table_width, out_row, out_head,
-    heads: tl.constexpr, page_size: tl.constexpr, latent: tl.constexpr, turning: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    heads: tl.constexpr, groups: tl.constexpr, page_size: tl.constexpr, latent: tl.constexpr,
+    turning: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M pairs of a context's tile."""
+    """BLOCK_M pairs of a context's tile, which has `groups` of so many."""
     after_previous(PDL)
-    tile = tile_ptr + tl.program_id(1) * 3
+    tile = tile_ptr + tl.program_id(0) // groups * 3
     seq, first_row, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    pair = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.program_id(0) % groups * BLOCK_M + tl.arange(0, BLOCK_M)
     row, head, is_pair = first_row + pair // heads, pair % heads, pair < rows * heads
     positions = tl.load(position_ptr + row, mask=is_pair, other=0).to(tl.int32)
     q = _queries(q_ptr, row, head, is_pair, q_row, q_head, latent, BLOCK_L)
@@ -210,12 +220,11 @@ def _context_kernel(
 
 @triton.jit
 def _store(
-    value, out_ptr, row, head, is_pair, out_row, out_head, latent: tl.constexpr,
-    BLOCK_L: tl.constexpr,
+    value, out_ptr, row, head, is_pair, out_row, out_head, size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    d = tl.arange(0, BLOCK_L)
+    d = tl.arange(0, BLOCK)
     place = out_ptr + row[:, None].to(tl.int64) * out_row + head[:, None] * out_head + d[None, :]
-    inside = is_pair[:, None] & (d[None, :] < latent)
+    inside = is_pair[:, None] & (d[None, :] < size)
     tl.store(place, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -226,7 +235,7 @@ def _partial_kernel(
     rows: tl.constexpr, heads: tl.constexpr, tiles: tl.constexpr, page_size: tl.constexpr,
     PROGRAMS: tl.constexpr, SEQS: tl.constexpr, latent: tl.constexpr, turning: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one request, for one of its tiles: the tile's softmax sums in base 2,
     or its attention where it is the only part. Tiles that read the same part stand side by side,
@@ -247,6 +256,12 @@ def _partial_kernel(
     index = tl.where(is_rest, blocks // part, number - tl.sum(tl.where(s < seq, full, 0), 0))
     start = index * part * BLOCK_N
     end = tl.minimum(start + part * BLOCK_N, position + rows)
+    if PDL and PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
+        if seq < num_seqs:
+            _prefetch(
+                start, end, k_ptr, k_ptr, k_row, k_row, table_ptr + seq * table_row, table_width,
+                page_size=page_size, dim=latent + turning, BLOCK_N=BLOCK_N,
+            )  # fmt: skip
     after_previous(PDL)  # which wrote q and the pass's own keys; positions and tables are older
     if seq >= num_seqs:
         return
@@ -280,10 +295,11 @@ def _join_kernel(
     rows: tl.constexpr, heads: tl.constexpr, tiles: tl.constexpr, page_size: tl.constexpr,
     PROGRAMS: tl.constexpr, SEQS: tl.constexpr, latent: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS pairs of one tile, put together from several parts, PARTS of them at once."""
-    seq, tile = tl.program_id(0), tl.program_id(1)
+    """COLUMNS numbers of ROWS pairs of one tile, put together from several parts, PARTS of them at
+    once."""
+    seq, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     _starts, full, rest, _part = _share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=tiles, page_size=page_size,
         window=-1, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
@@ -294,10 +310,12 @@ def _join_kernel(
     after_previous(PDL)
     if count == 1:
         return
-    m, d = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_L)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(2) * COLUMNS
+    d = column + tl.arange(0, COLUMNS)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_L], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, count, PARTS):
         parts = begin + tl.arange(0, PARTS)
         place = ((before + parts) * tiles + tile)[:, None] * BLOCK_M + m[None, :]
@@ -316,5 +334,6 @@ def _join_kernel(
         acc = acc * keep[:, None] + tl.sum(values * weights[:, :, None], 0)
         best = new_best
     pair = tile * BLOCK_M + m
-    _store(acc / tl.where(total > 0, total, 1.0)[:, None], out_ptr, seq * rows + pair // heads,
-           pair % heads, pair < rows * heads, out_row, out_head, latent, BLOCK_L)  # fmt: skip
+    row, head, is_pair = seq * rows + pair // heads, pair % heads, pair < rows * heads
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    _store(acc, out_ptr + column, row, head, is_pair, out_row, out_head, latent - column, COLUMNS)
