@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.cache.manager import KVGroupSpec
 from trtspec.metadata.attention import NULL_BLOCK, AttentionMetadata, KVGroup
 from trtspec.ops.slots import guard_positions, slot_mapping
 
@@ -27,7 +28,9 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("heads", "value_dim"), [((4, 4), None), ((6, 2), None), ((3, 1), None), ((3, 1), 10)]
+)
 @pytest.mark.parametrize(
     ("contexts", "generations", "rows"),
     [([(0, 7)], [], 1), ([], [9], 1), ([], [3, 30, 17], 4), ([(0, 5), (8, 4)], [12, 1], 3)],
@@ -36,24 +39,30 @@ def test_ragged_pass(
     dtype: torch.dtype,
     window: int | None,
     heads: tuple[int, int],
+    value_dim: int | None,
     contexts: list[tuple[int, int]],
     generations: list[int],
     rows: int,
 ) -> None:
-    """contexts: (KV before, rows); generations: KV before."""
+    """contexts: (KV before, rows); generations: KV before. With value_dim, values are so many
+    numbers of the keys (latent attention)."""
     torch.manual_seed(0)
     q_heads, kv_heads, dim, page_size, max_blocks = *heads, 16, 4, 12
     spans = contexts + [(past, rows) for past in generations]
     blocks = list(range(2, 2 + len(spans) * max_blocks))
     random.Random(1).shuffle(blocks)
     shape = (2, 2 + len(blocks), page_size, kv_heads, dim)
-    group = KVGroup(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    group = KVGroupSpec(2, kv_heads, dim, dtype, value_dim=value_dim).allocate(
+        shape[1], page_size, torch.device("cpu")
+    )
+    assert (group.v_cache.data_ptr() == group.k_cache.data_ptr()) == (value_dim is not None)
     table = torch.full((len(spans), max_blocks), NULL_BLOCK, dtype=torch.int32)
     history = []
     for i, (past, new) in enumerate(spans):
         for page in range(-(-(past + new) // page_size)):
             table[i, page] = blocks.pop()
         k, v = (torch.randn(past + new, kv_heads, dim, dtype=dtype) for _ in range(2))
+        v = v if value_dim is None else k[..., :value_dim]
         history.append((k, v))
         for position in range(past):
             block, offset = int(table[i, position // page_size]), position % page_size

@@ -134,6 +134,10 @@ def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
         "glm_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="glm", own_ends=True),
         "qwen3_next": lambda: _mtp(tmp_path, k, layout="qwen3_next"),
         "qwen3_next_vanilla": lambda: _mtp(tmp_path, k, vanilla=True, layout="qwen3_next"),
+        "deepseek_v3": lambda: _mtp(tmp_path, k, layout="deepseek_v3", own_ends=True),
+        "deepseek_v3_vanilla": lambda: _mtp(
+            tmp_path, k, vanilla=True, layout="deepseek_v3", q_lora_rank=None, rms_norm_eps=1e-3
+        ),
     }  # fmt: skip
     return makers[name]()
 
@@ -142,6 +146,7 @@ CASES = [
     "eagle3", "eagle3_flags", "eagle3_before_fc", "eagle3_two_engine", "eagle1", "mtp_eagle",
     "mtp_eagle_two_engine", "mtp_eagle_pre_norm", "mimo", "mtp_vanilla", "mtp_vanilla_own_ends",
     "mimo_vanilla", "glm", "glm_vanilla", "qwen3_next", "qwen3_next_vanilla",
+    "mimo_vanilla", "deepseek_v3", "deepseek_v3_vanilla",
 ]  # fmt: skip
 
 

@@ -279,7 +279,8 @@ def test_greedy_equals_transformers(
 
 def test_mtp_layers_are_mixtures_by_their_number_behind_the_target(tmp_path: Path) -> None:
     """With first_k_dense_replace = n + 1 the first MTP layer is dense."""
-    target = load_config(tiny_model_dir(tmp_path, "glm4_moe", first_k_dense_replace=4))
+    fields = {"first_k_dense_replace": 4, "num_nextn_predict_layers": 3}
+    target = load_config(tiny_model_dir(tmp_path, "glm4_moe", **fields))
     inner = mtp_decoder_config(target, 3)
     assert [inner.moe_of_layer(i) is not None for i in range(3)] == [False, True, True]
     assert target.moe_of_layer(2) is None

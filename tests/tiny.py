@@ -13,7 +13,6 @@ from trtspec.metadata.attention import (
     NULL_BLOCK,
     NUM_RESERVED_BLOCKS,
     AttentionMetadata,
-    KVGroup,
 )
 from trtspec.models.config import DecoderConfig
 from trtspec.models.kv_layout import kv_group_specs
@@ -40,6 +39,13 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 16, "v_head_dim": 10, "num_nextn_predict_layers": 0,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 24, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
     },
 }  # fmt: skip
 
@@ -88,14 +94,9 @@ def prefill_metadata(
         slots.append(blocks[positions // page_size] * page_size + positions % page_size)
         following += count
     groups = tuple(
-        KVGroup(*(
-            torch.zeros(
-                spec.num_layers, following, page_size, spec.num_kv_heads, spec.head_dim, dtype=dtype
-            )
-            for _ in "kv"
-        ))
+        spec.allocate(following, page_size, torch.device("cpu"))
         for spec in kv_group_specs(config, dtype)
-    )  # fmt: skip
+    )
     position_ids = torch.cat([torch.arange(length) for length in lengths])
     metadata = AttentionMetadata(
         context_lens=tuple(lengths),

@@ -53,6 +53,24 @@ def _layer_shapes(prefix: str, size: int, width: int, bias: bool) -> dict[str, t
     return shapes
 
 
+def _latent_shapes(prefix: str, raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of DeepSeek-V3's attention, by the sizes in its config."""
+    rank, nope, rope = raw["kv_lora_rank"], raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
+    q_rank, v = raw["q_lora_rank"], raw["v_head_dim"]
+    shapes = {
+        "q_proj": (HEADS * (nope + rope), SIZE),
+        "q_a_proj": (q_rank, SIZE),
+        "q_a_layernorm": (q_rank,),
+        "q_b_proj": (HEADS * (nope + rope), q_rank),
+        "kv_a_proj_with_mqa": (rank + rope, SIZE),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (HEADS * (nope + v), rank),
+        "o_proj": (SIZE, HEADS * v),
+    }
+    unused = ("q_a_proj", "q_a_layernorm", "q_b_proj") if q_rank is None else ("q_proj",)
+    return {f"{prefix}{n}.weight": shape for n, shape in shapes.items() if n not in unused}
+
+
 def eagle3_dir(
     tmp_path: Path, *, seed: int = 7, size: int = SIZE, target_size: int = SIZE,
     draft_vocab: int | None = 40, captured: int = 3, own_embedding: bool = False,
@@ -159,6 +177,7 @@ def mtp_model_dir(
     """A tiny target whose checkpoint carries MTP layers in a public layout.
 
     Args:
+        layout: "deepseek" is its names over a Llama, "deepseek_v3" a DeepSeek-V3 all through.
         own_ends: DeepSeek's form with embedding and head of their own (different ones here).
     """
     family = family if layout == "deepseek" else _FAMILY_OF_LAYOUT[layout]
@@ -171,12 +190,16 @@ def mtp_model_dir(
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(num_mtp_layers):
         prefix, names = mtp_prefix_and_names(layout, raw["num_hidden_layers"] + i, i)
-        shapes |= _layer_shapes(prefix, SIZE, SIZE, bias=layout in ("mimo", "glm"))
+        layer = _layer_shapes(prefix, SIZE, SIZE, bias=layout in ("mimo", "glm"))
         if layout in ("glm", "qwen3_next"):
-            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
-        if layout == "glm":
-            shapes = {name: shape for name, shape in shapes.items() if f"{prefix}mlp" not in name}
-            shapes |= _moe_shapes(f"{prefix}mlp.", raw)
+            layer |= {f"{prefix}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+        if layout in ("glm", "deepseek_v3"):
+            layer = {name: shape for name, shape in layer.items() if f"{prefix}mlp" not in name}
+            layer |= _moe_shapes(f"{prefix}mlp.", raw)
+        if layout == "deepseek_v3":
+            layer = {name: shape for name, shape in layer.items() if ".self_attn." not in name}
+            layer |= _latent_shapes(f"{prefix}self_attn.", raw)
+        shapes |= layer
         shapes |= {
             f"{prefix}input_layernorm.weight": (SIZE,),
             f"{names[0]}.weight": (SIZE,),
@@ -201,7 +224,7 @@ def mtp_model_dir(
 
 
 _FAMILY_OF_LAYOUT = {
-    "mimo": "qwen2", "glm": "glm4_moe", "qwen3_next": "qwen3",
+    "mimo": "qwen2", "deepseek_v3": "deepseek_v3", "glm": "glm4_moe", "qwen3_next": "qwen3",
 }  # fmt: skip
 
 
@@ -273,8 +296,8 @@ class NaiveHead:
         self.embedding = self.embedding.double()
         self.d2t = self.t.get("d2t")
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if eps is None else eps))
         weight = self.t[f"{name}.weight"]
         return x * scale * (weight + 1 if self.flags.get("layout") == "qwen3_next" else weight)
 
@@ -284,6 +307,8 @@ class NaiveHead:
 
     def attention(self, x: Tensor, positions: Tensor, cache: dict[str, Any], name: str) -> Tensor:
         """x [n, width] at positions [n] -> [n, size]; `cache` holds the rows before."""
+        if f"{name}.kv_b_proj.weight" in self.t:
+            return self.latent_attention(x, positions, cache, name)
         q, k = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, HEAD_DIM) for part in "qk")
         if f"{name}.q_norm.weight" in self.t:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
@@ -304,6 +329,34 @@ class NaiveHead:
         group = q.shape[1] // k.shape[1]
         k, v = (y.repeat_interleave(group, 1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
+        scores = scores.masked_fill(positions_k[None, None] > positions[None, :, None], -math.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        return self.linear(out, f"{name}.o_proj")
+
+    def latent_attention(
+        self, x: Tensor, positions: Tensor, cache: dict[str, Any], name: str
+    ) -> Tensor:
+        """DeepSeek-V2's equations 37 to 47 as they stand: keys and values unfolded per head."""
+        nope, rope = self.raw["qk_nope_head_dim"], self.raw["qk_rope_head_dim"]
+        rank = self.raw["kv_lora_rank"]
+        q = x
+        if self.raw["q_lora_rank"] is None:
+            q = self.linear(x, f"{name}.q_proj")
+        else:
+            q = self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm", 1e-6)
+            q = self.linear(q, f"{name}.q_b_proj")
+        q = q.view(len(x), HEADS, nope + rope)
+        latent = self.linear(x, f"{name}.kv_a_proj_with_mqa")
+        c = self.norm(latent[:, :rank], f"{name}.kv_a_layernorm", 1e-6)
+        kv = self.linear(c, f"{name}.kv_b_proj").view(len(x), HEADS, -1)
+        turned = _rotate_pairs(latent[:, None, rank:], positions, self.theta)
+        k = torch.cat([kv[..., :nope], turned.expand(-1, HEADS, -1)], -1)
+        q = torch.cat([q[..., :nope], _rotate_pairs(q[..., nope:], positions, self.theta)], -1)
+        new = k, kv[..., nope:], positions
+        if name in cache:
+            new = tuple(torch.cat(pair) for pair in zip(cache[name], new, strict=True))
+        k, v, positions_k = cache[name] = new
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(nope + rope)
         scores = scores.masked_fill(positions_k[None, None] > positions[None, :, None], -math.inf)
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         return self.linear(out, f"{name}.o_proj")
@@ -416,3 +469,14 @@ def _rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     angles = positions.double()[:, None, None] * freqs
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+def _rotate_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of [n, heads, d], pairs (2j, 2j + 1)."""
+    half = x.shape[-1] // 2
+    freqs = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = positions.double()[:, None, None] * freqs
+    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.view_as_real(turned).flatten(-2)

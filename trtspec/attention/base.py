@@ -36,7 +36,8 @@ class AttentionBackend(ABC):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq, D], over the cache, which holds this pass's K and V already.
+        """q [T, Hq, D] -> [T, Hq, Dv], over the cache, which holds this pass's K [.., D] and V
+        [.., Dv] already; Dv is D, or less in a group of latent attention.
 
         Args:
             layer: its index in the KV group.

@@ -41,7 +41,8 @@ class DensePass:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q [N*L, Hq, D], k and v [N*L, Hkv, D] -> [N*L, Hq, D]; scale, softcap as in `base.py`.
+        """q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv]; scale,
+        softcap as in `base.py`.
 
         Each call for a layer is one more use of it.
         """

@@ -74,9 +74,13 @@ class FlashInferAttention(TritonAttention):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        if v_slots.shape[2] != k_slots.shape[2]:  # latent attention is Triton's
+            return super().attend(
+                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale
+            )
         if scale is not None:  # the kernels' own is 1 / sqrt(D)
             q = q * (scale * q.shape[2] ** 0.5)
-        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         window = _own_window(meta, window)
         rows = meta.num_context_tokens
         if not rows or softcap is not None or not self._takes_contexts(q, k_slots):

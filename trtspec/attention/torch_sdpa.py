@@ -81,11 +81,11 @@ class TorchAttention(AttentionBackend):
             meta.derived[key] = indices, _mask(positions, length, window, q.dtype)
         indices, mask = meta.derived[key]
         keys = _gather(k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
-        values = _gather(v_slots, indices).transpose(0, 1)[None]
+        values = _padded(_gather(v_slots, indices), q.shape[2]).transpose(0, 1)[None]
         out = masked_attention(
             q.transpose(0, 1)[None], keys, values, mask[None, None], scale, softcap
         )
-        return out[0].transpose(0, 1)
+        return out[0, ..., : v_slots.shape[2]].transpose(0, 1)
 
     def _generation(
         self,
@@ -117,7 +117,7 @@ class TorchAttention(AttentionBackend):
             meta.derived[key] = indices, mask
         indices, mask = meta.derived[key]
         keys = _gather(k_slots, indices).view(num_seqs, -1, kv_heads, dim)
-        values = _gather(v_slots, indices).view(num_seqs, -1, kv_heads, dim)
+        values = _padded(_gather(v_slots, indices), dim).view(num_seqs, -1, kv_heads, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [G, Hkv, S, D]
         if one_by_one:
             keys, values = (
@@ -137,11 +137,12 @@ class TorchAttention(AttentionBackend):
                 )
                 for part, n in _own_lengths(meta, kv_group, length=keys.shape[2])
             ])  # fmt: skip
-            return out[:, :, :per_kv].reshape(num_seqs * rows, q_heads, dim)
+            out = out[:, :, :per_kv, : v_slots.shape[2]]
+            return out.reshape(num_seqs * rows, q_heads, v_slots.shape[2])
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
         out = masked_attention(grouped, keys, values, mask, scale, softcap)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
-        return out.reshape(num_seqs * rows, q_heads, dim)
+        return out[..., : v_slots.shape[2]].reshape(num_seqs * rows, q_heads, v_slots.shape[2])
 
 
 def masked_attention(
@@ -184,6 +185,11 @@ def _own_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tu
 def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:
     """[n * S, Hkv, D]; a view where the request's blocks lie side by side."""
     return slots[indices] if isinstance(indices, slice) else slots.index_select(0, indices)
+
+
+def _padded(values: Tensor, dim: int) -> Tensor:
+    """Values as wide as keys, filled up with zeros: torch's faster kernels take no others."""
+    return values if values.shape[-1] == dim else F.pad(values, (0, dim - values.shape[-1]))
 
 
 def _gather_indices(

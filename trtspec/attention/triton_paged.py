@@ -50,6 +50,11 @@ class TritonAttention(TorchAttention):
         softcap: float | None = None,
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        if v_slots.shape[2] != k_slots.shape[2]:
+            from .triton_mla import latent_attention  # which builds on this file
+
+            scale = k_slots.shape[2] ** -0.5 if scale is None else scale
+            return latent_attention(q, meta, kv_group, layer, window, scale)
         rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
         if rows and not size and meta.last_context_rows is not None:
             raise ConfigError(

@@ -50,9 +50,19 @@ class KVGroupSpec:
     head_dim: int
     dtype: torch.dtype
     window: int | None = None  # no layer of the group sees further back; None is no limit
+    value_dim: int | None = None  # values are the first so many numbers of keys; None: of their own
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        sides = 2 if self.value_dim is None else 1
+        return sides * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, page_size: int, device: torch.device) -> KVGroup:
+        """The group's storage, all zeros."""
+        shape = self.num_layers, num_blocks, page_size, self.num_kv_heads, self.head_dim
+        keys = torch.zeros(shape, dtype=self.dtype, device=device)
+        if self.value_dim is None:
+            return KVGroup(keys, torch.zeros_like(keys))
+        return KVGroup(keys, keys[..., : self.value_dim])
 
 
 class KVCacheManager:
@@ -75,15 +85,9 @@ class KVCacheManager:
         self.page_size, self.device = page_size, device
         self.num_blocks = min(counts)  # of the smallest group
         self.groups = tuple(
-            KVGroup(*(
-                torch.zeros(
-                    spec.num_layers, count, page_size, spec.num_kv_heads, spec.head_dim,
-                    dtype=spec.dtype, device=device,
-                )
-                for _ in range(2)
-            ))
+            spec.allocate(count, page_size, device)
             for spec, count in zip(specs, counts, strict=True)
-        )  # fmt: skip
+        )
         self.windows = tuple(spec.window for spec in specs)
         self._pools = [BlockPool(count) for count in counts]
         self._tables: dict[int, list[list[int]]] = {}

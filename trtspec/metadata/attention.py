@@ -25,7 +25,8 @@ class KVGroup:
     """The KV storage of layers that share one block table.
 
     `k_cache`, `v_cache`: [layers, blocks, page_size, kv_heads, head_dim], model dtype; written by
-    attention, zeroed by the executor when a request fails with NaN.
+    attention, zeroed by the executor when a request fails with NaN. With latent attention `v_cache`
+    is a narrower view of `k_cache`.
     """
 
     k_cache: Tensor

@@ -29,6 +29,24 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): sizes per head."""
+
+    q_lora_rank: int | None  # None: queries straight from the hidden states
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    rope_interleave: bool = True  # the checkpoint rotates pairs (2i, 2i + 1)
+
+    @property
+    def latent_dim(self) -> int:
+        """What the cache keeps of a token: its latent, then its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -64,6 +82,8 @@ class DecoderConfig:
     moe: MoEConfig | None = None
     mtp_feeds_post_norm: bool | None = None  # the family's way; None is that of its MTP layout
     is_text_part: bool = False  # of a multimodal checkpoint, whose other tensors are left out
+    mla: MLAConfig | None = None
+    """Latent attention; then `head_dim` is what is rotated of a head, and `num_kv_heads` is 1."""
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # the checkpoint's
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)

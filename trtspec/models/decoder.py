@@ -25,6 +25,7 @@ from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
+from .mla import MLAttention
 from .moe import MoE
 from .rope import RopeTables, rotation_order
 
@@ -124,7 +125,7 @@ def keep_kv_finite(drafter: nn.Module) -> None:
     """A drafter that overflows must not leave NaN in KV blocks that others get next: a masked
     read multiplies it by zero, which is NaN again. (A target's NaN fails its request instead.)"""
     for module in drafter.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | MLAttention):
             module.keeps_kv_finite = True
 
 
@@ -160,7 +161,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
         self.input_layernorm: RMSNorm | None = RMSNorm(*norm)
-        self.self_attn = Attention(config, layer, backend, kv_group)
+        attention = Attention if config.of_layer(layer).mla is None else MLAttention
+        self.self_attn = attention(config, layer, backend, kv_group)
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = feed_forward(config, layer)
 

@@ -88,6 +88,12 @@ def parse_eagle(
             f"{where} does not say {', '.join(absent)}. Copy the file again from the head's source."
         )
     decoder = _decoder(inner, sources, where)
+    if decoder.mla is not None:
+        raise CheckpointError(
+            f"{where}: model_type={inner.get('model_type')!r} is a head of latent attention, which "
+            "EAGLE heads have not here. Use a head of the usual attention (model_type 'llama'), or "
+            "the target's MTP layers."
+        )
     target_hidden_size = _size(raw, "target_hidden_size", decoder.hidden_size, where)
     draft_vocab_size = _size(raw, "draft_vocab_size", decoder.vocab_size, where)
     common = HeadConfig(

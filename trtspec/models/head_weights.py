@@ -23,6 +23,7 @@ from .config import DecoderConfig
 from .decoder import keep_kv_finite
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .eagle import Eagle3Head, EagleHead
+from .fp8 import dequantized
 from .gemma_assistant import (
     KIND,
     MODEL_TYPES,
@@ -161,6 +162,7 @@ def _read(
     sources = open_checkpoint(head_dir, stack, pickle=True)
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
+    sources = dequantized(sources, raw, where)
     if raw.get("model_type") in MODEL_TYPES:
         if kind == "eagle":
             raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import CheckpointError
 from .config import DecoderConfig
 from .families import FAMILIES, TEXT_PARTS, Family
+from .fp8 import block_size
 from .rope import ROPE_TYPES
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
@@ -162,13 +163,8 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
 
 
 def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{where}: quantization_config ({method!r}) is set, but only float32, float16 and "
-            "bfloat16 weights are supported. Use the unquantised checkpoint."
-        )
+    """Raises CheckpointError for weights that `fp8.py` does not read either."""
+    block_size(raw, where)
 
 
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:

@@ -42,11 +42,15 @@ def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpe
     specs = []
     for group in range(max(place.group for place in places) + 1):
         layers = [i for i, place in enumerate(places) if place.group == group]
-        window, kv_heads, head_dim = _kind(config, layers[0])
-        specs.append(KVGroupSpec(len(layers), kv_heads, head_dim, dtype, window=window))
+        window, kv_heads, head_dim, value_dim = _kind(config, layers[0])
+        specs.append(
+            KVGroupSpec(len(layers), kv_heads, head_dim, dtype, window=window, value_dim=value_dim)
+        )
     return specs
 
 
-def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int]:
+def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int, int | None]:
     own = config.of_layer(layer)
-    return config.window(layer), own.num_kv_heads, own.head_dim
+    if own.mla is not None:
+        return config.window(layer), 1, own.mla.latent_dim, own.mla.kv_lora_rank
+    return config.window(layer), own.num_kv_heads, own.head_dim, None

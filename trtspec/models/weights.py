@@ -22,6 +22,7 @@ from ..ops.moe import Experts
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
+from .fp8 import dequantized
 from .hf_config import load_config
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,6 +38,12 @@ _CONFIG_FIELDS = {
     "gate_proj": "intermediate_size and hidden_size",
     "up_proj": "intermediate_size and hidden_size",
     "down_proj": "intermediate_size and hidden_size",
+    "q_a_proj": "q_lora_rank and hidden_size",
+    "q_b_proj": "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank",
+    "kv_a_proj_with_mqa": "kv_lora_rank, qk_rope_head_dim and hidden_size",
+    "kv_b_proj": "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank",
+    "q_a_layernorm": "q_lora_rank",
+    "kv_a_layernorm": "kv_lora_rank",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
     "gate": "n_routed_experts and hidden_size",
@@ -93,7 +100,8 @@ def load_weights(
     reads those).
 
     Raises:
-        CheckpointError: no, damaged, missing, surplus, mis-shaped or quantised tensors.
+        CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
+            way that `fp8.py` does not read.
     """
     config, model_dir = model.config, Path(model_dir)
     tied = config.tie_word_embeddings
@@ -106,6 +114,7 @@ def load_weights(
         sources = open_checkpoint(model_dir, stack)
         if config.is_text_part:
             sources = _text_tensors(sources)
+        sources = dequantized(sources, config.raw, model_dir / "config.json")
         _values_from_keys(sources, places, model_dir, config)
         _check(places, sources, model_dir, config)
         place_tensors(model, places, sources, dtype, device)

@@ -167,6 +167,8 @@ def _tensors(
         if key not in own:
             continue  # the target's
         part = values[key].narrow(0, place.start, place.shape[0])
+        if place.order is not None:  # back to the checkpoint's
+            part = part[place.order.argsort()]
         tensors[_public_name(name, head, target, format)] = (
             part.to("cpu", torch.bfloat16).contiguous().clone()
         )
@@ -191,6 +193,11 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
 def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | None) -> HeadConfig:
     if draft_ids is None:
         raise ConfigError("An EAGLE-3 head needs the tokens it drafts among: give draft_ids.")
+    if target.mla is not None:
+        raise ConfigError(
+            "An EAGLE-3 head takes over its target's attention, and this target's is latent "
+            "attention, which such heads have not. Train MTP layers (kind 'mtp')."
+        )
     layers = spec.layers_to_capture
     if layers is None:
         if target.num_layers < MIN_LAYERS_FOR_DEFAULT:

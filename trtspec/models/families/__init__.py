@@ -6,6 +6,7 @@ asks for a model's name.
 
 from __future__ import annotations
 
+from .deepseek import deepseek_v3
 from .family import Family
 from .gemma import gemma2, gemma3, gemma4
 from .glm import glm4_moe
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(
         "gemma4_text", gemma4, _GELU, has_partial_rotary=True, has_rope_by_type=True
     ),
+    "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
 }
 
 TEXT_PARTS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}

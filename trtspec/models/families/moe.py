@@ -26,6 +26,9 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
                 f"{where}: {name}={said!r} is not supported; allowed is {only!r}. Use another "
                 "model."
             )
+    first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
+    if first >= hf.num_hidden_layers + (getattr(hf, "num_nextn_predict_layers", None) or 0):
+        return None
     inner = _count(hf, "moe_intermediate_size", 1, 2**24, where)
     moe = MoEConfig(
         num_experts=_count(hf, "n_routed_experts", 1, _MAX_EXPERTS, where),
@@ -36,7 +39,7 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         topk_group=_count(hf, "topk_group", 1, _MAX_EXPERTS, where),
         norm_topk_prob=bool(hf.norm_topk_prob),
         routed_scaling_factor=_scale(hf, where),
-        first_k_dense_replace=_count(hf, "first_k_dense_replace", 0, 2**24, where),
+        first_k_dense_replace=first,
     )
     _check_choice(moe, where)
     return moe

@@ -1,0 +1,169 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), absorbed.
+
+    c_q = norm(W_DQ x)          q_nope, q_pe = heads of W_UQ c_q      q_pe rotated
+    c   = norm(W_DKV x), k_pe rotated                                 what the cache keeps
+    score = (q_nope W_UK) . c + q_pe . k_pe                           keys are never unfolded
+    out   = W_O heads of ((softmax(score) c) W_UV)                    nor are values
+
+So all query heads share one key of `kv_lora_rank + qk_rope_head_dim` numbers, whose first
+`kv_lora_rank` are the value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionBackend
+from ..attention.dense import DensePass
+from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..ops.fused import Inputs, Norms, linear
+from ..ops.latent import latent_key, multiply_heads, rope_and_write_latent
+from ..ops.linear import Linear
+from ..ops.norm import RMSNorm
+from ..ops.rope import Rope, apply_rope
+from .config import DecoderConfig
+from .kv_layout import kv_places
+
+if TYPE_CHECKING:
+    from .weights import Placement
+
+LATENT_NORM_EPS = 1e-6  # of both inner norms, whatever the config's rms_norm_eps
+
+
+class MLAttention(nn.Module):
+    """In place of `decoder.Attention`, for a config with `mla`."""
+
+    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
+        super().__init__()
+        place = kv_places(config)[layer]
+        self.layer, self.backend = layer, backend
+        self.kv_group, self.cache_layer = kv_group + place.group, place.index
+        self.keeps_kv_finite = False
+        self.window, config = config.window(layer), config.of_layer(layer)
+        assert config.mla is not None
+        self.mla, self.num_heads = config.mla, config.num_heads
+        m, heads, size = config.mla, config.num_heads, config.hidden_size
+        queries = heads * (m.qk_nope_head_dim + m.qk_rope_head_dim)
+        self.q_size = m.q_lora_rank or queries
+        self.a_proj = Linear(size, self.q_size + m.latent_dim, bias=False)
+        """Queries, or what they are made from; then the latent and the shared key."""
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if m.q_lora_rank is not None:
+            self.q_a_layernorm = RMSNorm(m.q_lora_rank, LATENT_NORM_EPS)
+            self.q_b_proj = Linear(m.q_lora_rank, queries, bias=False)
+        self.kv_a_layernorm = RMSNorm(m.kv_lora_rank, LATENT_NORM_EPS)
+        rows = heads * (m.qk_nope_head_dim + m.v_head_dim)
+        self.kv_b_proj = nn.Parameter(torch.empty(rows, m.kv_lora_rank), requires_grad=False)
+        """All heads' W_UK, then all heads' W_UV."""
+        self.o_proj = Linear(heads * m.v_head_dim, size, bias=False)
+
+    def forward(
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        residual: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata | DensePass,
+        in_place: bool = True,
+    ) -> Tensor:
+        """residual + attention over the normed inputs, [T, D]; arguments as in `Attention`."""
+        m = self.mla
+        q, latent = linear(inputs, self.a_proj, norms).split([self.q_size, m.latent_dim], dim=1)
+        if self.q_b_proj is not None and self.q_a_layernorm is not None:
+            q = linear((q,), self.q_b_proj, (self.q_a_layernorm,))
+        q = q.view(-1, self.num_heads, m.qk_nope_head_dim + m.qk_rope_head_dim)
+        if isinstance(meta, DensePass):
+            out = self._attend_densely(q, latent, rope, meta)
+        else:
+            out = self._attend_cached(q, latent, rope, meta)
+        return linear((out,), self.o_proj, residual=residual, in_place=in_place)
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """W_UK [H, nope, L] and W_UV [H, L, v], as queries and results are multiplied by them."""
+        m, heads = self.mla, self.num_heads
+        keys, values = self.kv_b_proj.split([heads * m.qk_nope_head_dim, heads * m.v_head_dim])
+        return (
+            keys.view(heads, m.qk_nope_head_dim, -1),
+            values.view(heads, m.v_head_dim, -1).transpose(1, 2),
+        )
+
+    def _attend_cached(
+        self, q: Tensor, latent: Tensor, rope: Rope, meta: AttentionMetadata
+    ) -> Tensor:
+        """q [T, H, nope + R], latent [T, L + R] -> [T, H * v]."""
+        m, group = self.mla, meta.kv_groups[self.kv_group]
+        w_uk, w_uv = self._up_projections()
+        queries = q.new_empty(q.shape[0], self.num_heads, m.latent_dim)
+        rope_and_write_latent(
+            q[..., m.qk_nope_head_dim :], latent, self.kv_a_layernorm, rope,
+            queries[..., m.kv_lora_rank :], group.layer_slots[self.cache_layer][0],
+            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
+            keeps_finite=self.keeps_kv_finite,
+        )  # fmt: skip
+        multiply_heads(q[..., : m.qk_nope_head_dim], w_uk, queries[..., : m.kv_lora_rank])
+        attended = self.backend.attend(
+            queries, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
+            scale=m.softmax_scale,
+        )  # fmt: skip
+        out = q.new_empty(q.shape[0], self.num_heads, m.v_head_dim)
+        multiply_heads(attended, w_uv, out)
+        return out.flatten(1)
+
+    def _attend_densely(self, q: Tensor, latent: Tensor, rope: Rope, texts: DensePass) -> Tensor:
+        """The same out of place, with a derivative."""
+        m = self.mla
+        w_uk, w_uv = self._up_projections()
+        still, turning = q.split([m.qk_nope_head_dim, m.qk_rope_head_dim], dim=-1)
+        rotation = rope.rotation(q.dtype)
+        queries = torch.cat(
+            [torch.einsum("thn,hnl->thl", still, w_uk), apply_rope(turning, *rotation)], dim=-1
+        )
+        key = latent_key(latent, self.kv_a_layernorm, rotation, m.qk_rope_head_dim)
+        queries = queries * (m.softmax_scale * m.latent_dim**0.5)  # the pass divides by the root
+        out = texts.attend(queries, key, key[..., : m.kv_lora_rank], self.layer, self.window)
+        return torch.einsum("thl,hlv->thv", out, w_uv).flatten(1)
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        """Where the tensors of a checkpoint go. Heads are laid out for half-split rotation; of
+        `kv_b_proj`, where each head has its W_UK and W_UV, each kind comes by itself."""
+        from .weights import Placement  # which imports the decoder, and so this file
+
+        m, cpu = self.mla, torch.device("cpu")
+        turning = torch.arange(m.qk_rope_head_dim, device=cpu)
+        if m.rope_interleave:
+            turning = torch.cat([turning[0::2], turning[1::2]])
+        still = torch.arange(m.qk_nope_head_dim, device=cpu)
+        head = torch.cat([still, turning + len(still)])
+        starts = torch.arange(self.num_heads, device=cpu)[:, None] * len(head)
+        q_order = (starts + head).flatten()
+        kv_a_order = torch.cat([torch.arange(m.kv_lora_rank, device=cpu), turning + m.kv_lora_rank])
+        kv_b = torch.arange(self.kv_b_proj.shape[0], device=cpu).view(self.num_heads, -1)
+        kv_b_order = torch.cat([kv_b[:, : len(still)].flatten(), kv_b[:, len(still) :].flatten()])
+
+        def place(
+            module: str, start: int = 0, rows: int | None = None, order: Tensor | None = None
+        ) -> Placement:
+            owner, leaf = (
+                (self, module) if module == "kv_b_proj" else (getattr(self, module), "weight")
+            )
+            shape = getattr(owner, leaf).shape
+            path = name if owner is self else f"{name}.{module}"
+            return Placement(path, leaf, start, (rows or shape[0], *shape[1:]), order)
+
+        places = {
+            "kv_a_proj_with_mqa": place("a_proj", self.q_size, m.latent_dim, kv_a_order),
+            "kv_a_layernorm": place("kv_a_layernorm"),
+            "kv_b_proj": place("kv_b_proj", order=kv_b_order),
+            "o_proj": place("o_proj"),
+        }
+        if m.q_lora_rank is None:
+            places["q_proj"] = place("a_proj", rows=self.q_size, order=q_order)
+        else:
+            places["q_a_proj"] = place("a_proj", rows=self.q_size)
+            places["q_a_layernorm"] = place("q_a_layernorm")
+            places["q_b_proj"] = place("q_b_proj", order=q_order)
+        return {f"{name}.{part}.weight": where for part, where in places.items()}
