@@ -15,7 +15,8 @@ from .dispatch import moe_kernels
 from .linear import Linear
 
 MAX_MATVEC_PAIRS = 64
-"""Up to so many (row, choice) pairs each read their expert's weights by themselves."""
+"""Up to so many (row, choice) pairs each read their expert's weights by themselves; where the
+alternative is `every_expert`, up to twice as many as there are experts."""
 
 
 def route(
@@ -90,10 +91,11 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        kernels = moe_kernels(x)
-        if kernels is not None and ids.numel() <= MAX_MATVEC_PAIRS:
+        kernels, is_grouped = moe_kernels(x), has_grouped_mm(x, self.inner)
+        few = MAX_MATVEC_PAIRS if is_grouped else max(MAX_MATVEC_PAIRS, 2 * self.num_experts)
+        if kernels is not None and ids.numel() <= few:
             return kernels.expert_matvec(x, ids, weights, self.gate_up_proj, self.down_proj)
-        if has_grouped_mm(x, self.inner):
+        if is_grouped:
             return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
         return every_expert(x, ids, weights, self.gate_up_proj, self.down_proj)
 
