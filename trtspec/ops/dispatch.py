@@ -28,8 +28,9 @@ def sampling_kernels(logits: Tensor) -> Any:
 
 
 def moe_kernels(x: Tensor) -> Any:
-    """The module `triton_moe` for a CUDA tensor, else None."""
-    return _module("triton_moe") if x.is_cuda else None
+    """The module `triton_moe` as `triton_kernels` gives its own."""
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return _module("triton_moe") if x.is_cuda and not needs_gradient else None
 
 
 @cache

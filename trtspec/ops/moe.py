@@ -15,7 +15,8 @@ from .dispatch import moe_kernels
 from .linear import Linear
 
 MAX_MATVEC_PAIRS = 64
-"""Up to so many (row, choice) pairs each read their expert's weights by themselves."""
+"""Up to so many (row, choice) pairs each read their expert's weights by themselves; where the
+alternative is `every_expert`, up to twice as many as there are experts."""
 
 
 def route(
@@ -90,13 +91,11 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        wants_gradient = torch.is_grad_enabled() and (
-            x.requires_grad or self.gate_up_proj.requires_grad
-        )
-        kernels = None if wants_gradient else moe_kernels(x)
-        if kernels is not None and ids.numel() <= MAX_MATVEC_PAIRS:
+        kernels, is_grouped = moe_kernels(x), has_grouped_mm(x, self.inner)
+        few = MAX_MATVEC_PAIRS if is_grouped else max(MAX_MATVEC_PAIRS, 2 * self.num_experts)
+        if kernels is not None and ids.numel() <= few:
             return kernels.expert_matvec(x, ids, weights, self.gate_up_proj, self.down_proj)
-        if has_grouped_mm(x, self.inner):
+        if is_grouped:
             return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
         return every_expert(x, ids, weights, self.gate_up_proj, self.down_proj)
 
@@ -140,14 +139,38 @@ def grouped_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> Tensor:
     """`Experts.forward` as two grouped products over the rows sorted by expert; nothing waits."""
-    count, top_k = gate_up_proj.shape[0], ids.shape[1]
-    by_expert, order = ids.flatten().sort(stable=True)  # [T*k]
-    experts = torch.arange(count, device=ids.device)
-    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)  # [E]
-    gate_up = F.grouped_mm(x[order // top_k], gate_up_proj.transpose(1, 2), offs=ends)
+    rows, ends, places = sort_by_expert(ids, gate_up_proj.shape[0])
+    gate_up = F.grouped_mm(x[rows], gate_up_proj.transpose(1, 2), offs=ends)  # [T*k, 2I]
     y = F.grouped_mm(silu_and_mul(gate_up), down_proj.transpose(1, 2), offs=ends)  # [T*k, D]
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    return _combine(y[place].unflatten(0, ids.shape), weights, x.dtype)
+    return combine(y, places, weights)
+
+
+def sort_by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The (row, choice) pairs of ids [T, k] in the order of their experts, of which there are
+    `count`.
+
+    Returns:
+        The row of each sorted pair, [T*k] int64; where each expert's pairs end, [E] int32; the
+        place of each pair in that order, [T*k] int64.
+    """
+    kernels = moe_kernels(ids)
+    if kernels is not None:
+        return kernels.sort_by_expert(ids, count)
+    by_expert, order = ids.flatten().sort(stable=True)
+    experts = torch.arange(count, device=ids.device)
+    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    pairs = torch.arange(len(order), device=ids.device)
+    return order // ids.shape[1], ends, torch.empty_like(order).scatter_(0, order, pairs)
+
+
+def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """What the experts returned, y [T*k, D] in sorted order, times weights [T, k] and added up in
+    float32: [T, D], y's dtype."""
+    kernels = moe_kernels(y)
+    if kernels is not None:
+        return kernels.combine(y, places, weights)
+    chosen = y[places].unflatten(0, weights.shape).float()  # [T, k, D]
+    return (chosen * weights[..., None]).sum(1).to(y.dtype)
 
 
 def every_expert(
@@ -162,8 +185,3 @@ def every_expert(
         # A row that did not choose the expert must not see an overflow there: 0 * inf is NaN.
         out = out + torch.where(weight != 0, y.float() * weight, 0.0)
     return out.to(x.dtype)
-
-
-def _combine(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """y [T, k, D] and weights [T, k] -> their weighted sum [T, D]."""
-    return (y.float() * weights[..., None]).sum(1).to(dtype)

@@ -1,0 +1,161 @@
+"""Mixtures of experts on CUDA: every way of computing them, and whole steps as graphs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_executor import VOCAB, Oracle
+from test_moe import MTP, naive_experts, random_experts
+from tiny_heads import mtp_model_dir
+
+from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec.ops import moe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [  # rows, experts, chosen, hidden size, inner size
+    (1, 8, 2, 64, 48),
+    (8, 8, 8, 64, 48),
+    (70, 8, 3, 64, 48),
+    (300, 64, 4, 128, 24),
+    (33, 160, 8, 256, 136),
+    (4, 128, 8, 1024, 704),
+]
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "count", "top_k", "size", "inner"), SHAPES)
+def test_experts_equal_a_loop(
+    dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, inner: int
+) -> None:
+    """What `Experts` chooses, and each way that serves these, against float64 row by row."""
+    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, dtype)
+    expected = naive_experts(experts, x, ids, weights)
+    experts.cuda()
+    args = x.cuda(), ids.cuda(), weights.cuda()
+    stacked = experts.gate_up_proj, experts.down_proj
+    ways = {"chosen": experts(*args), "every": moe.every_expert(*args, *stacked)}
+    if moe.has_grouped_mm(args[0], inner):
+        ways["grouped"] = moe.grouped_experts(*args, *stacked)
+    bound = _bound(dtype)
+    for name, out in ways.items():
+        assert out.dtype == dtype, name
+        torch.testing.assert_close(
+            out.cpu().double(), expected, atol=bound, rtol=bound, msg=lambda m, name=name: name + m
+        )
+
+
+def test_hopper_has_the_grouped_product() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs Hopper")
+    x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda")
+    assert moe.has_grouped_mm(x, 24) and not moe.has_grouped_mm(x, 20)
+    assert not moe.has_grouped_mm(x.half(), 24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [4, 100])
+def test_experts_wait_for_nothing_and_replay_in_a_graph(dtype: torch.dtype, rows: int) -> None:
+    """The graph is captured with one choice of experts and replayed with others."""
+    experts, x, _, _ = random_experts(rows, 16, 4, 64, 48, dtype)
+    experts.cuda()
+    logits, inputs = torch.zeros(rows, 16, device="cuda"), torch.zeros_like(x, device="cuda")
+
+    def step() -> torch.Tensor:
+        ids, weights = moe.route(logits, None, 4, n_group=4, topk_group=2, scale=1.5)
+        return experts(inputs, ids, weights)
+
+    with torch.no_grad():
+        step()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            logits.copy_(torch.randn(rows, 16, generator=generator))
+            inputs.copy_(torch.randn(x.shape, generator=generator))
+            graph.replay()
+            bound = _bound(dtype)
+            torch.testing.assert_close(out, step(), atol=bound, rtol=bound)
+            assert bool((out != 0).any())
+
+
+# -- whole steps ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = mtp_model_dir(tmp_path_factory.mktemp("target"), layout="glm", num_mtp_layers=3, seed=1)
+    return path, Oracle(path)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+def _llm(path: Path, mode: str | None, **options: Any) -> LLM:
+    spec = None if mode is None else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
+    defaults = {
+        "dtype": "float32", "max_batch_size": 4, "max_seq_len": 96,
+        "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
+    }  # fmt: skip
+    return LLM(path, spec, device="cuda", **{**defaults, **options})
+
+
+@pytest.mark.parametrize("mode", [None, *MTP])
+@pytest.mark.parametrize("graphs", [CudaGraphConfig(), None])
+def test_greedy_equals_transformers_on_cuda(target: Any, mode: str | None, graphs: Any) -> None:
+    path, oracle = target
+    llm = _llm(path, mode, cuda_graph_config=graphs, max_num_tokens=32, enable_chunked_prefill=True)
+    prompts = _prompts(6)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
+    llm.executor.kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("mode", [None, "vanilla", "eagle"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_step_is_one_graph_that_waits_for_nothing(
+    target: Any, mode: str | None, dtype: str
+) -> None:
+    llm = _llm(
+        target[0], mode, dtype=dtype, max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
+    )  # fmt: skip
+    executor = llm.executor
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    requests = [executor.enqueue([3, 4, 5 + i], params) for i in range(2)]
+    for _ in range(6):
+        executor.step()
+    batch = executor._schedule()
+    assert len(batch.generations) == 2 and not batch.contexts
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            executor._pending.append(executor._launch(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) == 1
+    assert not [name for name in counts if "LaunchKernel" in name]
+    executor.run_until_done()
+    assert all(len(request.output_token_ids) == 150 for request in requests)

@@ -1,0 +1,231 @@
+"""Triton kernels of a mixture of experts; their twins in torch are in `moe.py`.
+
+For few rows the experts are matrix-vector products, each (row, choice) pair reading its expert's
+weights by itself; for more, rows are sorted by expert for a grouped product of a library.
+"""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_launch import after_previous, dependent_launch
+
+_COLUMNS = 512  # of a weight that a program reads at once
+_ROWS = 8
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, top_k: int, *, scoring: str, n_group: int,
+    topk_group: int, normalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `moe.route`; of equal scores the first expert's is taken. One program for each row."""
+    rows, count = logits.shape
+    ids = torch.empty((rows, top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    groups, places = triton.next_power_of_2(n_group), triton.next_power_of_2(count // n_group)
+    _route_kernel[(rows,)](
+        logits.contiguous(), logits if bias is None else bias, ids, weights, count,
+        count // n_group, n_group, scale, TOP_K=top_k, TOPK_GROUP=topk_group,
+        HAS_BIAS=bias is not None, SIGMOID=scoring == "sigmoid", NORMALIZE=normalize,
+        GROUPS=groups, PLACES=places, CHOICES=triton.next_power_of_2(top_k),
+        num_warps=1 if groups * places <= 256 else 4, **dependent_launch(logits),
+    )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, count, per_group, n_group, scale,
+    TOP_K: tl.constexpr, TOPK_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, PLACES: tl.constexpr, CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group, place = tl.arange(0, GROUPS), tl.arange(0, PLACES)
+    experts = group[:, None] * per_group + place[None, :]  # [G, E/G]
+    inside = (group[:, None] < n_group) & (place[None, :] < per_group)
+    nothing = float("-inf")
+    logits = tl.load(logits_ptr + row * count + experts, mask=inside, other=nothing)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + experts, mask=inside, other=0.0)
+    choice = tl.where(inside & (choice == choice), choice, nothing)  # NaN is chosen last
+    if GROUPS > 1:
+        best = tl.max(choice, 1)
+        others = tl.where(place[None, :] == tl.argmax(choice, 1)[:, None], nothing, choice)
+        sums = best + tl.max(others, 1)
+        searched = group < 0
+        for _ in tl.static_range(TOPK_GROUP):
+            taken = group == tl.argmax(sums, 0)
+            searched = searched | taken
+            sums = tl.where(taken, nothing, sums)
+        choice = tl.where(searched[:, None], choice, nothing)
+    size: tl.constexpr = GROUPS * PLACES
+    choice, scores = tl.reshape(choice, [size]), tl.reshape(scores, [size])
+    experts, index = tl.reshape(experts, [size]), tl.arange(0, size)
+    slot = tl.arange(0, CHOICES)
+    ids, weights = tl.zeros([CHOICES], tl.int32), tl.zeros([CHOICES], tl.float32)
+    for i in tl.static_range(TOP_K):
+        taken = index == tl.argmax(choice, 0)
+        ids = tl.where(slot == i, tl.sum(tl.where(taken, experts, 0), 0), ids)
+        weights = tl.where(slot == i, tl.sum(tl.where(taken, scores, 0.0), 0), weights)
+        choice = tl.where(taken, nothing, choice)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    tl.store(ids_ptr + row * TOP_K + slot, ids.to(tl.int64), mask=slot < TOP_K)
+    tl.store(weights_ptr + row * TOP_K + slot, weights * scale, mask=slot < TOP_K)
+
+
+def sort_by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `moe.sort_by_expert`. One program for each expert, which looks at all pairs: where its
+    own begin is the number of those of experts before it, so no program waits for another."""
+    pairs, device = ids.numel(), ids.device
+    rows = torch.empty(pairs, dtype=torch.int64, device=device)
+    places = torch.empty(pairs, dtype=torch.int64, device=device)
+    ends = torch.empty(count, dtype=torch.int32, device=device)
+    block = min(1024, triton.next_power_of_2(max(pairs, 1)))
+    _sort_kernel[(count,)](
+        ids.contiguous(), rows, places, ends, pairs, ids.shape[1], BLOCK=block,
+        **dependent_launch(ids),
+    )  # fmt: skip
+    return rows, ends, places
+
+
+@triton.jit
+def _sort_kernel(
+    ids_ptr, rows_ptr, places_ptr, ends_ptr, pairs, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before, own = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=1 << 30).to(tl.int32)
+        before += (ids < expert).to(tl.int32)
+        own += (ids == expert).to(tl.int32)
+    begin = tl.sum(before, 0)
+    tl.store(ends_ptr + expert, begin + tl.sum(own, 0))
+    for start in range(0, pairs, BLOCK):
+        pair = start + lane
+        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=1 << 30).to(tl.int32)
+        mine = (ids == expert).to(tl.int32)
+        place = begin + tl.cumsum(mine, 0) - 1
+        tl.store(rows_ptr + place, (pair // top_k).to(tl.int64), mask=mine > 0)
+        tl.store(places_ptr + pair, place.to(tl.int64), mask=mine > 0)
+        begin += tl.sum(mine, 0)
+
+
+def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """As `moe.combine`."""
+    rows, top_k = weights.shape
+    size = y.shape[1]
+    out = torch.empty((rows, size), dtype=y.dtype, device=y.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _combine_kernel[(rows, triton.cdiv(size, block))](
+        y, places, weights.contiguous(), out, y.stride(0), size, TOP_K=top_k, BLOCK=block,
+        **dependent_launch(y),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, places_ptr, weights_ptr, out_ptr, y_row, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        place = tl.load(places_ptr + row * TOP_K + i)
+        weight = tl.load(weights_ptr + row * TOP_K + i)
+        total += weight * tl.load(y_ptr + place * y_row + d, mask=d < size, other=0.0).to(
+            tl.float32
+        )
+    tl.store(out_ptr + row * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
+
+
+def expert_matvec(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """As `moe.Experts.forward`, in two kernels: SwiGLU of each pair, then each row's sum."""
+    rows, size = x.shape
+    top_k, inner = ids.shape[1], down_proj.shape[2]
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    hidden = torch.empty((rows * top_k, inner), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    _pair_swiglu_kernel[(rows * top_k, triton.cdiv(inner, _ROWS))](
+        x, ids, gate_up_proj, hidden, size, inner, TOP_K=top_k, ROWS=_ROWS, COLUMNS=_columns(size),
+        **dependent_launch(x),
+    )  # fmt: skip
+    _pair_down_kernel[(rows, triton.cdiv(size, _ROWS))](
+        hidden, ids, weights, down_proj, out, size, inner, TOP_K=top_k, ROWS=_ROWS,
+        COLUMNS=_columns(inner), **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+def _columns(size: int) -> int:
+    return min(_COLUMNS, triton.next_power_of_2(size))
+
+
+@triton.jit
+def _pair_swiglu_kernel(
+    x_ptr, ids_ptr, weight_ptr, out_ptr, size, inner, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    expert = tl.load(ids_ptr + pair)  # int64: weights may hold more than 2^31 values
+    gate_ptr = weight_ptr + (expert * 2 * inner + i[:, None]) * size
+    up_ptr = weight_ptr + (expert * 2 * inner + inner + i[:, None]) * size
+    x_ptr += pair // TOP_K * size
+    gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, size, COLUMNS):
+        d = start + column
+        x = tl.load(x_ptr + d, mask=d < size, other=0.0).to(tl.float32)[None, :]
+        inside = (i[:, None] < inner) & (d[None, :] < size)
+        gate += x * tl.load(gate_ptr + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        up += x * tl.load(up_ptr + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    gates = tl.sum(gate, 1)
+    hidden = gates / (1.0 + tl.exp(-gates)) * tl.sum(up, 1)
+    tl.store(out_ptr + pair * inner + i, hidden.to(out_ptr.dtype.element_ty), mask=i < inner)
+
+
+@triton.jit
+def _pair_down_kernel(
+    hidden_ptr, ids_ptr, weights_ptr, weight_ptr, out_ptr, size, inner, TOP_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS], tl.float32)
+    for choice in range(TOP_K):
+        pair = row * TOP_K + choice
+        expert = tl.load(ids_ptr + pair)
+        down_ptr = weight_ptr + (expert * size + d[:, None]) * inner
+        y = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, inner, COLUMNS):
+            i = start + column
+            hidden = tl.load(hidden_ptr + pair * inner + i, mask=i < inner, other=0.0)
+            inside = (d[:, None] < size) & (i[None, :] < inner)
+            weight = tl.load(down_ptr + i[None, :], mask=inside, other=0.0)
+            y += hidden.to(tl.float32)[None, :] * weight.to(tl.float32)
+        total += tl.load(weights_ptr + pair) * tl.sum(y, 1)
+    tl.store(out_ptr + row * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
