@@ -29,6 +29,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norm_offset: float = 0.0  # added to the weight of every RMSNorm
+    head_gate: bool = False  # attention's heads are scaled by sigmoid(g_proj(its input))
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike

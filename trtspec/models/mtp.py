@@ -41,9 +41,19 @@ class MTPLayout:
     renames: dict[str, str]  # name in the checkpoint -> name here
     hidden_first: bool
     norm_output: bool  # the hidden state fed on is the normed one
+    marker: str = ""  # the tensor of each layer that tells the layout; by default its projection
 
 
 MTP_LAYOUTS = (
+    MTPLayout(  # before DeepSeek's, whose names it has too
+        format="Step-3.5 MTP layers",
+        prefix=r"model\.layers\.(\d{1,6})\.(?:transformer\.)?",
+        is_absolute=True,
+        renames={"shared_head.norm": "norm", "shared_head.output": "lm_head"},
+        hidden_first=False,
+        norm_output=False,
+        marker="shared_head.output",
+    ),
     MTPLayout(
         format="DeepSeek-style MTP layers",
         prefix=r"model\.layers\.(\d{1,6})\.",
@@ -143,10 +153,10 @@ class MTPHead(DraftHead):
 
 
 def mtp_layout(names: set[str]) -> MTPLayout | None:
-    """The layout whose input projections are among the tensor names, if there is one."""
+    """The layout whose markers are among the tensor names, if there is one."""
     for layout in MTP_LAYOUTS:
         projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
-        last = (projections or {"eh_proj"}).pop()
+        last = layout.marker or (projections or {"eh_proj"}).pop()
         if any(re.fullmatch(rf"{layout.prefix}{last}\.weight", name) for name in names):
             return layout
     return None

@@ -203,7 +203,8 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         )
     decoder = replace(
         target, num_layers=spec.num_layers, layer_windows=(), qkv_bias=False, o_bias=False,
-        mlp_bias=False, qk_norm=False, tie_word_embeddings=False,
+        mlp_bias=False, qk_norm=False, tie_word_embeddings=False, layer_types=(),
+        norm_offset=0.0, head_gate=False,
         intermediate_size=spec.intermediate_size or target.intermediate_size,
     )  # fmt: skip
     return HeadConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .family import Family
 from .llama import llama, mistral, qwen2, qwen3
+from .step import step3p5, step3p5_as_qwen3
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", llama),
@@ -15,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
+    "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }
 
 __all__ = ["FAMILIES", "Family"]
