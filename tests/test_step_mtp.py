@@ -73,12 +73,15 @@ def test_the_target_equals_transformers(target: Path, oracle: StepOracle) -> Non
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_draft_logits_equal_recomputation(target: Path, oracle: StepOracle, k: int) -> None:
-    """At every step of a random schedule with chunks, preemption and every acceptance length."""
+@pytest.mark.parametrize(("k", "max_seq_len"), [(1, 64), (2, 64), (4, 64), (4, 36)])
+def test_draft_logits_equal_recomputation(
+    target: Path, oracle: StepOracle, k: int, max_seq_len: int
+) -> None:
+    """At every step of a random schedule with chunks, preemption and every acceptance length, also
+    where drafts run past the maximum length."""
     config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True)
     case: Any = Case(target, config, NaiveStepMTP(target, WINDOW), oracle)
-    compared, executor = _run_random_schedule(case, k, seed=k)
+    compared, executor = _run_random_schedule(case, k, seed=k, max_seq_len=max_seq_len)
     assert compared > 30 and set(executor._accepted_lens) == set(range(k + 1))
     assert executor.kv_cache.windows == (None, WINDOW, *([WINDOW] if k == 1 else [WINDOW, None]))
 
@@ -189,6 +192,7 @@ def test_mtp_layers_of_unknown_kind_are_refused(tmp_path: Path) -> None:
         ({"partial_rotary_factors": [0.4] * 4}, "3 of it rotated"),
         ({"attention_other_setting": {"num_attention_heads": 3}}, "3 heads on 2 groups"),
         ({"num_attention_groups": None}, "num_attention_groups"),
+        ({"num_attention_heads": None}, "does not say num_attention_heads"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

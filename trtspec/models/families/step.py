@@ -12,19 +12,24 @@ from typing import Any
 from ...errors import CheckpointError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_COPIED = (
+_REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "head_dim", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
+    "head_dim",
+)  # fmt: skip
+_COPIED = (
+    "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
     "torch_dtype", "num_nextn_predict_layers",
 )  # fmt: skip
 
 
 def step3p5_as_qwen3(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     """What Qwen3 has by the same or another name, and the file as it is written beside it."""
-    values = {name: raw[name] for name in _COPIED if raw.get(name) is not None}
+    values = {"rms_norm_eps": 1e-5}
+    values |= {name: raw[name] for name in _COPIED if raw.get(name) is not None}
     for name, theirs in (
         ("num_key_value_heads", "num_attention_groups"),
         ("max_position_embeddings", "max_seq_len"),
+        *((name, name) for name in _REQUIRED),
     ):
         value = raw.get(theirs) if raw.get(name) is None else raw[name]
         if value is None:
@@ -36,8 +41,8 @@ def step3p5_as_qwen3(raw: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def step3p5(hf: Any, where: Path) -> dict[str, Any]:
-    raw = hf.written
-    types = _layer_types(raw, hf.num_hidden_layers, hf.num_nextn_predict_layers or 0, where)
+    raw, num_mtp = hf.written, getattr(hf, "num_nextn_predict_layers", None) or 0
+    types = _layer_types(raw, hf.num_hidden_layers, num_mtp, where)
     _refuse(raw, where)
     window = raw.get("sliding_window")
     if SLIDING in types and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
