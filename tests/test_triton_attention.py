@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
+from trtspec.metadata.attention import (
+    NULL_BLOCK,
+    NUM_RESERVED_BLOCKS,
+    AttentionMetadata,
+    KVGroup,
+)
 from trtspec.ops.slots import draft_step_metadata, slot_mapping
 
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
@@ -166,3 +171,30 @@ def test_slots_of_positions_without_a_block_are_nowhere() -> None:
     table = torch.tensor([[5, 0]], dtype=torch.int32)
     positions = torch.tensor([[3, 4]])
     assert slot_mapping(table, positions, positions >= 0, 4).tolist() == [[23, -1]]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("is_context", [False, True])
+def test_blocks_behind_the_window_are_not_missed(rows: int, is_context: bool) -> None:
+    """They were given back: the table has the null block there, and others write to them."""
+    lengths, page, window, kv_heads, dim = [200, 9, 77], 8, 21, 2, 16
+    meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=4096)
+    if is_context:
+        meta = replace(
+            meta, context_lens=(rows,) * 3, context_starts=tuple(lengths), num_generations=0,
+            derived={},
+        )  # fmt: skip
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(len(lengths) * rows, 6, dim, generator=generator).to(DEVICE)
+    given = {"kv_group": 0, "layer": 0, "window": window}
+    whole = TorchAttention().attend(q, meta, **given)
+    table, group = meta.block_tables[0].clone(), meta.kv_groups[0]
+    for i, length in enumerate(lengths):
+        behind = max(0, length - window + 1) // page
+        group.k_cache[:, table[i, :behind]] = torch.nan
+        group.v_cache[:, table[i, :behind]] = torch.nan
+        table[i, :behind] = NULL_BLOCK
+    group.k_cache[:, NULL_BLOCK] = group.v_cache[:, NULL_BLOCK] = 0
+    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+        freed = replace(meta, block_tables=(table,), derived={})
+        torch.testing.assert_close(backend.attend(q, freed, **given), whole, atol=2e-5, rtol=1e-4)

@@ -73,6 +73,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
     logits_softcap: float | None = None
+    head_gate: bool = False  # attention's heads are scaled by sigmoid(g_proj(its input))
     rotary_dim: int | None = None  # of a head's dimensions only the first are rotated; None is all
     layer_windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     layer_types: tuple[str, ...] = ()  # per layer, a key of `type_fields`; () is all alike

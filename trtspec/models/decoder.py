@@ -57,6 +57,9 @@ class Attention(nn.Module):
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
+        self.g_proj: Linear | None = None
+        if config.head_gate:
+            self.g_proj = Linear(config.hidden_size, config.num_heads, bias=False)
         norm = config.head_dim, config.rms_norm_eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
         self.k_norm = RMSNorm(*norm) if config.qk_norm else None
@@ -84,6 +87,9 @@ class Attention(nn.Module):
             out = self._attend_densely(inputs, norms, rope, meta, qk_norms)
         else:
             out = self._attend_cached(inputs, norms, rope, meta, qk_norms)
+        if self.g_proj is not None:
+            gate = linear(inputs, self.g_proj, norms)  # [T, Hq]
+            out = out.view(-1, self.num_heads, self.head_dim) * gate.sigmoid()[:, :, None]
         out = out.reshape(-1, self.num_heads * self.head_dim)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 

@@ -202,6 +202,7 @@ def _by_presence(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
         o_bias=f"{attention}o_proj.bias" in names,
         qk_norm=f"{attention}q_norm.weight" in names,
         mlp_bias=f"{mlp}down_proj.bias" in names,
+        head_gate=f"{attention}g_proj.weight" in names,
     )
 
 

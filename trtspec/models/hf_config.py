@@ -98,10 +98,12 @@ def read_json_object(path: Path, cure: str) -> dict[str, Any]:
 def _hf_config(raw: dict[str, Any], where: Path) -> Any:
     from transformers import CONFIG_MAPPING
 
-    family = FAMILIES[raw["model_type"]].hf_type
+    family = FAMILIES[raw["model_type"]]
+    if family.as_hf is not None:
+        raw = family.as_hf(raw, where)
     try:
-        values = {**copy.deepcopy(raw), "model_type": family}
-        return CONFIG_MAPPING[family].from_dict(values)
+        values = {**copy.deepcopy(raw), "model_type": family.hf_type}
+        return CONFIG_MAPPING[family.hf_type].from_dict(values)
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."

@@ -45,9 +45,19 @@ class MTPLayout:
     norm_output: bool  # the hidden state fed on is the normed one, unless the family differs
     shared_prefix: str | None = None  # of names without a number, which belong to every layer
     zero_centered_norms: bool = False  # a norm's weight is kept as its difference from 1
+    marker: str = ""  # the tensor of each layer that tells the layout; by default its projection
 
 
 MTP_LAYOUTS = (
+    MTPLayout(  # before DeepSeek's, whose names it has too
+        format="Step-3.5 MTP layers",
+        prefix=r"model\.layers\.(\d{1,6})\.(?:transformer\.)?",
+        is_absolute=True,
+        renames={"shared_head.norm": "norm", "shared_head.output": "lm_head"},
+        hidden_first=False,
+        norm_output=False,
+        marker="shared_head.output",
+    ),
     MTPLayout(
         format="DeepSeek-style MTP layers",
         prefix=r"model\.layers\.(\d{1,6})\.",
@@ -163,10 +173,10 @@ class MTPHead(DraftHead):
 
 
 def mtp_layout(names: set[str]) -> MTPLayout | None:
-    """The layout whose input projections are among the tensor names, if there is one."""
+    """The layout whose markers are among the tensor names, if there is one."""
     for layout in MTP_LAYOUTS:
         projections = {old for old, new in layout.renames.items() if new == "eh_proj"}
-        last = (projections or {"eh_proj"}).pop()
+        last = layout.marker or (projections or {"eh_proj"}).pop()
         prefix = layout.prefix if layout.shared_prefix is None else re.escape(layout.shared_prefix)
         if any(re.fullmatch(rf"{prefix}{last}\.weight", name) for name in names):
             return layout

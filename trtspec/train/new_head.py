@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,12 @@ def create_head(
     generator = torch.Generator().manual_seed(seed)
     for module in list(head.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
-            value = torch.ones(parameter.shape)
+            value = torch.ones(parameter.shape) - getattr(module, "offset", 0.0)
             if name == "bias":
                 value.zero_()
             elif parameter.dim() > 1:
                 value.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
             setattr(module, name, nn.Parameter(value.to(device, dtype), requires_grad=True))
-    if head.config.decoder.rotary_dim == config.rotary_dim:
-        head.rope_tables = target.rope_tables
     head.rope_tables.to(device)
     if isinstance(head, Eagle3Head):
         assert draft_ids is not None and head.lm_head is not None
@@ -95,7 +93,7 @@ def create_head(
         head.d2t = ids - torch.arange(len(ids), device=device)
         weight = lm_head_weight(target)
         head.lm_head.weight.data.copy_(weight[ids])  # type: ignore[union-attr]
-        head.norm.weight.data.copy_(target.norm.weight)
+        head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
     else:
         for layer in head.layers:  # type: ignore[union-attr]
             layer.norm.weight.data.copy_(target.norm.weight)
@@ -210,11 +208,20 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         raise ConfigError(
             f"layers_to_capture={list(layers)}: give layers in 0 … {target.num_layers - 1}."
         )
-    decoder = replace(
-        target, num_layers=spec.num_layers, layer_windows=(), qkv_bias=False, o_bias=False,
-        mlp_bias=False, qk_norm=False, tie_word_embeddings=False, moe=None, rotary_dim=None,
+    decoder = DecoderConfig(  # a Llama's layers, whatever the target's have
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
         intermediate_size=spec.intermediate_size or target.intermediate_size,
-    )  # fmt: skip
+        num_layers=spec.num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_parameters=target.rope_parameters,
+        dtype=target.dtype,
+        raw=target.raw,
+    )
     return HeadConfig(
         kind="eagle3", format="EAGLE-3, raw", decoder=decoder,
         target_hidden_size=target.hidden_size, draft_vocab_size=len(draft_ids), own_lm_head=True,

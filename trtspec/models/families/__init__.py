@@ -11,6 +11,7 @@ from .family import Family
 from .gemma import gemma2, gemma3, gemma4
 from .glm import glm4_moe
 from .llama import llama, mistral, qwen2, qwen3, qwen3_moe
+from .step import step3p5, step3p5_as_qwen3
 
 _GELU = ("gelu_pytorch_tanh",)
 FAMILIES: dict[str, Family] = {
@@ -23,12 +24,13 @@ FAMILIES: dict[str, Family] = {
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
     "qwen2_vl_text": Family("qwen2_vl_text", qwen2, has_mrope=True),
     "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),
-    "gemma2": Family("gemma2", gemma2, _GELU),
-    "gemma3_text": Family("gemma3_text", gemma3, _GELU, has_rope_by_type=True),
+    "gemma2": Family("gemma2", gemma2, activations=_GELU),
+    "gemma3_text": Family("gemma3_text", gemma3, activations=_GELU, has_rope_by_type=True),
     "gemma4_text": Family(
-        "gemma4_text", gemma4, _GELU, has_partial_rotary=True, has_rope_by_type=True
+        "gemma4_text", gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
     ),
     "deepseek_v3": Family("deepseek_v3", deepseek_v3),  # R1 too
+    "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }
 
 TEXT_PARTS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}

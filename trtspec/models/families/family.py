@@ -18,6 +18,9 @@ class Family:
     family's own, or differ from what every config says by the same name. Raises CheckpointError for
     what the decoder does not compute."""
 
+    as_hf: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
+    """config.json as that class can read it, where it cannot as it is written."""
+
     activations: tuple[str, ...] = ("silu",)  # `hidden_act` may be one of these
     has_partial_rotary: bool = False
     has_rope_by_type: bool = False  # rope_parameters: layer type -> parameters

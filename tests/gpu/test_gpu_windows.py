@@ -1,0 +1,167 @@
+"""Sliding windows on CUDA: blocks are given back between replays, and MTP layers of two kinds have
+block tables of their own in one graph."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir
+from tiny_step import step_dir
+
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB, WINDOW = 97, 8
+MODES = ["mtp_two_groups", "draft_target", "eagle3"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("windows")
+
+
+@pytest.fixture(scope="module")
+def step_target(root: Path) -> Path:
+    """Full and sliding layers, and MTP layers of both kinds."""
+    return step_dir(root, WINDOW)
+
+
+@pytest.fixture(scope="module")
+def mixed_target(root: Path) -> Path:
+    return tiny_model_dir(
+        root, "qwen2", use_sliding_window=True, sliding_window=WINDOW, seed=4,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def head(root: Path) -> Path:
+    return eagle3_dir(root)
+
+
+def _case(
+    mode: str, step_target: Path, mixed_target: Path, head: Path
+) -> tuple[Path, DecodingBaseConfig]:
+    if mode == "mtp_two_groups":
+        config = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
+        return step_target, config
+    if mode == "draft_target":
+        config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=mixed_target)
+        return mixed_target, config
+    return mixed_target, EagleDecodingConfig(
+        max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
+    )
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in (45, 9, 14, 7)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", [None, 96])
+def test_tokens_equal_the_cpus(
+    step_target: Path, mixed_target: Path, head: Path, mode: str, pool: int | None
+) -> None:
+    """fp32, chunked prompts, overlap: as graphs, eagerly, and on the CPU without overlap."""
+    target, config = _case(mode, step_target, mixed_target, head)
+    texts = []
+    for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
+        llm = LLM(
+            target, config, device=device, dtype="float32", max_batch_size=3, max_seq_len=96,
+            max_num_tokens=16, enable_chunked_prefill=True, cuda_graph_config=graphs,
+            kv_cache_config=KvCacheConfig(max_tokens=pool or 1024, tokens_per_block=4),
+        )  # fmt: skip
+        outputs = llm.generate(_prompts(), SamplingParams(max_tokens=40, ignore_eos=True))
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        assert (llm.stats().num_preemptions > 0) == (pool is not None)
+        llm.executor.run_until_done()
+        cache = llm.executor.kv_cache
+        cache.check_integrity()
+        assert all(p.num_free == p.num_blocks - NUM_RESERVED_BLOCKS for p in cache._pools)
+    assert texts[1] == texts[0] and texts[2] == texts[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_give_blocks_back_are_one_launch_and_wait_for_nothing(
+    step_target: Path, mixed_target: Path, head: Path, mode: str
+) -> None:
+    target, config = _case(mode, step_target, mixed_target, head)
+    llm = LLM(
+        target, config, device="cuda", dtype="bfloat16", max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=4),
+    )  # fmt: skip
+    executor, cache = llm.executor, llm.executor.kv_cache
+    for i in range(2):
+        executor.enqueue([3, 4, 5 + i], SamplingParams(max_tokens=150, ignore_eos=True))
+    for _ in range(6):
+        executor.step()
+    windowed = [g for g, window in enumerate(cache.windows) if window is not None]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(12):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            batch = executor._schedule()
+            assert len(batch.generations) == 2 and not batch.contexts
+            with torch.profiler.profile(activities=activities) as profile:
+                executor._pending.append(executor._launch(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts.get("cudaGraphLaunch", 0) == 1
+        assert not {name: n for name, n in counts.items() if "LaunchKernel" in name}
+        while len(executor._pending) > 1:
+            executor._read(executor._pending.popleft())
+    for request in executor.scheduler.running:
+        tables = cache.block_tables([request.request_id])
+        assert all(int(tables[g][0, 0]) == NULL_BLOCK for g in windowed), "nothing was given back"
+    executor.run_until_done()
+
+
+@pytest.mark.parametrize(("contexts", "generations", "rows"), [
+    ([(600, 60), (300, 90)], [500, 800], 1), ([], [500, 800], 1), ([], [500, 800], 4),
+])  # fmt: skip
+def test_flashinfer_reads_nothing_behind_the_window(
+    contexts: list[tuple[int, int]], generations: list[int], rows: int
+) -> None:
+    import test_flashinfer
+
+    if (reason := test_flashinfer._unavailable()) is not None:
+        pytest.skip(reason)
+    from trtspec.attention.flashinfer import FlashInferAttention
+
+    window, page = 100, 32
+    backend: Any = FlashInferAttention(torch.device("cuda"))
+    given = test_flashinfer.make_pass(
+        contexts, generations, rows, (8, 2), 64, torch.bfloat16, page=page
+    )
+    table, group = given.meta.block_tables[0], given.meta.kv_groups[0]
+    for i, (start, _) in enumerate(given.spans):
+        behind = (start - window + 1) // page
+        blocks = table[i, :behind].to(torch.int64)
+        group.k_cache[:, blocks] = torch.nan
+        group.v_cache[:, blocks] = torch.nan
+        table[i, :behind] = NULL_BLOCK
+    group.k_cache[:, NULL_BLOCK] = 0
+    group.v_cache[:, NULL_BLOCK] = 0
+    given.check(test_flashinfer.attend(backend, given, window=window), window)
