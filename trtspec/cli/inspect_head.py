@@ -65,8 +65,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
         "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
         f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
-        "Attention": f"{decoder.num_heads} heads, {decoder.num_kv_heads} KV heads, head_dim "
-        f"{decoder.head_dim}, bias {_yes(decoder.qkv_bias)}, q/k norm {_yes(decoder.qk_norm)}",
+        "Attention": _attention(decoder),
         "Target hidden size": str(head.target_hidden_size),
         "RoPE": _rope(decoder.rope_parameters),
         "Vocabulary": _vocabulary(report),
@@ -101,6 +100,18 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{target.vocab_size}, RoPE {_rope(target.rope_parameters)}"
         )
     return facts
+
+
+def _attention(decoder: DecoderConfig) -> str:
+    if decoder.mla is not None:
+        return (
+            f"{decoder.num_heads} heads on a latent of {decoder.mla.kv_lora_rank} and "
+            f"{decoder.mla.qk_rope_head_dim} rotated"
+        )
+    return (
+        f"{decoder.num_heads} heads, {decoder.num_kv_heads} KV heads, head_dim "
+        f"{decoder.head_dim}, bias {_yes(decoder.qkv_bias)}, q/k norm {_yes(decoder.qk_norm)}"
+    )
 
 
 def _captured(report: HeadReport) -> str:
