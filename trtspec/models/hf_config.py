@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .config import DecoderConfig
 from .families import FAMILIES, Family
 from .rope import ROPE_TYPES
+from .text_part import text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
@@ -43,6 +44,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     Raises:
         CheckpointError: as `load_config`.
     """
+    raw = text_config(raw, where)
     _refuse_unsupported(raw, where)
     hf = _hf_config(raw, where)
     merged = hf.to_dict()

@@ -22,6 +22,7 @@ from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
 from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
 from .hf_config import load_config
+from .text_part import text_tensors
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Module of a model -> modules of the checkpoint whose rows it stacks, in this order."""
@@ -98,7 +99,7 @@ def load_weights(
         if not (tied and name == "lm_head.weight")
     }
     with ExitStack() as stack:
-        sources = open_checkpoint(model_dir, stack)
+        sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
         _values_from_keys(sources, places, model_dir, config)
         _check(places, sources, model_dir, config)
         place_tensors(model, places, sources, dtype, device)

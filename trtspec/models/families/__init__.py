@@ -19,6 +19,9 @@ FAMILIES: dict[str, Family] = {
     "mimo": Family("qwen2", qwen2),  # Qwen2 with MTP layers beside it, under its own name
     "gemma2": Family("gemma2", gemma2, _GELU),
     "gemma3_text": Family("gemma3_text", gemma3, _GELU, has_rope_by_type=True),
+    "gemma4_unified_text": Family(
+        "gemma4_unified_text", gemma4, _GELU, has_partial_rotary=True, has_rope_by_type=True
+    ),
     "gemma4_text": Family(
         "gemma4_text", gemma4, _GELU, has_partial_rotary=True, has_rope_by_type=True
     ),
