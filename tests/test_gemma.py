@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_executor import Oracle
 from test_models import _logit_error, _prompts
 from tiny_gemma import F, S, edit_config, gemma_dir
@@ -25,6 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {}),
     ("gemma3_text", {"attention_bias": True, "final_logit_softcapping": None}),
     ("gemma4_text", {}),
+    ("gemma4_unified_text", {}),
     ("gemma4_text", {"attention_k_eq_v": False, "num_key_value_heads": 3}),
 ]
 
@@ -92,6 +95,41 @@ def test_bfloat16_is_as_near_as_transformers(tmp_path: Path) -> None:
         rounded, exact = theirs(ids[None]).logits[0], Oracle(path).model(ids[None]).logits[0]
     errors = [(logits - exact).abs().mean().item() for logits in (ours, rounded)]
     assert errors[0] < 1.2 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("whole", "family", "prefix", "other"),
+    [
+        ("gemma3", "gemma3_text", "language_model.model.", "vision_tower.x.weight"),
+        ("gemma4", "gemma4_text", "model.language_model.", "model.embed_audio.x.weight"),
+    ],
+)
+def test_the_text_model_of_a_larger_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: str, family: str, prefix: str,
+    other: str,
+) -> None:  # fmt: skip
+    path = gemma_dir(tmp_path, family)
+    plain = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    raw = json.loads((path / "config.json").read_text())
+    dtype = raw.pop("dtype")
+    raw = {"model_type": whole, "text_config": raw, "dtype": dtype, "vision_config": {}}
+    (path / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name.replace("model.", prefix, 1): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(tensors | {other: torch.zeros(2)}, path / "model.safetensors")
+    ours = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    assert "text model is used alone, 1 tensors are left out" in caplog.text
+    assert ours.config == plain.config
+    for (name, one), two in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    save_file(tensors | {"model.unknown": torch.zeros(2)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.unknown"):
+        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    edit_config(path, text_config=None)
+    with pytest.raises(CheckpointError, match="text_config=None"):
+        load_config(path)
 
 
 def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
+from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.head_weights import read_head
 from trtspec.models.hf_config import load_config
@@ -140,13 +141,17 @@ def test_draft_logits_up_to_the_maximum_length(pairs: dict[str, tuple[Path, Path
     assert compared > 30
 
 
-def test_every_position_of_the_model_can_be_used(tmp_path: Path) -> None:
-    """The rotation of the last row is one past the last position of the target."""
+def test_every_position_of_the_model_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rotation of a row at the target's last position is one past that: all drafts are taken,
+    so that a step ends there."""
+    monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "3")
     target = gemma_dir(tmp_path, "gemma3_text", seed=1, max_position_embeddings=24)
     assistant = assistant_dir(tmp_path)
     llm = LLM(target, _config(assistant, 3), device="cpu", dtype="float32")
-    output = llm.generate([[3, 4, 5]], SamplingParams(max_tokens=50, ignore_eos=True))[0]
-    assert output.outputs[0].token_ids == Oracle(target).extend([3, 4, 5], 21)
+    output = llm.generate([[3, 4, 5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 20 and output.error is None
 
 
 def test_drafting_can_be_turned_down_and_up(pairs: dict[str, tuple[Path, Path]]) -> None:
@@ -200,9 +205,9 @@ def test_greedy_equals_transformers(
     llm.executor.kv_cache.check_integrity()
 
 
-@pytest.mark.parametrize("rule", ["strict", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
 def test_sampled(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
-    """Strict acceptance draws the target's own tokens; the others keep what drafts came from."""
+    """The first two rules draw the target's own tokens; the others keep what drafts came from."""
     target, assistant = pairs["gemma3_text"]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
     texts = []
@@ -210,9 +215,10 @@ def test_sampled(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
         llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
         outputs = llm.generate(executor_prompts(4, longest=20), params)
         texts.append([output.outputs[0].token_ids for output in outputs])
-    assert rule != "strict" or texts[0] == texts[1]
+    keeps = rule in ("rejection", "block")
+    assert keeps or texts[0] == texts[1]
     assert all(len(text) == 20 for text in texts[1])
-    assert (llm.executor.worker.draft_memory is not None) == (rule != "strict")
+    assert (llm.executor.worker.draft_memory is not None) == keeps
 
 
 def test_metadata_is_built_once_and_no_kv_is_kept(

@@ -31,6 +31,7 @@ GRID = [
     (1, (8, 1), 128, 64, [65, 64, 63], 64),
     (2, (2, 1), 256, 32, [33], None),
     (1, (6, 2), 48, 8, [9, 100], 5),
+    (3, (2, 1), 512, 32, [70], 30),
     (2, (6, 2), 8, 8, [9, 100], None),
     (65, (8, 1), 64, 16, [20], None),  # too many rows for one tile: torch's operations
 ]
@@ -103,7 +104,13 @@ def test_any_cut_of_ragged_texts_is_the_same(
 
 @pytest.mark.parametrize(
     ("heads", "dim", "page", "window"),
-    [((6, 2), 16, 4, None), ((9, 3), 64, 16, 40), ((4, 4), 48, 8, 7), ((8, 1), 256, 32, None)],
+    [
+        ((6, 2), 16, 4, None),
+        ((9, 3), 64, 16, 40),
+        ((4, 4), 48, 8, 7),
+        ((8, 1), 256, 32, None),
+        ((2, 1), 512, 32, 40),
+    ],
 )
 def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | None) -> None:
     """Whole prompts and later chunks, of one tile and of several, beside generations."""

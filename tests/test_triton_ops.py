@@ -38,6 +38,19 @@ def test_rms_norm(dtype: torch.dtype, size: int, offset: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 48, 576])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("has_scalar", [False, True])
+def test_add_normed(dtype: torch.dtype, size: int, offset: float, has_scalar: bool) -> None:
+    residual, x = _random(5, 2 * size, dtype=dtype).chunk(2, dim=-1)
+    weight, scalar = _random(size, dtype=dtype, seed=3), _random(1, dtype=dtype, seed=7)
+    normed = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
+    expected = (residual + normed) * (scalar if has_scalar else 1)
+    ours = triton_ops.add_normed(residual, x, weight, 1e-5, offset, scalar if has_scalar else None)
+    _close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [8, 80, 1536])
 def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
     x = 4 * _random(3, 2 * inner, dtype=dtype)

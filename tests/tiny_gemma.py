@@ -39,11 +39,14 @@ GEMMA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+GEMMA["gemma4_unified_text"] = GEMMA["gemma4_text"]
+
+
 def gemma_dir(tmp_path: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
     """A tiny model with tied embeddings; of Gemma-4 the layers' scalars are random too."""
     fields = {"tie_word_embeddings": True, **GEMMA[family], **overrides}
     path = tiny_model_dir(tmp_path, family, seed=seed, **fields)
-    if family == "gemma4_text":
+    if family.startswith("gemma4"):
         _randomize_scalars(path, seed)
     return path
 

@@ -15,7 +15,7 @@ from .errors import RequestError
 class EmbedsPrompt:
     """Token ids with the vectors that an encoder made, as a multimodal model's processor gives
     them. Target and draft heads read the vectors; whoever looks at ids (penalties, n-grams, a draft
-    model of its own) reads the placeholders.
+    model of its own) reads the placeholders. Attention stays causal, within an image too.
 
     Args:
         prompt_token_ids: n ids; at an image's places its placeholder.

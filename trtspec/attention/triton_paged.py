@@ -191,6 +191,8 @@ def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     """The keys of a block and the programs that all keys are cut for, by measurement: where there
     are requests and heads enough for every multiprocessor, fewer programs with larger blocks."""
     each = 4 if block_d > 64 else 6
+    if block_d > 256:  # two stages of keys and values have to fit shared memory
+        return BLOCK_N // (4 if dtype == torch.float32 else 2), each * MULTIPROCESSORS
     if pairs < MULTIPROCESSORS:
         return BLOCK_N, each * MULTIPROCESSORS
     too_large = block_d > 128 or dtype == torch.float32
@@ -269,10 +271,10 @@ def context_attention(
     kv_heads = k_slots.shape[1]
     per_kv, block_d = q_heads // kv_heads, _block_d(dim)
     block_m = max(16, triton.next_power_of_2(tile_rows * per_kv))
-    block_n = BLOCK_N if block_d <= 128 else BLOCK_N // 2
+    block_n = BLOCK_N // max(block_d // 128, 1)
     num_warps = 8 if block_m * block_d > 128 * 64 else 4
     if q.dtype == torch.float32:
-        block_n, num_warps = block_n // 2, 8 if block_d <= 128 else 4
+        block_n, num_warps = max(block_n // 2, 16), 8 if block_d <= 128 else 4
     factor, cap = _base_2(dim, scale, softcap)
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,

@@ -82,7 +82,6 @@ class DecoderConfig:
     """Layer type -> the fields of this config that are different in its layers."""
     moe: MoEConfig | None = None
     mtp_feeds_post_norm: bool | None = None  # the family's way; None is that of its MTP layout
-    is_text_part: bool = False  # of a multimodal checkpoint, whose other tensors are left out
     mla: MLAConfig | None = None
     """Latent attention; then `head_dim` is what is rotated of a head, and `num_kv_heads` is 1."""
     eos_token_ids: tuple[int, ...] = ()

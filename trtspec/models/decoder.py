@@ -21,7 +21,7 @@ from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, geglu, linear, qkv_rope_and_write, swiglu
 from ..ops.linear import Linear
-from ..ops.norm import RMSNorm
+from ..ops.norm import RMSNorm, add_normed
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
@@ -194,10 +194,9 @@ class SandwichLayer(DecoderLayer):
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
         assert self.input_layernorm is not None
         out = self.self_attn((hidden,), (self.input_layernorm,), None, rope, meta)
-        hidden = hidden + self.post_attention_layernorm(out)
+        hidden = add_normed(hidden, out, self.post_attention_layernorm)
         out = self.mlp(hidden, self.pre_feedforward_layernorm, adds=False)
-        hidden = hidden + self.post_feedforward_layernorm(out)
-        return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+        return add_normed(hidden, out, self.post_feedforward_layernorm, self.layer_scalar)
 
 
 class HiddenStateCapture(Protocol):

@@ -15,9 +15,10 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .config import DecoderConfig
-from .families import FAMILIES, TEXT_PARTS, Family
+from .families import FAMILIES, Family
 from .fp8 import block_size
 from .rope import ROPE_TYPES
+from .text_part import text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
@@ -44,7 +45,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     Raises:
         CheckpointError: as `load_config`.
     """
-    raw, is_text_part = _text_part(raw, where)
+    raw = text_config(raw, where)
     _refuse_unsupported(raw, where)
     hf = _hf_config(raw, where)
     merged = hf.to_dict()
@@ -69,7 +70,6 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         rms_norm_eps=hf.rms_norm_eps,
         rope_parameters=rope,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        is_text_part=is_text_part,
         layer_windows=(None,) * hf.num_hidden_layers,
         eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
@@ -108,23 +108,6 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."
         ) from err
-
-
-def _text_part(raw: dict[str, Any], where: Path) -> tuple[dict[str, Any], bool]:
-    """The text model's config of a multimodal one, and whether it was one. Older files keep the
-    text's fields beside the encoder's."""
-    model_type = TEXT_PARTS.get(str(raw.get("model_type")))
-    if model_type is None:
-        return raw, False
-    inner = raw.get("text_config", raw)
-    if not isinstance(inner, dict):
-        raise CheckpointError(
-            f"{where}: text_config={inner!r}; it must be an object. Copy the file again from the "
-            "model's source."
-        )
-    ours = {key: value for key, value in inner.items() if key != "vision_config"}
-    tied = inner.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))
-    return {**ours, "model_type": model_type, "tie_word_embeddings": tied}, True
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:

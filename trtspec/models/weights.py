@@ -24,6 +24,7 @@ from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
 from .fp8 import dequantized
 from .hf_config import load_config
+from .text_part import text_tensors
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Module of a model -> modules of the checkpoint whose rows it stacks, in this order."""
@@ -111,9 +112,7 @@ def load_weights(
         if not (tied and name == "lm_head.weight")
     }
     with ExitStack() as stack:
-        sources = open_checkpoint(model_dir, stack)
-        if config.is_text_part:
-            sources = _text_tensors(sources)
+        sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
         sources = dequantized(sources, config.raw, model_dir / "config.json")
         _values_from_keys(sources, places, model_dir, config)
         _check(places, sources, model_dir, config)
@@ -121,16 +120,6 @@ def load_weights(
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, device, pack)
-
-
-def _text_tensors(sources: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Those of a multimodal checkpoint's text model, named as it is alone."""
-    inner = "model.language_model."
-    return {
-        f"model.{name.removeprefix(inner)}" if name.startswith(inner) else name: source
-        for name, source in sources.items()
-        if not name.startswith(("visual.", "model.visual."))
-    }
 
 
 def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:

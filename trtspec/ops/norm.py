@@ -30,3 +30,15 @@ class RMSNorm(nn.Module):
             weight = self.weight.float() + self.offset
             return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def add_normed(residual: Tensor, x: Tensor, norm: RMSNorm, scalar: Tensor | None = None) -> Tensor:
+    """(residual + norm(x)) * scalar: residual and x [T, D], scalar [1] -> [T, D]."""
+    wants_gradient = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (residual, x, norm.weight)
+    )
+    kernels = None if wants_gradient or residual.dtype != x.dtype else triton_kernels(x)
+    if kernels is not None:
+        return kernels.add_normed(residual, x, norm.weight, norm.eps, norm.offset, scalar)
+    total = residual + norm(x)
+    return total if scalar is None else total * scalar

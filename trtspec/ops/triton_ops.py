@@ -36,6 +36,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return out.view(x.shape)
 
 
+def add_normed(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, scalar: Tensor | None
+) -> Tensor:
+    """As `ops/norm.py` says: residual and x [T, D] -> [T, D]."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    _add_normed_kernel[(rows,)](
+        residual, x, weight, scalar, out, residual.stride(0), x.stride(0), size, eps,
+        OFFSET=offset, BLOCK=triton.next_power_of_2(size), num_warps=4 if size <= 2048 else 8,
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_normed_kernel(
+    residual_ptr, x_ptr, weight_ptr, scalar_ptr, out_ptr, residual_row, x_row, size, eps,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    kind = out_ptr.dtype.element_ty
+    d = tl.arange(0, BLOCK)
+    inside = d < size
+    x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    residual = tl.load(residual_ptr + row * residual_row + d, mask=inside, other=0.0)
+    # Rounded in between, as torch's operations do.
+    total = (x * scale * weight).to(kind).to(tl.float32) + residual.to(tl.float32)
+    if scalar_ptr is not None:
+        total = total.to(kind).to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)
+    tl.store(out_ptr + row * size + d, total.to(kind), mask=inside)
+
+
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_row, size, eps,

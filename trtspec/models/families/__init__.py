@@ -26,6 +26,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family("qwen2_5_vl_text", qwen2, has_mrope=True),
     "gemma2": Family("gemma2", gemma2, activations=_GELU),
     "gemma3_text": Family("gemma3_text", gemma3, activations=_GELU, has_rope_by_type=True),
+    "gemma4_unified_text": Family(
+        "gemma4_unified_text",
+        gemma4,
+        activations=_GELU,
+        has_partial_rotary=True,
+        has_rope_by_type=True,
+    ),  # fmt: skip
     "gemma4_text": Family(
         "gemma4_text", gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
     ),
@@ -33,8 +40,4 @@ FAMILIES: dict[str, Family] = {
     "step3p5": Family("qwen3", step3p5, as_hf=step3p5_as_qwen3),
 }
 
-TEXT_PARTS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Multimodal model -> the family of its text part, which is what trtspec runs. What its encoders
-make of images is given as an `EmbedsPrompt`."""
-
-__all__ = ["FAMILIES", "TEXT_PARTS", "Family"]
+__all__ = ["FAMILIES", "Family"]

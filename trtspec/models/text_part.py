@@ -1,0 +1,74 @@
+"""The text model inside a checkpoint that also reads images or sound.
+
+Such a checkpoint nests the text model's config under `text_config` and its tensors under
+`language_model`; Qwen2-VL's older ones have both beside the encoder's. Everything else in it is left
+alone, which is said once; what the encoder makes of images is given as an `EmbedsPrompt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+Source = TypeVar("Source")
+
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+}
+"""`model_type` of the whole -> of its text model."""
+
+_OF_BOTH = (
+    "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config",
+)  # fmt: skip
+_PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
+_OTHER_PARTS = re.compile(
+    r"^(?:model\.)?(?:vision_tower|vision_embedder|multi_modal_projector|audio_tower|embed_vision"
+    r"|embed_audio|visual)\."
+)
+
+
+def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The config of the text model: `raw` itself, unless it is of a model with more parts.
+
+    Raises:
+        CheckpointError: it has no `text_config`.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TEXT_TYPES:
+        return raw
+    inner = raw.get("text_config")
+    if inner is None and "hidden_size" in raw:
+        inner = {k: v for k, v in raw.items() if k not in ("model_type", "vision_config")}
+    if not isinstance(inner, dict):
+        raise CheckpointError(
+            f"{where}: text_config={inner!r}; a {model_type!r} model keeps its text model's config "
+            "there, as an object. Copy the file again from the model's source."
+        )
+    outer = {name: raw[name] for name in _OF_BOTH if name in raw}
+    return {"model_type": TEXT_TYPES[model_type], **inner, **outer}
+
+
+def text_tensors(sources: dict[str, Source], model_dir: Path) -> dict[str, Source]:
+    """The text model's tensors under the names they have in a checkpoint of text alone."""
+    if not any(_PREFIX.match(name) or name.startswith("visual.") for name in sources):
+        return sources
+    others = [name for name in sources if _OTHER_PARTS.match(name)]
+    if others:
+        logger.warning(
+            "%s also reads images or sound: its text model is used alone, %d tensors are left out.",
+            model_dir, len(others),
+        )  # fmt: skip
+    return {
+        re.sub(r"^language_model\.lm_head\.", "lm_head.", _PREFIX.sub("model.", name)): source
+        for name, source in sources.items()
+        if not _OTHER_PARTS.match(name)
+    }
