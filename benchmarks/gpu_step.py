@@ -201,9 +201,9 @@ def _measure(
         }  # fmt: skip
         kind = DRAFTERS[mode]
         bytes_read = {
-            "target_weights": model.target_weight_bytes(),
+            "target_weights": model.target_weight_bytes(batch * (k + 1)),
             "target_kv": batch * model.kv_bytes(context),
-            "draft_weights": model.draft_weight_bytes(kind, k),
+            "draft_weights": model.draft_weight_bytes(kind, k, batch),
             "draft_kv": batch * model.kv_bytes(context, k if kind else 0),
         }
         row["bytes"] = bytes_read

@@ -22,11 +22,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.models import head_weights, weights
 from trtspec.models.checkpoint import TensorSource
 from trtspec.models.config import DecoderConfig
+from trtspec.models.decoder import Decoder
 from trtspec.models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from trtspec.models.hf_config import parse_config, read_json_object
+from trtspec.models.kv_layout import kv_group_specs, kv_places
+from trtspec.models.weights import placements
 
 Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
@@ -50,6 +54,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         2048, 6144, 28, 16, 8, 151_936, 1e6, True, model_type="qwen3", head_dim=128,
         rms_norm_eps=1e-6, draft_vocab_size=32_000,
     ),
+    "deepseek-16-layers": {  # DeepSeek-V3 with 16 of 61 layers and 64 of 256 experts: 88 GB
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168,
+        "intermediate_size": 18_432, "moe_intermediate_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "first_k_dense_replace": 3, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, "hidden_act": "silu",
+    },
     "tiny": _llama(64, 128, 2, 4, 2, 512, 1e4, True, draft_vocab_size=128),  # for tests
 }  # fmt: skip
 """config.json of each, but for `draft_vocab_size`: how many tokens its EAGLE-3 head drafts among.
@@ -99,16 +113,16 @@ class Model:
     def target(self, num_mtp_layers: int = 0) -> Checkpoint:
         """The target, with MTP layers (DeepSeek's names) after its own."""
         c = self.decoder
+        with torch.device("meta"):
+            places = placements(Decoder(c, TorchAttention()))
         shapes: Shapes = {
-            "model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
-            "model.norm.weight": (c.hidden_size,),
+            name if name == "lm_head.weight" else f"model.{name}": place.shape
+            for name, place in places.items()
+            if not (c.tie_word_embeddings and name == "lm_head.weight")
         }
-        if not c.tie_word_embeddings:
-            shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-        for i in range(c.num_layers):
-            shapes |= _layer(c, f"model.layers.{i}.", c.hidden_size)
+        layer = _below(f"model.layers.{c.num_layers - 1}.", shapes)
         for i in range(c.num_layers, c.num_layers + num_mtp_layers):
-            shapes |= self._mtp_layer(f"model.layers.{i}.")
+            shapes |= self._mtp_layer(layer, f"model.layers.{i}.")
         return Checkpoint({**self.raw, "num_nextn_predict_layers": num_mtp_layers}, shapes)
 
     def eagle3_head(self) -> Checkpoint:
@@ -136,42 +150,58 @@ class Model:
         }
         return Checkpoint(config, shapes)
 
-    def _mtp_layer(self, prefix: str) -> Shapes:
+    def _mtp_layer(self, layer: Shapes, prefix: str) -> Shapes:
+        """A layer like the target's last, with what goes before and behind it."""
         size = self.decoder.hidden_size
-        norms: Shapes = {
-            f"{prefix}{name}.weight": (size,) for name in ("enorm", "hnorm", "shared_head.norm")
-        }
-        layer = _layer(self.decoder, prefix, size)
-        return layer | norms | {f"{prefix}eh_proj.weight": (size, 2 * size)}
+        own: Shapes = {
+            f"{name}.weight": (size,) for name in ("enorm", "hnorm", "shared_head.norm")
+        } | {"eh_proj.weight": (size, 2 * size)}
+        return {f"{prefix}{name}": shape for name, shape in (layer | own).items()}
 
     # -- bytes that a step cannot avoid to read --------------------------------------------------
-    def target_weight_bytes(self) -> int:
-        """Everything but the embedding, of which a step reads a few rows."""
+    def target_weight_bytes(self, rows: int) -> float:
+        """Everything but the embedding, of which a step reads a few rows, and the experts that
+        none of its rows goes to."""
         c = self.decoder
         shapes = {n: s for n, s in self.target().shapes.items() if ".layers." in n}
-        return _bytes(shapes) + c.vocab_size * c.hidden_size * ITEM_SIZE
+        return self._bytes(shapes, rows) + c.vocab_size * c.hidden_size * ITEM_SIZE
 
-    def draft_weight_bytes(self, kind: str, num_passes: int) -> int:
-        """Of all passes of a step. kind: "eagle3", "mtp", or anything else for no drafter."""
+    def draft_weight_bytes(self, kind: str, num_passes: int, batch: int) -> float:
+        """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp", or
+        anything else for no drafter."""
         c = self.decoder
         if kind == "mtp":  # the target's lm_head, at each pass
             ends = c.vocab_size * c.hidden_size * ITEM_SIZE
-            return num_passes * (_bytes(self._mtp_layer("")) + ends)
+            prefix = f"model.layers.{c.num_layers}."
+            shapes = _below(prefix, self.target(1).shapes)
+            return num_passes * (self._bytes(shapes, batch) + ends)
         if kind == "eagle3":
             shapes = {n: s for n, s in self.eagle3_head().shapes.items() if n != "d2t"}
             fc = {"fc.weight": shapes.pop("fc.weight")}  # in the first pass alone
-            return _bytes(fc) + num_passes * _bytes(shapes)
+            return self._bytes(fc, batch) + num_passes * self._bytes(shapes, batch)
         return 0
 
+    def _bytes(self, shapes: Shapes, rows: int) -> float:
+        """With as many experts as are expected, if each row chooses at random."""
+        moe, total = self.decoder.moe, 0.0
+        for name, shape in shapes.items():
+            share = 1.0
+            if moe is not None and ".experts." in name:
+                share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** rows
+            total += ITEM_SIZE * math.prod(shape) * share
+        return total
+
     def kv_bytes(self, num_tokens: float, num_layers: int | None = None) -> float:
-        """Keys and values of one request of that length: of the target, or of draft layers."""
-        c = self.decoder
-        if num_layers is None:
-            windows = [c.window(i) for i in range(c.num_layers)]
-        else:
-            windows = [None] * num_layers
-        rows = sum(num_tokens if w is None else min(num_tokens, w) for w in windows)
-        return 2 * c.num_kv_heads * c.head_dim * ITEM_SIZE * rows
+        """Keys and values of one request of that length: of the target, or of draft layers, which
+        are like its last."""
+        c, specs = self.decoder, kv_group_specs(self.decoder, torch.bfloat16)
+        layers = range(c.num_layers) if num_layers is None else [c.num_layers - 1] * num_layers
+        total = 0.0
+        for layer in layers:
+            spec, window = specs[kv_places(c)[layer].group], c.window(layer)
+            tokens = num_tokens if window is None or num_layers else min(num_tokens, window)
+            total += tokens * spec.bytes_per_token() / spec.num_layers
+        return total
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
@@ -243,5 +273,5 @@ def _layer(c: DecoderConfig, prefix: str, width: int) -> Shapes:
     return shapes
 
 
-def _bytes(shapes: Shapes) -> int:
-    return ITEM_SIZE * sum(math.prod(shape) for shape in shapes.values())
+def _below(prefix: str, shapes: Shapes) -> Shapes:
+    return {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}

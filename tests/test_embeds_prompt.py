@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import DEFAULTS, tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 from torch import Tensor
@@ -136,6 +137,28 @@ def test_positions_of_three_axes_equal_transformers(
         assert mixed.outputs[0].token_ids == expected, name
         alone = llm.generate(text, params)
         assert plain.outputs[0].token_ids == alone.outputs[0].token_ids, name
+
+
+def test_the_older_form_is_read_too(vl_dir: Path, tmp_path: Path) -> None:
+    """Qwen2-VL's first checkpoints: the text's fields and tensors beside the encoder's."""
+    raw = json.loads((vl_dir / "config.json").read_text())
+    inner = raw.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    inner |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**inner, **raw}))
+    tensors = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in load_file(vl_dir / "model.safetensors").items()
+    }
+    assert any(name.startswith("visual.") for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt = _prompt(mrope_positions=_mrope_positions())
+    llm = LLM(tmp_path, device="cpu", dtype="float32", max_seq_len=64)
+    output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert output.outputs[0].token_ids == _oracle(vl_dir, prompt, 12)
 
 
 def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:

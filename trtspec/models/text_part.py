@@ -1,8 +1,8 @@
 """The text model inside a checkpoint that also reads images or sound.
 
 Such a checkpoint nests the text model's config under `text_config` and its tensors under
-`language_model`; Qwen2-VL's older ones have both beside the encoder's. Everything else in it is left
-alone, which is said once; what the encoder makes of images is given as an `EmbedsPrompt`.
+`language_model`; Qwen2-VL's older ones have both beside the encoder's. Everything else in it is
+left alone, which is said once; what the encoder makes of images is given as an `EmbedsPrompt`.
 """
 
 from __future__ import annotations

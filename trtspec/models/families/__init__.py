@@ -32,7 +32,7 @@ FAMILIES: dict[str, Family] = {
         activations=_GELU,
         has_partial_rotary=True,
         has_rope_by_type=True,
-    ),  # fmt: skip
+    ),
     "gemma4_text": Family(
         "gemma4_text", gemma4, activations=_GELU, has_partial_rotary=True, has_rope_by_type=True
     ),
