@@ -360,3 +360,12 @@ def test_config_and_modes_are_checked(tmp_path: Path) -> None:
         DraftTargetDecodingConfig(speculative_model="d", parallel_drafting="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Mode NONE does not draft in parallel"):
         create_worker(None, 3)
+
+
+def test_a_worker_that_drafts_one_by_one_refuses_the_head(target_dir: Path, tmp_path: Path) -> None:
+    """In a loop of one's own; the builder chooses the right one."""
+    config = _p_eagle(tmp_path)
+    llm = _engine(target_dir, config)
+    llm.executor.worker = create_worker(config)
+    with pytest.raises(ConfigError, match=r"make the worker with create_worker\(config, head"):
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=4))

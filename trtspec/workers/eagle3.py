@@ -71,6 +71,11 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
         """Reads every row of the target's pass; the last accepted one proposes."""
         model, meta, hidden_states = draft_source(inputs)
+        if getattr(model, "mask_hidden", None) is not None:
+            raise ConfigError(
+                "The head drafts in parallel and was not trained to read its own proposals: make "
+                "the worker with create_worker(config, head.config.mask_token_id)."
+            )
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
         # `rows` [B] read the last accepted tokens and propose; `positions` are those tokens' own.
         if meta.num_contexts:
