@@ -86,8 +86,6 @@ def create_head(
             elif parameter.dim() > 1:
                 value.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
             setattr(module, name, nn.Parameter(value.to(device, dtype), requires_grad=True))
-    if head.config.decoder.rotary_dim == config.rotary_dim:
-        head.rope_tables = target.rope_tables
     head.rope_tables.to(device)
     if isinstance(head, Eagle3Head):
         assert draft_ids is not None and head.lm_head is not None
