@@ -104,6 +104,12 @@ def _swap(pattern: str) -> Change:
     return change
 
 
+def _norms_around_0(raw: dict[str, Any], tensors: Tensors) -> None:
+    for name, weight in tensors.items():
+        if "norm" in name:
+            tensors[name] = weight - 1
+
+
 EAGLE3 = {
     "captured one too early": _layers(0, 2, 3),
     "captured one too late": _layers(2, 4, 5),
@@ -129,7 +135,11 @@ def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("other order", _swap("eh_proj")), ("rope_theta", _theta)],
+    [
+        ("other order", _swap("eh_proj")),
+        ("rope_theta", _theta),
+        ("norms are written around 0", _norms_around_0),
+    ],
 )
 def test_a_sabotaged_mtp_layer(mtp: Case, tmp_path: Path, name: str, change: Change) -> None:
     diagnosis = diagnose(mtp.target, mtp.sabotaged(tmp_path, change), "mtp", mtp.texts)

@@ -27,6 +27,7 @@ from .models.head_weights import load_head, read_head
 from .models.hf_config import read_json_object
 from .models.mtp import MTPHead
 from .models.rope import RopeTables
+from .ops.norm import RMSNorm
 from .train.trainer import Evaluation
 from .train.unroll import StepScore, Texts, score, teach, unroll
 
@@ -396,6 +397,13 @@ def _mtp_trials(head: MTPHead) -> list[_Trial]:
             half = weight.shape[1] // 2
             weight.data = torch.cat([weight.data[:, half:], weight.data[:, :half]], dim=1)
 
+    is_around_0 = head.config.zero_centered_norms
+
+    def shift_norms(head: DraftHead) -> None:
+        for module in head.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.data = module.weight.data + (-1 if is_around_0 else 1)
+
     return [
         _Trial(
             "embedding and hidden state are concatenated in the other order",
@@ -407,6 +415,12 @@ def _mtp_trials(head: MTPHead) -> list[_Trial]:
             + ("before the final norm" if head.config.norm_output else "after the final norm"),
             f"MTPDecodingConfig(mtp_feeds_post_norm={not head.config.norm_output})",
             _flip_norm_output,
+        ),
+        _Trial(
+            "norms are written " + ("around 1" if is_around_0 else "around 0"),
+            f"{'subtract 1 from' if is_around_0 else 'add 1 to'} the weights of its norms: in "
+            f"{head.config.format} they are {'minus 1' if is_around_0 else 'as they are'}",
+            shift_norms,
         ),
     ]
 

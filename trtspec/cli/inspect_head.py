@@ -70,6 +70,12 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "RoPE": _rope(decoder.rope_parameters),
         "Vocabulary": _vocabulary(report),
     }
+    moe = decoder.moe_of_layer(decoder.num_layers - 1)
+    if moe is not None:
+        facts["Experts"] = (
+            f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "
+            f"{moe.experts_per_token} to a token"
+        )
     if head.kind == "eagle3":
         facts["Captured layers"] = _captured(report)
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
