@@ -102,6 +102,34 @@ def test_whole_texts_without_a_cache_are_the_same(tmp_path: Path) -> None:
     )
 
 
+def test_mtp_layers_can_be_trained(tmp_path: Path) -> None:
+    """Every parameter has a derivative, and that of one number is what differences say."""
+    target = _load(tiny_model_dir(tmp_path, "deepseek_v3"), pack=False)
+    head = create_head(NewHead(kind="mtp"), target, None, torch.float32, seed=0).double()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(97, (12,), generator=generator)
+    hidden = torch.randn(12, 48, generator=generator).double()
+
+    def loss() -> Tensor:
+        texts, positions = DensePass(torch.zeros(1, 12, dtype=torch.int64)), torch.arange(12)
+        normed, fed_on = head(ids, positions, hidden, texts, 0)
+        return head(ids, positions + 1, fed_on, texts, 1)[0].square().mean() + normed.mean()
+
+    loss().backward()
+    parameters = {n: p for n, p in head.layers[0].named_parameters() if p.requires_grad}
+    assert all(p.grad is not None and p.grad.any() for p in parameters.values())
+    weight = parameters["self_attn.kv_b_proj"]
+    for place in [(3, 5), (-1, 7)]:  # of W_UK and of W_UV
+        losses = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                weight[place] += step
+                losses.append(float(loss()))
+                weight[place] -= step
+        slope = (losses[0] - losses[1]) / 2e-5
+        assert slope == pytest.approx(float(weight.grad[place]), rel=1e-4)  # type: ignore[index]
+
+
 def test_a_bf16_row_does_not_depend_on_how_many_share_the_call() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (

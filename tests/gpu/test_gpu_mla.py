@@ -118,6 +118,17 @@ def test_graphs_and_eager_steps_equal_transformers(
     assert captured is None or captured.num_graphs > 0
 
 
+def test_flashinfer_leaves_it_to_triton(target_dir: Path, expected: list[list[int]]) -> None:
+    pytest.importorskip("flashinfer")
+    llm = LLM(
+        target_dir, MTPDecodingConfig(num_nextn_predict_layers=3), device="cuda", dtype="float32",
+        max_batch_size=3, max_seq_len=96, attn_backend="flashinfer",
+        kv_cache_config=KvCacheConfig(max_tokens=1024),
+    )  # fmt: skip
+    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize("mode", ["none", "mtp_eagle"])
 def test_graphs_of_prompts_say_the_same(
     target_dir: Path, expected: list[list[int]], mode: str
