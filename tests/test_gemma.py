@@ -12,14 +12,22 @@ from safetensors.torch import load_file, save_file
 from test_executor import Oracle
 from test_models import _logit_error, _prompts
 from tiny_gemma import F, S, edit_config, gemma_dir
+from tiny_heads import eagle3_dir
 
-from trtspec import LLM, KvCacheConfig, NGramDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.errors import CheckpointError
+from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.hf_config import load_config
 from trtspec.models.weights import load_decoder
 from trtspec.ops.embedding import embed
+from trtspec.train.new_head import check_target
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {}),
@@ -130,6 +138,20 @@ def test_the_text_model_of_a_larger_checkpoint(
     edit_config(path, text_config=None)
     with pytest.raises(CheckpointError, match="text_config=None"):
         load_config(path)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text"])
+def test_eagle_heads_draft_for_it_but_are_not_trained(tmp_path: Path, family: str) -> None:
+    path = gemma_dir(tmp_path, family, seed=1)
+    head = eagle3_dir(tmp_path)
+    config = EagleDecodingConfig(
+        max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
+    )
+    llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64)
+    output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    assert output.outputs[0].token_ids == Oracle(path).extend([5, 6, 7], 20)
+    with pytest.raises(ConfigError, match="sandwich_norms, activation"):
+        check_target(load_config(path))
 
 
 def test_gemma4_keys_are_values_only_where_said(tmp_path: Path) -> None:

@@ -33,9 +33,13 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.cli.inspect_head import describe_head
+from trtspec.doctor import diagnose
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.head_weights import read_head
 from trtspec.models.hf_config import load_config
+from trtspec.models.weights import load_decoder
 from trtspec.workers import eagle3
 
 FAMILIES = ["gemma3_text", "gemma4_text"]
@@ -328,3 +332,16 @@ def test_wrong_modes(pairs: dict[str, tuple[Path, Path]]) -> None:
         LLM(target, _config(assistant, 2, use_mtp_vanilla=True), device="cpu")
     with pytest.raises(ConfigError, match="mtp_feeds_post_norm=False is about MTP layers"):
         LLM(target, _config(assistant, 2, mtp_feeds_post_norm=False), device="cpu")
+
+
+def test_what_people_are_told(pairs: dict[str, tuple[Path, Path]]) -> None:
+    target, assistant = pairs["gemma4_text"]
+    with ExitStack() as stack:
+        report = read_head(assistant, load_config(target), stack)
+        facts = describe_head(report, load_config(target))
+    assert not report.problems and facts["Format"] == "Gemma-4 assistant"
+    assert facts["Keys and values"] == "the target's, of its last layer of the same kind"
+    decoder = load_decoder(target, torch.float32, torch.device("cpu"), TorchAttention())
+    texts: Any = None
+    problems = diagnose(decoder, assistant, "mtp", texts).problems
+    assert len(problems) == 1 and "trtspec acceptance" in problems[0]

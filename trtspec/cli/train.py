@@ -64,7 +64,7 @@ def run_train(options: TrainOptions) -> int:
         special_token_ids,
         split,
     )
-    from ..train.new_head import NewHead, check_format, create_head
+    from ..train.new_head import NewHead, check_format, check_target, create_head
     from ..train.trainer import TrainConfig, Trainer
 
     console = make_console(stderr=True)
@@ -75,6 +75,7 @@ def run_train(options: TrainOptions) -> int:
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
     config = load_config(target_dir)
+    check_target(config)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, config, device)
     if dtype == torch.float16:

@@ -63,8 +63,12 @@ def create_head(
 
     Args:
         draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among.
+
+    Raises:
+        ConfigError: as `check_target`, or a size does not fit.
     """
     config = target.config
+    check_target(config)
     device = target.embed_tokens.weight.device
     with torch.device("meta"):
         if spec.kind == "eagle3":
@@ -113,6 +117,22 @@ def lm_head_weight(target: Decoder) -> Tensor:
     if weight is None:
         raise ConfigError("The target's weights are packed: load it with pack=False to train.")
     return weight.data
+
+
+def check_target(target: DecoderConfig) -> None:
+    """Raises ConfigError for a target whose layers are not like those of the heads made here."""
+    differs = {
+        "layer_types": bool(target.layer_types),
+        "norm_offset": target.norm_offset != 0,
+        "sandwich_norms": target.sandwich_norms,
+        "activation": target.activation != "silu",
+    }
+    found = [name for name, value in differs.items() if value]
+    if found:
+        raise ConfigError(
+            f"Heads are trained for targets whose layers are Llama's; this target's differ in "
+            f"{', '.join(found)}. Use another target, or a head made for it elsewhere."
+        )
 
 
 def check_format(format: str, kind: str) -> None:
