@@ -3,8 +3,13 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +196,18 @@ def test_rotation_and_cache_write(
     written = results[1][1].flatten(1).any(dim=1)
     assert written.tolist() == [slot in (2, 3, 5, 7) for slot in range(9)]
     assert not keeps_finite or results[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
+def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
+    """The interpreter knows neither types nor sizes of memory."""
+    root = Path(__file__).parent.parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/compile_triton.py", str(heads), str(rows)], cwd=root,
+        capture_output=True, text=True, env={**environment, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared = json.loads(done.stdout)
+    assert len(shared) == 4 and max(shared.values()) > 200_000
+    assert max(shared.values()) <= 227 * 1024, shared

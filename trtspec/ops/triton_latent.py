@@ -48,6 +48,7 @@ def _rope_and_write_latent_kernel(
     table = table_ptr + tl.load(position_ptr + row) * size
     slot = tl.load(slot_ptr + row)
     slot = tl.where(slot < 0, scratch_slot, slot)
+    r = tl.arange(0, BLOCK_R)[None, :]
     if tl.program_id(1) == 0:
         d = tl.arange(0, BLOCK_L)
         x = tl.load(x_ptr + row * x_row + d, mask=d < rank, other=0.0).to(tl.float32)
@@ -58,16 +59,14 @@ def _rope_and_write_latent_kernel(
             value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
         tl.store(k_ptr + slot * k_row + d, value, mask=d < rank)
         one = tl.zeros([1], tl.int64)
-        turned = _turned(x_ptr + row * x_row + rank + one, one == 0, table, size, BLOCK_R)
+        key = _turned(x_ptr + row * x_row + rank + one, one == 0, table, size, BLOCK_R)
         if KEEPS_FINITE:
-            turned = tl.where(tl.abs(turned.to(tl.float32)) < float("inf"), turned, 0.0)
-        r = tl.arange(0, BLOCK_R)[None, :]
-        tl.store(k_ptr + slot * k_row + rank + one[:, None] + r, turned, mask=r < size)
+            key = tl.where(tl.abs(key.to(tl.float32)) < float("inf"), key, 0.0)
+        tl.store(k_ptr + slot * k_row + rank + one[:, None] + r, key, mask=r < size)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         is_head = head < heads
         turned = _turned(q_ptr + row * q_row + head * q_head, is_head, table, size, BLOCK_R)
-        r = tl.arange(0, BLOCK_R)[None, :]
         place = out_ptr + row * out_row + head[:, None] * out_head + r
         tl.store(place, turned, mask=is_head[:, None] & (r < size))
 
