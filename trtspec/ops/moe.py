@@ -18,6 +18,9 @@ MAX_MATVEC_PAIRS = 64
 """Up to so many (row, choice) pairs each read their expert's weights by themselves; where the
 alternative is `every_expert`, up to twice as many as there are experts."""
 
+MAX_ROUTER_ROWS = 16
+"""For up to so many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+
 
 def route(
     logits: Tensor, bias: Tensor | None, top_k: int, *, scoring: str = "sigmoid", n_group: int = 1,
@@ -57,7 +60,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, D] times weight [E, D], [T, E] in float32, as transformers computes it whatever the
     model's dtype. On the CPU few rows are filled up, so that a row's logits do not depend on their
     number (`ops/linear.py` says why)."""
-    rows = x.shape[0]
+    rows, kernels = x.shape[0], moe_kernels(x)
+    if kernels is not None and 0 < rows <= MAX_ROUTER_ROWS:
+        return kernels.router_logits(x, weight)
     if not x.is_cuda and rows < INVARIANT_ROWS:
         x = F.pad(x, (0, 0, 0, INVARIANT_ROWS - rows))
     return F.linear(x.float(), weight.float())[:rows]
