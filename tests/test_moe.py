@@ -29,6 +29,7 @@ from trtspec.models.hf_config import load_config
 from trtspec.models.moe import MoE
 from trtspec.models.mtp import mtp_decoder_config
 from trtspec.models.weights import load_decoder
+from trtspec.ops.linear import Linear
 from trtspec.ops.moe import Experts, every_expert, grouped_experts, route
 from trtspec.ops.norm import RMSNorm
 from trtspec.train.new_head import NewHead, create_head
@@ -150,13 +151,7 @@ def _as_ours(block: torch.nn.Module, family: str, size: int) -> MoE:
         moe = MoEConfig(6, 2, 24, scoring="softmax", has_correction_bias=False)
     else:
         moe = MoEConfig(8, 3, 24, 48, n_group=4, topk_group=2, routed_scaling_factor=1.5)
-    config = DecoderConfig(
-        vocab_size=8, hidden_size=size, intermediate_size=8, num_layers=1, num_heads=1,
-        num_kv_heads=1, head_dim=8, max_position_embeddings=8, rms_norm_eps=1e-5,
-        rope_parameters={}, moe=moe,
-    )  # fmt: skip
-    ours, tensors = feed_forward(config, 0), block.state_dict()
-    assert isinstance(ours, MoE)
+    ours, tensors = _moe_of(moe, size), block.state_dict()
     state = {name: t for name, t in tensors.items() if not name.startswith("shared_experts.")}
     if ours.shared_experts is not None:
         gate, up, down = (
@@ -166,6 +161,17 @@ def _as_ours(block: torch.nn.Module, family: str, size: int) -> MoE:
         state["shared_experts.down_proj.weight"] = down
     ours.load_state_dict(state)
     return ours
+
+
+def _moe_of(moe: MoEConfig, size: int) -> MoE:
+    config = DecoderConfig(
+        vocab_size=8, hidden_size=size, intermediate_size=8, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=8, rms_norm_eps=1e-5,
+        rope_parameters={}, moe=moe,
+    )  # fmt: skip
+    layer = feed_forward(config, 0)
+    assert isinstance(layer, MoE)
+    return layer
 
 
 def random_experts(
@@ -211,13 +217,25 @@ def test_experts_equal_a_loop(rows: int, count: int, top_k: int) -> None:
     torch.testing.assert_close(experts(x, ids, weights), expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="weights are packed where oneDNN can"
+)
 def test_a_row_in_bf16_does_not_depend_on_the_rows_beside_it() -> None:
-    experts, x, ids, weights = random_experts(9, 4, 2, 64, 48, torch.bfloat16)
-    experts.pack()
-    together = experts(x, ids, weights)
-    for i in range(9):
-        alone = experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1])
-        assert torch.equal(alone[0], together[i])
+    size, generator = 64, torch.Generator().manual_seed(1)
+    layer = _moe_of(MoEConfig(8, 3, 48, 96, n_group=4, topk_group=2), size)
+    for parameter in layer.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+        parameter.data = noise.to(parameter.dtype if parameter.ndim == 1 else torch.bfloat16)
+    for module in layer.modules():
+        if isinstance(module, Linear | Experts):
+            module.pack()
+    norm = RMSNorm(size, 1e-5)
+    norm.weight.data = torch.ones(size, dtype=torch.bfloat16)
+    hidden = torch.randn(9, size, generator=generator).bfloat16()
+    with torch.no_grad():
+        together = layer(hidden.clone(), norm)
+        for rows in range(1, 9):
+            assert torch.equal(layer(hidden[:rows].clone(), norm), together[:rows])
 
 
 def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:

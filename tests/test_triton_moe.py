@@ -18,6 +18,18 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 SHAPES = [(1, 8, 2), (5, 8, 3), (3, 40, 8), (400, 5, 3)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "experts", "size"), [(1, 8, 48), (3, 5, 16), (2, 3, 5000)])
+def test_router_logits(dtype: torch.dtype, rows: int, experts: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(rows, 2 * size, generator=generator).to(dtype)[:, :size]
+    weight = torch.randn(experts, size, generator=generator) * size**-0.5
+    ours = triton_moe.router_logits(x.to(DEVICE), weight.to(DEVICE))
+    assert ours.dtype == torch.float32
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(ours.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("options", ROUTES)
 def test_route(options: dict[str, Any], has_bias: bool) -> None:

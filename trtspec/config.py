@@ -227,7 +227,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
         use_mtp_vanilla: K layers, one for each draft token. False uses the first layer K times.
         mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
             of its own (MTP_EAGLE), for comparison.
-        mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the layout's way.
+        mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the family's way.
         use_relaxed_acceptance_for_thinking: between the thinking tokens a greedy request keeps
             drafts that are close to the target's best. Lossy.
         relaxed_topk: such a draft is among that many of the target's best tokens …

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.moe import Experts, route
+from ..ops.moe import Experts, route, router_logits
 from ..ops.norm import RMSNorm
 from .config import MoEConfig
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Module):
-    """Scores of experts; in float32 whatever the model's dtype, as transformers computes them."""
+    """Scores of experts, whose weight and bias stay in float32 whatever the model's dtype."""
 
     def __init__(self, config: MoEConfig, size: int):
         super().__init__()
@@ -32,7 +31,7 @@ class Router(nn.Module):
         """[T, D] -> experts [T, k] int64 and their weights [T, k] float32."""
         config = self.config
         return route(
-            F.linear(x.float(), self.weight.float()), self.e_score_correction_bias,
+            router_logits(x, self.weight), self.e_score_correction_bias,
             config.experts_per_token, scoring=config.scoring, n_group=config.n_group,
             topk_group=config.topk_group, normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,

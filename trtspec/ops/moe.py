@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from .activation import silu_and_mul
 from .dispatch import moe_kernels
-from .linear import Linear
+from .linear import INVARIANT_ROWS, Linear
 
 MAX_MATVEC_PAIRS = 64
 """Up to so many (row, choice) pairs each read their expert's weights by themselves; where the
 alternative is `every_expert`, up to twice as many as there are experts."""
+
+MAX_ROUTER_ROWS = 16
+"""For up to so many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
 
 
 def route(
@@ -51,6 +54,18 @@ def route(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * scale
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, D] times weight [E, D], [T, E] in float32, as transformers computes it whatever the
+    model's dtype. On the CPU few rows are filled up, so that a row's logits do not depend on their
+    number (`ops/linear.py` says why)."""
+    rows, kernels = x.shape[0], moe_kernels(x)
+    if kernels is not None and 0 < rows <= MAX_ROUTER_ROWS:
+        return kernels.router_logits(x, weight)
+    if not x.is_cuda and rows < INVARIANT_ROWS:
+        x = F.pad(x, (0, 0, 0, INVARIANT_ROWS - rows))
+    return F.linear(x.float(), weight.float())[:rows]
 
 
 class Experts(nn.Module):

@@ -16,6 +16,32 @@ from .triton_launch import after_previous, dependent_launch
 
 _COLUMNS = 512  # of a weight that a program reads at once
 _ROWS = 8
+_ROUTER_COLUMNS = 4096
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """As `moe.router_logits`. One program for each row and expert: the few rows read a weight that
+    is in L2 by then, and a program per weight row is what hides its latency."""
+    rows, size = x.shape
+    out = torch.empty((rows, weight.shape[0]), dtype=torch.float32, device=x.device)
+    _router_kernel[(rows, weight.shape[0])](
+        x, weight, out, x.stride(0), size, BLOCK=min(_ROUTER_COLUMNS, triton.next_power_of_2(size)),
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _router_kernel(x_ptr, weight_ptr, out_ptr, x_row, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column, total = tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        d = start + column
+        x = tl.load(x_ptr + row * x_row + d, mask=d < size, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + expert * size + d, mask=d < size, other=0.0)
+        total += x * weight.to(tl.float32)
+    tl.store(out_ptr + row * tl.num_programs(1) + expert, tl.sum(total, 0))
 
 
 def route(
