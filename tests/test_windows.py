@@ -336,6 +336,35 @@ def test_preempted_requests_start_over(models: Models, mode: str, kind: str) -> 
     _assert_nothing_leaked(llm)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_of_nan_reaches_nobody_through_its_blocks(models: Models, overlap: bool) -> None:
+    """Its first blocks are given back before the host has read that the request is lost."""
+    llm = _llm(models, "none", "all", 5, chunked=True, overlap=overlap, page=2)
+    nan, count = 96, 20
+    llm.executor.target.embed_tokens.weight.data[nan] = torch.nan
+    good = [[token % nan for token in prompt] for prompt in _prompts([37, 41, 3])]
+    bad = [nan, *good[1][:17]]  # its second chunk takes fewer blocks than the first gives back
+    requests = [
+        llm.executor.enqueue(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+        for prompt in (good[2], [7, *good[2]], bad, bad, bad, good[0])
+    ]
+    oracle, cache = models.target("all", 5)[1], llm.executor.kv_cache
+    while llm.executor.has_work:
+        llm.executor.step()
+        for group, pool in zip(cache.groups, cache._pools, strict=True):
+            assert torch.isfinite(group.k_cache[:, pool._free]).all()
+            assert torch.isfinite(group.v_cache[:, pool._free]).all()
+    for request in requests:
+        if request.prompt_token_ids == bad:
+            assert request.error is not None and "NaN" in request.error
+        else:
+            expected = oracle.extend(request.prompt_token_ids, count)
+            if nan in expected:  # from then on it is lost as well
+                expected = expected[: expected.index(nan) + 1]
+            assert request.output_token_ids == expected
+    _assert_nothing_leaked(llm)
+
+
 # -- the ledger --------------------------------------------------------------------------------
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

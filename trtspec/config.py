@@ -382,7 +382,8 @@ class KvCacheConfig:
     """Size of the paged KV cache.
 
     Args:
-        max_tokens: tokens the cache holds over all requests. None derives it: on CUDA from
+        max_tokens: tokens the cache holds over all requests; layers with a sliding window hold no
+            more of them than they can see. None derives it: on CUDA from
             `free_gpu_memory_fraction`, on CPU enough for max_batch_size sequences of full length,
             within a quarter of the machine's free memory.
         free_gpu_memory_fraction: share of the GPU memory free after loading weights.
