@@ -30,7 +30,7 @@ from trtspec.models.moe import MoE
 from trtspec.models.mtp import mtp_decoder_config
 from trtspec.models.weights import load_decoder
 from trtspec.ops.linear import Linear
-from trtspec.ops.moe import Experts, every_expert, grouped_experts, route
+from trtspec.ops.moe import Experts, grouped_experts, route
 from trtspec.ops.norm import RMSNorm
 from trtspec.train.new_head import NewHead, create_head
 
@@ -207,10 +207,7 @@ def test_experts_equal_a_loop(rows: int, count: int, top_k: int) -> None:
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     expected = naive_experts(experts, x, ids, weights).float()
     stacked = experts.gate_up_proj, experts.down_proj
-    for out in (
-        grouped_experts(x, ids, weights, *stacked), every_expert(x, ids, weights, *stacked),
-        experts(x, ids, weights),
-    ):  # fmt: skip
+    for out in (grouped_experts(x, ids, weights, *stacked), experts(x, ids, weights)):
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-5)
     experts.pack()
     assert experts.gate_up_proj is None
@@ -244,10 +241,7 @@ def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:
     broken = int(ids[0, 0])
     experts.down_proj.data[broken] = torch.inf
     stacked = experts.gate_up_proj, experts.down_proj
-    for out in (
-        experts(x, ids, weights), every_expert(x, ids, weights, *stacked),
-        grouped_experts(x, ids, weights, *stacked),
-    ):  # fmt: skip
+    for out in (experts(x, ids, weights), grouped_experts(x, ids, weights, *stacked)):
         finite = torch.isfinite(out).all(-1)
         assert finite.tolist() == (ids[:, 0] != broken).tolist()
 

@@ -65,6 +65,27 @@ def test_sort_by_expert(rows: int, count: int, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "size", "columns"),
+    [(1, 8, 2, 40, 24), (9, 5, 3, 20, 70), (90, 4, 2, 48, 80), (70, 2, 1, 36, 16)],
+)
+def test_grouped_matmul(
+    dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, columns: int
+) -> None:
+    """Some experts have no rows, others several tiles of them."""
+    _, _, ids, _ = random_experts(rows, count, top_k, 8, 8, dtype)
+    sources, ends, _ = moe.sort_by_expert(ids, count)
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(rows, size, generator=generator).to(dtype)[sources]
+    weight = (torch.randn(count, columns, size, generator=generator) * size**-0.5).to(dtype)
+    owners = ids.flatten().sort().values
+    expected = torch.einsum("nk,nmk->nm", x.double(), weight[owners].double())
+    ours = triton_moe.grouped_matmul(x.to(DEVICE), weight.to(DEVICE), ends.to(DEVICE))
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "top_k", "size"), [(1, 2, 16), (7, 3, 48), (2, 8, 1200)])
 def test_combine(dtype: torch.dtype, rows: int, top_k: int, size: int) -> None:
     generator = torch.Generator().manual_seed(size)

@@ -37,17 +37,19 @@ def _bound(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "count", "top_k", "size", "inner"), SHAPES)
 def test_experts_equal_a_loop(
-    dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, inner: int
-) -> None:
+    dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, inner: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """What `Experts` chooses, and each way that serves these, against float64 row by row."""
     experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, dtype)
     expected = naive_experts(experts, x, ids, weights)
     experts.cuda()
     args = x.cuda(), ids.cuda(), weights.cuda()
     stacked = experts.gate_up_proj, experts.down_proj
-    ways = {"chosen": experts(*args), "every": moe.every_expert(*args, *stacked)}
-    if moe.has_grouped_mm(args[0], inner):
-        ways["grouped"] = moe.grouped_experts(*args, *stacked)
+    ways = {"chosen": experts(*args), "grouped": moe.grouped_experts(*args, *stacked)}
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "has_grouped_mm", lambda *_: False)
+        ways["grouped by Triton"] = moe.grouped_experts(*args, *stacked)
     bound = _bound(dtype)
     for name, out in ways.items():
         assert out.dtype == dtype, name
@@ -60,8 +62,9 @@ def test_hopper_has_the_grouped_product() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper")
     x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda")
-    assert moe.has_grouped_mm(x, 24) and not moe.has_grouped_mm(x, 20)
-    assert not moe.has_grouped_mm(x.half(), 24)
+    weight = torch.empty(2, 24, 64, device="cuda")
+    assert moe.has_grouped_mm(x, weight) and not moe.has_grouped_mm(x, weight[:, :20])
+    assert not moe.has_grouped_mm(x.half(), weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

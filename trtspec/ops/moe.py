@@ -15,8 +15,7 @@ from .dispatch import moe_kernels
 from .linear import INVARIANT_ROWS, Linear
 
 MAX_MATVEC_PAIRS = 64
-"""Up to so many (row, choice) pairs each read their expert's weights by themselves; where the
-alternative is `every_expert`, up to twice as many as there are experts."""
+"""Up to so many (row, choice) pairs each read their expert's weights by themselves."""
 
 MAX_ROUTER_ROWS = 16
 """For up to so many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
@@ -106,13 +105,10 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        kernels, is_grouped = moe_kernels(x), has_grouped_mm(x, self.inner)
-        few = MAX_MATVEC_PAIRS if is_grouped else max(MAX_MATVEC_PAIRS, 2 * self.num_experts)
-        if kernels is not None and ids.numel() <= few:
+        kernels = moe_kernels(x)
+        if kernels is not None and ids.numel() <= MAX_MATVEC_PAIRS:
             return kernels.expert_matvec(x, ids, weights, self.gate_up_proj, self.down_proj)
-        if is_grouped:
-            return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
-        return every_expert(x, ids, weights, self.gate_up_proj, self.down_proj)
+        return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Only the experts that were chosen, each over its rows. A row is summed in the order of
@@ -142,22 +138,33 @@ def _packed(weight: Tensor) -> Linear:
     return linear
 
 
-def has_grouped_mm(x: Tensor, inner: int) -> bool:
-    """Whether `grouped_mm` takes these without asking the host: elsewhere it loops over groups."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
-        return False
-    is_aligned = x.shape[1] % 8 == 0 and inner % 8 == 0  # rows of 16 bytes
-    return is_aligned and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-
-
 def grouped_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> Tensor:
     """`Experts.forward` as two grouped products over the rows sorted by expert; nothing waits."""
     rows, ends, places = sort_by_expert(ids, gate_up_proj.shape[0])
-    gate_up = F.grouped_mm(x[rows], gate_up_proj.transpose(1, 2), offs=ends)  # [T*k, 2I]
-    y = F.grouped_mm(silu_and_mul(gate_up), down_proj.transpose(1, 2), offs=ends)  # [T*k, D]
-    return combine(y, places, weights)
+    inner = silu_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
+    return combine(grouped_matmul(inner, down_proj, ends), places, weights)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [N, K] in the order of their experts, each times its own of weight [E, M, K].
+
+    Args:
+        ends: [E] int32, where each expert's rows end.
+    """
+    kernels = None if has_grouped_mm(x, weight) else moe_kernels(x)
+    if kernels is not None:
+        return kernels.grouped_matmul(x, weight, ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's `grouped_mm` is one kernel for these; else it asks the host for `ends`."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    is_aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0  # rows of 16 bytes
+    return is_aligned and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def sort_by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,17 +193,3 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         return kernels.combine(y, places, weights)
     chosen = y[places].unflatten(0, weights.shape).float()  # [T, k, D]
     return (chosen * weights[..., None]).sum(1).to(y.dtype)
-
-
-def every_expert(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
-) -> Tensor:
-    """`Experts.forward` with every expert over every row, for what `grouped_mm` does not take: E
-    times slower than it need be, and the same launches whatever was chosen."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(gate_up_proj.shape[0]):
-        y = F.linear(silu_and_mul(F.linear(x, gate_up_proj[expert])), down_proj[expert])
-        weight = weights.masked_fill(ids != expert, 0.0).sum(-1, keepdim=True)  # [T, 1]
-        # A row that did not choose the expert must not see an overflow there: 0 * inf is NaN.
-        out = out + torch.where(weight != 0, y.float() * weight, 0.0)
-    return out.to(x.dtype)

@@ -152,6 +152,57 @@ def _sort_kernel(
         begin += tl.sum(mine, 0)
 
 
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [N, K], sorted by expert, each times its own of weight [E, M, K]: [N, M]. Expert e's rows
+    end at ends[e], which stays on the device: tiles of rows are counted out there, and the grid has
+    as many as there can be at most."""
+    pairs, size = x.shape
+    count, columns = weight.shape[:2]
+    out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
+    rows = 64 if pairs >= 32 * count else 16  # of a tile, most of which are then not empty
+    _grouped_matmul_kernel[(triton.cdiv(pairs, rows) + count, triton.cdiv(columns, 64))](
+        x, weight, ends, out, pairs, columns, size, count, ROWS=rows, COLUMNS=64,
+        DEPTH=32 if x.dtype == torch.float32 else 64, COUNT=triton.next_power_of_2(count),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _grouped_matmul_kernel(
+    x_ptr, weight_ptr, ends_ptr, out_ptr, pairs, columns, size, count, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    after_previous(PDL)
+    tile, experts = tl.program_id(0), tl.arange(0, COUNT)
+    ends = tl.load(ends_ptr + experts, mask=experts < count, other=0)
+    begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < count), other=0)
+    tiles = (ends - begins + ROWS - 1) // ROWS
+    last_tiles = tl.cumsum(tiles, 0)  # [E], one past each expert's last
+    expert = tl.sum(((last_tiles <= tile) & (experts < count)).to(tl.int32), 0)
+    if expert >= count:
+        return
+    mine = experts == expert
+    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+    first_tile = tl.sum(tl.where(mine, last_tiles - tiles, 0), 0)
+    row = begin + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x_ptrs = x_ptr + row[:, None].to(tl.int64) * size
+    weight_ptrs = weight_ptr + (expert.to(tl.int64) * columns + column[None, :]) * size
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, size, DEPTH):
+        d = start + tl.arange(0, DEPTH)
+        x_inside = (row[:, None] < end) & (d[None, :] < size)
+        x = tl.load(x_ptrs + d[None, :], mask=x_inside, other=0.0)
+        inside = (column[None, :] < columns) & (d[:, None] < size)
+        weight = tl.load(weight_ptrs + d[:, None], mask=inside, other=0.0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+    out_ptrs = out_ptr + row[:, None].to(tl.int64) * columns + column[None, :]
+    inside = (row[:, None] < end) & (column[None, :] < columns)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """As `moe.combine`."""
     rows, top_k = weights.shape
