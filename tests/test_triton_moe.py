@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_moe import ROUTES, _naive_route, dense_weights, naive_experts, random_experts
+from test_moe import ROUTES, _naive_route, dense_weights, random_experts
 
 from trtspec.ops import moe
 
@@ -67,7 +67,13 @@ def test_sort_by_expert(rows: int, count: int, top_k: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "count", "top_k", "size", "columns"),
-    [(1, 8, 2, 40, 24), (9, 5, 3, 20, 70), (90, 4, 2, 48, 80), (70, 2, 1, 36, 16)],
+    [
+        (1, 8, 2, 40, 24),
+        (9, 5, 3, 20, 70),
+        (30, 4, 2, 48, 80),
+        (90, 4, 2, 48, 80),
+        (70, 2, 1, 36, 16),
+    ],
 )
 def test_grouped_matmul(
     dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, columns: int
@@ -95,28 +101,3 @@ def test_combine(dtype: torch.dtype, rows: int, top_k: int, size: int) -> None:
     ours = triton_moe.combine(y.to(DEVICE), places.to(DEVICE), weights.to(DEVICE)).cpu()
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(ours, moe.combine(y, places, weights), atol=bound, rtol=bound)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("rows", "count", "top_k", "size", "inner"),
-    [
-        (1, 8, 2, 32, 24),
-        (5, 8, 3, 48, 8),
-        (3, 40, 8, 24, 16),
-        (1, 4, 2, 1056, 20),
-        (2, 4, 1, 20, 520),
-    ],
-)
-def test_expert_matvec(
-    dtype: torch.dtype, rows: int, count: int, top_k: int, size: int, inner: int
-) -> None:
-    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, dtype)
-    expected = naive_experts(experts, x, ids, weights)
-    experts.to(DEVICE)
-    ours = triton_moe.expert_matvec(
-        x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), experts.gate_up_proj, experts.down_proj
-    )
-    assert ours.dtype == dtype
-    bound = 3e-2 if dtype == torch.bfloat16 else 2e-5
-    torch.testing.assert_close(ours.cpu().double(), expected, atol=bound, rtol=bound)

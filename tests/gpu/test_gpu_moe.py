@@ -25,6 +25,7 @@ SHAPES = [  # rows, experts, chosen, hidden size, inner size
     (8, 8, 8, 64, 48),
     (70, 8, 3, 64, 48),
     (300, 64, 4, 128, 24),
+    (300, 16, 4, 128, 80),
     (33, 160, 8, 256, 136),
     (4, 128, 8, 1024, 704),
 ]
@@ -46,10 +47,11 @@ def test_experts_equal_a_loop(
     experts.cuda()
     args = x.cuda(), ids.cuda(), weights.cuda()
     stacked = experts.gate_up_proj, experts.down_proj
-    ways = {"chosen": experts(*args), "grouped": moe.grouped_experts(*args, *stacked)}
-    with monkeypatch.context() as patch:
-        patch.setattr(moe, "has_grouped_mm", lambda *_: False)
-        ways["grouped by Triton"] = moe.grouped_experts(*args, *stacked)
+    ways = {"chosen": experts(*args)}
+    for name, least in (("the library", 0), ("Triton", 1 << 30)):
+        with monkeypatch.context() as patch:
+            patch.setattr(moe, "MIN_LIBRARY_ROWS", least)
+            ways[name] = moe.grouped_experts(*args, *stacked)
     bound = _bound(dtype)
     for name, out in ways.items():
         assert out.dtype == dtype, name

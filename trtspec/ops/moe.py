@@ -14,11 +14,10 @@ from .activation import silu_and_mul
 from .dispatch import moe_kernels
 from .linear import INVARIANT_ROWS, Linear
 
-MAX_MATVEC_PAIRS = 64
-"""Up to so many (row, choice) pairs each read their expert's weights by themselves."""
-
 MAX_ROUTER_ROWS = 16
 """For up to so many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+MIN_LIBRARY_ROWS = 64
+"""Rows an expert, on average, from which on torch's `grouped_mm` is faster than our kernel."""
 
 
 def route(
@@ -105,9 +104,6 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        kernels = moe_kernels(x)
-        if kernels is not None and ids.numel() <= MAX_MATVEC_PAIRS:
-            return kernels.expert_matvec(x, ids, weights, self.gate_up_proj, self.down_proj)
         return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -153,7 +149,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Args:
         ends: [E] int32, where each expert's rows end.
     """
-    kernels = None if has_grouped_mm(x, weight) else moe_kernels(x)
+    is_many = x.shape[0] >= MIN_LIBRARY_ROWS * weight.shape[0]
+    kernels = None if is_many and has_grouped_mm(x, weight) else moe_kernels(x)
     if kernels is not None:
         return kernels.grouped_matmul(x, weight, ends)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)

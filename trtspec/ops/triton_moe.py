@@ -1,7 +1,7 @@
 """Triton kernels of a mixture of experts; their twins in torch are in `moe.py`.
 
-For few rows the experts are matrix-vector products, each (row, choice) pair reading its expert's
-weights by itself; for more, rows are sorted by expert for a grouped product of a library.
+Rows are sorted by expert, so that each expert's weights are read once for all of its rows: the
+product below does so at the memory's speed up to some 32 rows an expert (docs/performance.md).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .triton_launch import after_previous, dependent_launch
 
-_COLUMNS = 512  # of a weight that a program reads at once
-_ROWS = 8
 _ROUTER_COLUMNS = 4096
 
 
@@ -159,13 +157,23 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     pairs, size = x.shape
     count, columns = weight.shape[:2]
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
-    rows = 64 if pairs >= 32 * count else 16  # of a tile, most of which are then not empty
-    _grouped_matmul_kernel[(triton.cdiv(pairs, rows) + count, triton.cdiv(columns, 64))](
-        x, weight, ends, out, pairs, columns, size, count, ROWS=rows, COLUMNS=64,
-        DEPTH=32 if x.dtype == torch.float32 else 64, COUNT=triton.next_power_of_2(count),
+    rows, width, depth, stages, warps = _tile(pairs / count, x.dtype)
+    tiles = min(triton.cdiv(pairs, rows) + count, pairs)
+    _grouped_matmul_kernel[(tiles, triton.cdiv(columns, width))](
+        x, weight, ends, out, pairs, columns, size, count, ROWS=rows, COLUMNS=width, DEPTH=depth,
+        COUNT=triton.next_power_of_2(count), num_stages=stages, num_warps=warps,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **dependent_launch(x),
     )  # fmt: skip
     return out
+
+
+def _tile(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Rows, columns, depth, stages and warps, by measurement on an H200."""
+    if dtype == torch.float32:
+        return (16 if rows_per_expert < 12 else 64), 64, 32, 3, 4
+    if rows_per_expert < 12:
+        return 16, 64, 128, 3, 4
+    return (64, 64, 64, 3, 4) if rows_per_expert < 32 else (64, 128, 64, 4, 8)
 
 
 @triton.jit
@@ -231,78 +239,4 @@ def _combine_kernel(
         total += weight * tl.load(y_ptr + place * y_row + d, mask=d < size, other=0.0).to(
             tl.float32
         )
-    tl.store(out_ptr + row * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
-
-
-def expert_matvec(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
-) -> Tensor:
-    """As `moe.Experts.forward`, in two kernels: SwiGLU of each pair, then each row's sum."""
-    rows, size = x.shape
-    top_k, inner = ids.shape[1], down_proj.shape[2]
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    hidden = torch.empty((rows * top_k, inner), dtype=x.dtype, device=x.device)
-    out = torch.empty_like(x)
-    _pair_swiglu_kernel[(rows * top_k, triton.cdiv(inner, _ROWS))](
-        x, ids, gate_up_proj, hidden, size, inner, TOP_K=top_k, ROWS=_ROWS, COLUMNS=_columns(size),
-        **dependent_launch(x),
-    )  # fmt: skip
-    _pair_down_kernel[(rows, triton.cdiv(size, _ROWS))](
-        hidden, ids, weights, down_proj, out, size, inner, TOP_K=top_k, ROWS=_ROWS,
-        COLUMNS=_columns(inner), **dependent_launch(x),
-    )  # fmt: skip
-    return out
-
-
-def _columns(size: int) -> int:
-    return min(_COLUMNS, triton.next_power_of_2(size))
-
-
-@triton.jit
-def _pair_swiglu_kernel(
-    x_ptr, ids_ptr, weight_ptr, out_ptr, size, inner, TOP_K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    after_previous(PDL)
-    pair = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    expert = tl.load(ids_ptr + pair)  # int64: weights may hold more than 2^31 values
-    gate_ptr = weight_ptr + (expert * 2 * inner + i[:, None]) * size
-    up_ptr = weight_ptr + (expert * 2 * inner + inner + i[:, None]) * size
-    x_ptr += pair // TOP_K * size
-    gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, size, COLUMNS):
-        d = start + column
-        x = tl.load(x_ptr + d, mask=d < size, other=0.0).to(tl.float32)[None, :]
-        inside = (i[:, None] < inner) & (d[None, :] < size)
-        gate += x * tl.load(gate_ptr + d[None, :], mask=inside, other=0.0).to(tl.float32)
-        up += x * tl.load(up_ptr + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    gates = tl.sum(gate, 1)
-    hidden = gates / (1.0 + tl.exp(-gates)) * tl.sum(up, 1)
-    tl.store(out_ptr + pair * inner + i, hidden.to(out_ptr.dtype.element_ty), mask=i < inner)
-
-
-@triton.jit
-def _pair_down_kernel(
-    hidden_ptr, ids_ptr, weights_ptr, weight_ptr, out_ptr, size, inner, TOP_K: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    after_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS], tl.float32)
-    for choice in range(TOP_K):
-        pair = row * TOP_K + choice
-        expert = tl.load(ids_ptr + pair)
-        down_ptr = weight_ptr + (expert * size + d[:, None]) * inner
-        y = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, inner, COLUMNS):
-            i = start + column
-            hidden = tl.load(hidden_ptr + pair * inner + i, mask=i < inner, other=0.0)
-            inside = (d[:, None] < size) & (i[None, :] < inner)
-            weight = tl.load(down_ptr + i[None, :], mask=inside, other=0.0)
-            y += hidden.to(tl.float32)[None, :] * weight.to(tl.float32)
-        total += tl.load(weights_ptr + pair) * tl.sum(y, 1)
     tl.store(out_ptr + row * size + d, total.to(out_ptr.dtype.element_ty), mask=d < size)
