@@ -216,6 +216,7 @@ def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
     vectors = torch.zeros(int(MASK.sum()), SIZE)
     for changes, said in (
         ({"prompt_embeds": vectors[:3]}, "3 rows for 8 places"),
+        ({"prompt_token_ids": None}, "list of token ids"),
         ({"prompt_embeds": vectors.long()}, "float tensor"),
         ({"is_embed": MASK[:4]}, "bool tensor"),
         ({"mrope_positions": torch.zeros(2, 4, dtype=torch.int64)}, r"\[3, 14\]"),
@@ -245,6 +246,47 @@ def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError, match="use_mtp_vanilla=False"):
         llm.generate(_prompt())
+
+
+def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
+    """Rows of drafts that can no longer come out stand past the last rotary position."""
+    positions = _mrope_positions()
+    positions[:, -1] = 255 - 114  # output goes to the table's last position
+    prompt = _prompt(mrope_positions=positions)
+    config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(vl_dir))
+    llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=256)
+    output = llm.generate(prompt, SamplingParams(max_tokens=114, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 114
+    with pytest.raises(RequestError, match="256 positions"):
+        llm.generate([[1, 2, 3], prompt], SamplingParams(max_tokens=116, ignore_eos=True))
+    assert not llm.executor.has_work, "nothing was started"
+    # A draft model without axes goes by places, however few positions it has.
+    small = tiny_model_dir(tmp_path, num_hidden_layers=1, max_position_embeddings=64)
+    config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(small))
+    llm = LLM(vl_dir, config, device="cpu", dtype="float32")
+    output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert output.outputs[0].token_ids == _oracle(vl_dir, prompt, 12)
+
+
+def test_vanilla_mtp_reads_text_of_a_model_with_axes(vl_dir: Path, tmp_path: Path) -> None:
+    other = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=2)
+    tensors = load_file(vl_dir / "model.safetensors")
+    for name, tensor in load_file(other / "model.safetensors").items():
+        if name.startswith((f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")):
+            tensors[name] = tensor
+    raw = json.loads((vl_dir / "config.json").read_text())
+    raw["text_config"]["num_nextn_predict_layers"] = 2
+    target = tmp_path / "qwen2_5_vl"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    texts = []
+    for path, spec in ((vl_dir, None), (target, config)):
+        llm = LLM(path, spec, device="cpu", dtype="float32", max_seq_len=64)
+        texts.append(llm.generate([11, 12, 13], params).outputs[0].token_ids)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("sections", "interleaved", "said"), [

@@ -33,6 +33,7 @@ from trtspec.cache.manager import KVCacheManager, KVGroupSpec
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import CheckpointError, KVCacheError
 from trtspec.executor.cache_size import CacheNeeds, longest_text, size_cache
+from trtspec.executor.request import Request
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.models.config import DecoderConfig
 from trtspec.models.mtp import mtp_decoder_config
@@ -363,6 +364,29 @@ def test_a_prompt_of_nan_reaches_nobody_through_its_blocks(models: Models, overl
                 expected = expected[: expected.index(nan) + 1]
             assert request.output_token_ids == expected
     _assert_nothing_leaked(llm)
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish"])
+def test_nan_that_no_row_saw_leaves_with_the_request(models: Models, end: str) -> None:
+    """Kernels skip what is behind the window, so it is not noticed; the blocks are free at once."""
+    llm = _llm(models, "none", "all", 5, page=2, overlap=False)
+    executor, cache = llm.executor, llm.executor.kv_cache
+    count = 1 if end == "finish" else 20
+    request = executor.enqueue(_prompts([30])[0], SamplingParams(max_tokens=count, ignore_eos=True))
+    release = executor.scheduler.release_blocks
+
+    def poison_and_release(request: Request) -> None:
+        first = cache._tables[request.request_id][0][0]
+        assert first != NULL_BLOCK, "given back before"
+        cache.groups[0].k_cache[:, first] = torch.nan
+        release(request)
+
+    executor.scheduler.release_blocks = poison_and_release  # type: ignore[method-assign]
+    executor.step()
+    if end == "cancel":
+        executor.cancel(request.request_id)
+    assert request.finish_reason == ("cancelled" if end == "cancel" else "length")
+    assert torch.isfinite(cache.groups[0].k_cache).all()
 
 
 # -- the ledger --------------------------------------------------------------------------------

@@ -153,10 +153,11 @@ def diagnose(
         Path(head_dir), target, dtype, device, TorchAttention(), kv_group=1, kind=kind, pack=False
     )
     if head.config.mask_token_id is not None:
-        raise ConfigError(
+        diagnosis.problems = [
             f"{head_dir} drafts in parallel; the doctor examines heads that draft one token a "
-            "pass. Read its acceptance in `trtspec acceptance`."
-        )
+            "pass. Measure it in the engine: trtspec acceptance."
+        ]
+        return diagnosis
     if not head.advances_positions:
         diagnosis.problems = [
             f"A {head.config.format} reads the target's KV cache and cannot be run along whole "
@@ -397,7 +398,7 @@ def _mtp_trials(head: MTPHead) -> list[_Trial]:
             half = weight.shape[1] // 2
             weight.data = torch.cat([weight.data[:, half:], weight.data[:, :half]], dim=1)
 
-    is_around_0 = head.config.zero_centered_norms
+    is_around_0 = head.config.zero_centered_norms or head.config.decoder.norm_offset != 0
 
     def shift_norms(head: DraftHead) -> None:
         for module in head.modules():
@@ -426,6 +427,8 @@ def _mtp_trials(head: MTPHead) -> list[_Trial]:
 
 
 def _rope_trials(head: DraftHead, target: DecoderConfig) -> list[_Trial]:
+    if head.config.decoder.type_fields:  # its layers turn in several ways
+        return []
     now = head.config.decoder.rope_parameters
     theirs = target.rope_parameters
     trials: list[_Trial] = []

@@ -222,7 +222,7 @@ class LLM:
         with self._lock:
             for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
                 try:  # before any is queued
-                    self.executor.check_prompt(ids)
+                    self.executor.check_prompt(ids, p.max_tokens)
                     self.executor.check_params(self._with_token_ids(p.each()[0]))
                 except RequestError as error:
                     which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""

@@ -34,6 +34,10 @@ class EmbedsPrompt:
     mrope_positions: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt_token_ids, Sequence):
+            raise RequestError(
+                f"prompt_token_ids={_form(self.prompt_token_ids)}: give a list of token ids."
+            )
         count, embeds = len(self.prompt_token_ids), self.prompt_embeds
         if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not embeds.is_floating_point():
             raise RequestError(
@@ -54,7 +58,8 @@ class EmbedsPrompt:
             )
         if positions is None:
             return
-        is_int = isinstance(positions, Tensor) and not positions.is_floating_point()
+        kinds = (torch.int32, torch.int64)
+        is_int = isinstance(positions, Tensor) and positions.dtype in kinds
         if not is_int or positions.shape != (3, count) or bool((positions < 0).any()):
             raise RequestError(
                 f"mrope_positions={_form(positions)}: give an int tensor [3, {count}] of "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -79,23 +80,22 @@ class FlashInferAttention(TritonAttention):
             return super().attend(
                 q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale
             )
-        if scale is not None:  # the kernels' own is 1 / sqrt(D)
-            q = q * (scale * q.shape[2] ** 0.5)
         window = _own_window(meta, window)
         rows = meta.num_context_tokens
         if not rows or softcap is not None or not self._takes_contexts(q, k_slots):
             return super().attend(
-                q, meta, kv_group=kv_group, layer=layer, window=window, softcap=softcap
-            )
+                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale,
+                softcap=softcap,
+            )  # fmt: skip
         q = q.contiguous()
         out = torch.empty_like(q)
         page_size = meta.kv_groups[kv_group].page_size
         pages = tuple(x.unflatten(0, (-1, page_size)) for x in (k_slots, v_slots))
         plan = self._plan(q, k_slots.shape[1], meta, kv_group, window)
-        plan.wrapper.run(q[:rows], pages, out=out[:rows])
+        plan.wrapper.run(_scaled(q[:rows], scale), pages, out=out[:rows])
         if meta.num_generations:
             out[rows:] = self._generation(
-                q[rows:], k_slots, v_slots, meta, kv_group, window, None, None
+                q[rows:], k_slots, v_slots, meta, kv_group, window, scale, None
             )
         return out
 
@@ -123,7 +123,7 @@ class FlashInferAttention(TritonAttention):
         if not self._takes[shape] or softcap is not None:
             return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale, softcap)
         lengths, mask = _xqa_rows(meta, capacity)
-        q = q.contiguous()
+        q = _scaled(q, scale).contiguous()
         out = torch.empty_like(q)
         batch = (-1, 1) if rows == 1 else (-1, 1, rows)
         self._xqa(
@@ -259,6 +259,12 @@ class _Plan:
 def _indptr(counts: tuple[int, ...] | list[int]) -> Tensor:
     """[n + 1] int32 on the host: where each one's part starts, and the end."""
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+
+
+def _scaled(q: Tensor, scale: float | None) -> Tensor:
+    """q for kernels whose scores are scaled by 1 / sqrt(D)."""
+    factor = 1.0 if scale is None else scale * q.shape[2] ** 0.5
+    return q if math.isclose(factor, 1.0) else q * factor
 
 
 def _own_window(meta: AttentionMetadata, window: int | None) -> int | None:

@@ -20,7 +20,15 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
-from .triton_paged import JOIN_PROGRAMS, MULTIPROCESSORS, _blocks, _prefetch, _share_out, _tiles
+from .triton_paged import (
+    JOIN_PROGRAMS,
+    LOG2_E,
+    MULTIPROCESSORS,
+    _blocks,
+    _prefetch,
+    _share_out,
+    _tiles,
+)
 
 MAX_TILE = 64  # pairs of a query row and a head
 
@@ -83,7 +91,7 @@ def latent_paged_attention(
         "SEQS": triton.next_power_of_2(num_seqs),
     }  # fmt: skip
     _partial_kernel[(most_parts,)](
-        q, k_slots, block_tables, position_ids, partial, stats, out, scale * 1.4426950408889634,
+        q, k_slots, block_tables, position_ids, partial, stats, out, scale * LOG2_E,
         q.stride(0), q.stride(1), k_slots.stride(0), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), num_seqs, **cut, **shape, **dependent_launch(q),
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
@@ -112,7 +120,7 @@ def latent_context_attention(
     shape = _shape(q, out, tile_rows * heads)
     groups = triton.cdiv(tile_rows * heads, shape["BLOCK_M"])
     _context_kernel[(groups * len(tiles),)](
-        q, k_slots, block_tables, position_ids, tiles, out, scale * 1.4426950408889634,
+        q, k_slots, block_tables, position_ids, tiles, out, scale * LOG2_E,
         q.stride(0), q.stride(1), k_slots.stride(0), block_tables.stride(0), table_width,
         out.stride(0), out.stride(1), heads=heads, groups=groups, page_size=page_size, **shape,
         **dependent_launch(q),

@@ -100,21 +100,30 @@ class TritonAttention(TorchAttention):
         scale: float | None,
         softcap: float | None,
     ) -> Tensor:
-        per_kv = q.shape[1] // k_slots.shape[1]
-        if meta.rows_per_generation * per_kv * q.shape[2] > MAX_TILE:  # a draft of dozens
+        rows, per_kv = meta.rows_per_generation, q.shape[1] // k_slots.shape[1]
+        most = MAX_TILE // (per_kv * q.shape[2])
+        if not most:
             return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale, softcap)
-        return paged_attention(
-            q,
-            k_slots,
-            v_slots,
-            meta.block_tables[kv_group][meta.num_contexts :],
-            meta.position_ids[meta.num_context_tokens :],
-            meta.rows_per_generation,
-            meta.kv_groups[kv_group].page_size,
-            window,
-            scale,
-            softcap,
-        )
+        tables = meta.block_tables[kv_group][meta.num_contexts :]
+        positions = meta.position_ids[meta.num_context_tokens :]
+        page_size = meta.kv_groups[kv_group].page_size
+        if rows <= most:
+            return paged_attention(
+                q, k_slots, v_slots, tables, positions, rows, page_size, window, scale, softcap
+            )
+        # Long drafts, or wide heads of which many share keys: some rows of every request at a time.
+        outs = [
+            paged_attention(
+                part.flatten(0, 1), k_slots, v_slots, tables, own.flatten(), part.shape[1],
+                page_size, window, scale, softcap,
+            ).view(part.shape)
+            for part, own in zip(
+                q.view(-1, rows, *q.shape[1:]).split(most, dim=1),
+                positions.view(-1, rows).split(most, dim=1),
+                strict=True,
+            )
+        ]  # fmt: skip
+        return torch.cat(outs, dim=1).flatten(0, 1)
 
 
 def paged_attention(

@@ -17,12 +17,8 @@ from ..multimodal import EmbedsPrompt
 from .request import ContextChunk
 
 
-def place_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -> EmbedsPrompt:
-    """The prompt with its vectors as the target's own embeddings are kept.
-
-    Raises:
-        RequestError: it does not fit the target.
-    """
+def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -> None:
+    """Raises RequestError where the prompt does not fit the target."""
     weight, tables = target.embed_tokens.weight, target.rope_tables
     if prompt.prompt_embeds.shape[1] != weight.shape[1]:
         raise RequestError(
@@ -41,7 +37,18 @@ def place_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
                 f"mrope_positions goes to {int(prompt.mrope_positions.max())}, and output follows: "
                 f"the model has {tables.num_positions} positions. Shorten the prompt or max_tokens."
             )
-    return replace(prompt, prompt_embeds=prompt.prompt_embeds.to(weight))
+
+
+def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
+    """A copy on the host, in the target's dtype: each pass is sent its part."""
+    dtype = target.embed_tokens.weight.dtype
+    mask, positions = prompt.is_embed, prompt.mrope_positions
+    return replace(
+        prompt,
+        prompt_embeds=prompt.prompt_embeds.detach().to("cpu", dtype, copy=True),
+        is_embed=None if mask is None else mask.cpu().clone(),
+        mrope_positions=None if positions is None else positions.cpu().clone(),
+    )
 
 
 def row_embeds(
@@ -61,7 +68,9 @@ def row_embeds(
         values.append(prompt.prompt_embeds[begin:end])
     if not rows:
         return None
-    return RowEmbeds(rows_to_tensor(rows, torch.int64, device), torch.cat(values))
+    return RowEmbeds(
+        rows_to_tensor(rows, torch.int64, device), to_device(torch.cat(values), device)
+    )
 
 
 def context_rope_positions(chunks: Sequence[ContextChunk], device: torch.device) -> Tensor | None:
@@ -73,7 +82,7 @@ def context_rope_positions(chunks: Sequence[ContextChunk], device: torch.device)
         prompt = chunk.request.embeds
         positions = torch.arange(chunk.start, chunk.end).repeat(3, 1)
         if prompt is not None and prompt.mrope_positions is not None:
-            own = prompt.mrope_positions.cpu()[:, chunk.start : chunk.end]
+            own = prompt.mrope_positions[:, chunk.start : chunk.end]
             positions += prompt.rope_delta  # of output, which a preempted request reads again
             positions[:, : own.shape[1]] = own
         parts.append(positions)

@@ -41,7 +41,7 @@ from ..workers.protocols import DraftModel, LanguageModel
 from .context_inputs import ContextInputs
 from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
-from .embeds import place_embeds
+from .embeds import check_embeds, kept_embeds
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
 from .inputs import StepInputs, assemble, build_inputs
@@ -156,7 +156,7 @@ class PyExecutor:
                 requests already queued are unaffected.
         """
         params = sampling_params or SamplingParams()
-        token_ids = self.check_prompt(prompt)
+        token_ids = self.check_prompt(prompt, params.max_tokens)
         self.check_params(params)
         if params.stop_strings and self.stop_check is None:
             raise RequestError(
@@ -165,9 +165,7 @@ class PyExecutor:
             )
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         max_total_tokens = min(len(token_ids) + params.max_tokens, self.config.max_seq_len)
-        embeds = None
-        if isinstance(prompt, EmbedsPrompt):
-            embeds = place_embeds(prompt, self.target, max_total_tokens)
+        embeds = kept_embeds(prompt, self.target) if isinstance(prompt, EmbedsPrompt) else None
         request = Request(
             request_id=next(self._ids),
             prompt_token_ids=token_ids,
@@ -216,19 +214,19 @@ class PyExecutor:
                 f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
             )
 
-    def check_prompt(self, given: Sequence[int] | EmbedsPrompt) -> list[int]:
+    def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
         """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
         vocab = self.target.config.vocab_size
         if isinstance(given, EmbedsPrompt):
-            unserved = self.mode.is_mtp_vanilla() or self.mode.is_save_hidden_states()
-            if unserved:
-                raise RequestError(
-                    f"Mode {self.mode.name} reads prompts again by their tokens: an EmbedsPrompt "
-                    "needs another one (MTP layers also serve use_mtp_vanilla=False)."
-                )
-            place_embeds(given, self.target, len(given.prompt_token_ids))
-            given = given.prompt_token_ids
-        prompt = list(given)
+            embeds, ids = given, given.prompt_token_ids
+        else:
+            embeds, ids = None, given
+        if embeds is not None and (self.mode.is_mtp_vanilla() or self.mode.is_save_hidden_states()):
+            raise RequestError(
+                f"Mode {self.mode.name} reads prompts again by their tokens: an EmbedsPrompt "
+                "needs another one (MTP layers also serve use_mtp_vanilla=False)."
+            )
+        prompt = list(ids)
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
         for position, token in enumerate(prompt):
@@ -252,6 +250,9 @@ class PyExecutor:
                 f"max_num_tokens={self.config.max_num_tokens}. Set enable_chunked_prefill=True or "
                 "raise max_num_tokens."
             )
+        if embeds is not None:
+            total = min(len(prompt) + max_tokens, self.config.max_seq_len)
+            check_embeds(embeds, self.target, total)
         return prompt
 
     def cancel(self, request_id: int) -> bool:
@@ -633,6 +634,7 @@ class PyExecutor:
         if self.saver is not None and reason in NOT_WHOLE:
             self.saver.finish(request)
         self.scheduler.finish(request)
+        request.embeds = None
         self._finished.append(request)
         del self._requests[request.request_id]
 

@@ -37,7 +37,7 @@ class Request:
     sampling_params: SamplingParams
     seed: int
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
-    embeds: EmbedsPrompt | None = None  # of a prompt that is not all text, on the device
+    embeds: EmbedsPrompt | None = None  # of a prompt that is not all text
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1

@@ -180,6 +180,9 @@ class Scheduler:
     def release_blocks(self, request: Request) -> None:
         if request.is_poisoned:
             self.kv_cache.scrub(request.request_id)
+        elif self.has_windows:  # zeroes what the prompt's last row did not see
+            computed = request.num_computed
+            self.kv_cache.release_behind(request.request_id, computed, computed)
         self.kv_cache.free(request.request_id)
 
     def _leave(self, request: Request) -> None:

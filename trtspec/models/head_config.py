@@ -94,6 +94,7 @@ def parse_eagle(
             "EAGLE heads have not here. Use a head of the usual attention (model_type 'llama'), or "
             "the target's MTP layers."
         )
+    _refuse_other_layers(decoder, f"{where}: EAGLE heads")
     target_hidden_size = _size(raw, "target_hidden_size", decoder.hidden_size, where)
     draft_vocab_size = _size(raw, "draft_vocab_size", decoder.vocab_size, where)
     common = HeadConfig(
@@ -153,7 +154,9 @@ def parse_mtp(
     decoder: DecoderConfig, names: Sources, layout: MTPLayout, num_layers: int
 ) -> HeadConfig:
     """The config of MTP layers written in `layout`; `decoder` is the target's architecture."""
+    _refuse_other_layers(decoder, "MTP layers over this target")
     inner = _by_presence(mtp_decoder_config(decoder, num_layers), names)
+    inner = replace(inner, head_gate="layers.0.self_attn.g_proj.weight" in names)
     of_family = decoder.mtp_feeds_post_norm
     return HeadConfig(
         kind="mtp",
@@ -167,6 +170,20 @@ def parse_mtp(
         norm_output=layout.norm_output if of_family is None else of_family,
         zero_centered_norms=layout.zero_centered_norms,
     )
+
+
+def _refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
+    """What the layers of heads do not compute, though their config's family does."""
+    found = [
+        name
+        for name in ("sandwich_norms", "value_norm", "layer_scalar", "embedding_scale")
+        if getattr(decoder, name)
+    ]
+    if found:
+        raise CheckpointError(
+            f"{who} would have layers with {', '.join(found)} (Gemma's), which are supported in "
+            "targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
+        )
 
 
 def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
@@ -202,7 +219,6 @@ def _by_presence(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
         o_bias=f"{attention}o_proj.bias" in names,
         qk_norm=f"{attention}q_norm.weight" in names,
         mlp_bias=f"{mlp}down_proj.bias" in names,
-        head_gate=f"{attention}g_proj.weight" in names,
     )
 
 

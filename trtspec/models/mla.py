@@ -123,8 +123,9 @@ class MLAttention(nn.Module):
             [torch.einsum("thn,hnl->thl", still, w_uk), apply_rope(turning, *rotation)], dim=-1
         )
         key = latent_key(latent, self.kv_a_layernorm, rotation, m.qk_rope_head_dim)
-        queries = queries * (m.softmax_scale * m.latent_dim**0.5)  # the pass divides by the root
-        out = texts.attend(queries, key, key[..., : m.kv_lora_rank], self.layer, self.window)
+        out = texts.attend(
+            queries, key, key[..., : m.kv_lora_rank], self.layer, self.window, m.softmax_scale
+        )
         return torch.einsum("thl,hlv->thv", out, w_uv).flatten(1)
 
     def placements(self, name: str) -> dict[str, Placement]:

@@ -32,7 +32,7 @@ class RopeTables(nn.Module):
         super().__init__()
         names: dict[str, str] = {}
         self._name_of_layer: list[str] = []
-        self._axes: dict[str, Tensor] = {}  # of tables with M-RoPE, [head_dim] int64
+        self._axes = nn.Module()  # of tables with M-RoPE, [head_dim] int64 by the table's name
         for layer in range(config.num_layers):
             own = config.of_layer(layer)
             kind = repr((sorted(own.rope_parameters.items()), own.head_dim, own.rotary_dim))
@@ -42,7 +42,7 @@ class RopeTables(nn.Module):
                 self.register_buffer(names[kind], table, persistent=False)
                 axes = axis_of_frequency(own.rope_parameters)
                 if axes is not None:
-                    self._axes[names[kind]] = axes.repeat(2)
+                    self._axes.register_buffer(names[kind], axes.repeat(2), persistent=False)
             self._name_of_layer.append(names[kind])
 
     def at(self, position_ids: Tensor, meta: Any = None) -> list[Rope]:
@@ -50,33 +50,34 @@ class RopeTables(nn.Module):
 
         Args:
             position_ids: [T] int64.
-            meta: the pass's metadata, whose `rope_position_ids` go before, if it has some.
+            meta: the pass's metadata. Its `rope_position_ids`, if it has some, are for the tables
+                with M-RoPE; a model without goes by places, as in text.
         """
-        own = getattr(meta, "rope_position_ids", None)
-        if own is not None:
-            position_ids = own
+        turning = getattr(meta, "rope_position_ids", None)
         ropes = {
-            name: self._rope(name, table, position_ids) for name, table in self.named_buffers()
+            name: self._rope(name, table, position_ids, turning)
+            for name, table in self.named_buffers(recurse=False)
         }
         return [ropes[name] for name in self._name_of_layer]
 
     @property
     def has_axes(self) -> bool:
         """Whether rows may stand at three positions each (M-RoPE)."""
-        return bool(self._axes)
+        return next(self._axes.buffers(), None) is not None
 
-    def _rope(self, name: str, table: Tensor, position_ids: Tensor) -> Rope:
-        if position_ids.dim() == 1:
+    def _rope(self, name: str, table: Tensor, position_ids: Tensor, turning: Tensor | None) -> Rope:
+        axes = getattr(self._axes, name, None)
+        if axes is None or turning is None:
             return Rope(table, position_ids)
-        if name not in self._axes:
-            return Rope(table, position_ids[0])
-        axes = self._axes[name].to(table.device)
-        turned = table[position_ids].gather(0, axes.expand(1, position_ids.shape[1], -1))[0]
+        turning = turning.clamp_max(len(table) - 1)  # rows past the text's end, which nobody uses
+        if turning.dim() == 1:
+            return Rope(table, turning)
+        turned = table[turning].gather(0, axes.expand(1, turning.shape[1], -1))[0]
         return Rope(turned, torch.arange(len(turned), device=table.device))
 
     @property
     def num_positions(self) -> int:
-        return next(self.buffers()).shape[0]
+        return next(self.buffers(recurse=False)).shape[0]
 
 
 def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Tensor:
@@ -152,5 +153,11 @@ def _frequencies(config: DecoderConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         standardize_rope_params=lambda: None,
     )
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](view, torch.device("cpu"))
+    try:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](view, torch.device("cpu"))
+    except KeyError as error:
+        raise ConfigError(
+            f"rope_type={rope_type!r} needs {error} in the RoPE parameters; they are "
+            f"{config.rope_parameters}. Copy config.json again from the model's source."
+        ) from error
     return inv_freq, float(scaling)

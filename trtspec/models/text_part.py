@@ -53,7 +53,7 @@ def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
             f"{where}: text_config={inner!r}; a {model_type!r} model keeps its text model's config "
             "there, as an object. Copy the file again from the model's source."
         )
-    outer = {name: raw[name] for name in _OF_BOTH if name in raw}
+    outer = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
     return {"model_type": TEXT_TYPES[model_type], **inner, **outer}
 
 

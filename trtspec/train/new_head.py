@@ -259,7 +259,7 @@ def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
         kind="mtp", format="DeepSeek-style MTP layers",
         decoder=mtp_decoder_config(target, spec.num_layers),
         target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size,
-        norm_output=True,
+        norm_output=target.mtp_feeds_post_norm is not False,
     )  # fmt: skip
 
 
@@ -279,12 +279,15 @@ def _architecture(decoder: DecoderConfig) -> dict[str, Any]:
 def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
     config = head.config
     if config.kind == "mtp":
+        raw = {k: v for k, v in target.raw.items() if k not in ("_name_or_path", "training")}
+        if raw.get("first_k_dense_replace") is not None:  # these layers are dense too
+            raw["first_k_dense_replace"] = target.num_layers + config.decoder.num_layers
         return {
-            **{k: v for k, v in target.raw.items() if k not in ("_name_or_path", "training")},
+            **raw,
             "num_hidden_layers": target.num_layers,
             "num_nextn_predict_layers": config.decoder.num_layers,
             "dtype": "bfloat16",
-        }  # fmt: skip
+        }
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_architecture(config.decoder),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -579,6 +580,28 @@ class SpecWorkerBase(nn.Module, ABC):
             last_rows = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
         shifted[last_rows] = following.to(shifted.dtype)
         return shifted
+
+
+def keep_first_rows_of_contexts(
+    step: AttentionMetadata, meta: AttentionMetadata, spec: SpecMetadata
+) -> AttentionMetadata:
+    """A draft pass whose first row of each context is the prompt's last row. That was read before,
+    with its own embedding and rotary position, which are not those of a token where a prompt is not
+    all text: then its KV stays as it is.
+
+    Args:
+        meta: of the target's pass.
+    """
+    turning = meta.rope_position_ids
+    is_text = spec.next_inputs_embeds is None and (turning is None or turning.dim() == 1)
+    if is_text or not meta.num_contexts:
+        return step
+    mappings = []
+    for slots in step.slot_mappings:
+        rows = slots.view(step.num_seqs, -1).clone()
+        rows[: meta.num_contexts, 0] = -1
+        mappings.append(rows.flatten())
+    return replace(step, slot_mappings=tuple(mappings))
 
 
 def certain_rows(meta: AttentionMetadata) -> Tensor:

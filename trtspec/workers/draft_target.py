@@ -16,7 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from ..ops.drafting import draft_step, finish_drafts, last_two_tokens
-from .base import SpecWorkerBase, certain_rows
+from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
 from .protocols import DraftInputs, LanguageModel
 
 
@@ -46,6 +46,8 @@ class DraftTargetWorker(SpecWorkerBase):
         sampler = self.draft_sampler(inputs)
         for i in range(self.max_draft_len):
             ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
+            if i == 0:
+                step = keep_first_rows_of_contexts(step, meta, inputs.spec_metadata)
             hidden = model(ids, step.position_ids, step)
             rows = step.rows_per_generation  # each request's last one proposes
             logits = model.compute_logits(hidden[rows - 1 :: rows])

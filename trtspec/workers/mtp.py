@@ -256,6 +256,8 @@ class _Rows:
             ),
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
+            rope_position_ids=None,  # of text alone places and rotary positions are the same
+            rope_deltas=None,
             slot_mappings=slots,
             derived={},
         )

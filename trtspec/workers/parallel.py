@@ -27,7 +27,7 @@ from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.drafting import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
-from .base import SpecWorkerBase, certain_rows
+from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
 from .eagle3 import draft_source, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, ParallelDraftModel
 
@@ -65,6 +65,8 @@ class ParallelWorker(SpecWorkerBase):
         )  # fmt: skip
         # A prompt's rows lie past its end, which may be what bounds max_kv_len.
         ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
+        if self.first_row_offset == 0:
+            step = keep_first_rows_of_contexts(step, meta, inputs.spec_metadata)
         return rows, ids, step
 
     def drafts(

@@ -15,7 +15,7 @@ from .step import step3p5, step3p5_as_qwen3
 
 _GELU = ("gelu_pytorch_tanh",)
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", llama),
+    "llama": Family("llama", llama, has_mrope=True),  # of EAGLE heads for Qwen2-VL
     "mistral": Family("mistral", mistral),
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),

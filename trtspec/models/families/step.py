@@ -50,13 +50,15 @@ def step3p5(hf: Any, where: Path) -> dict[str, Any]:
             f"{where}: sliding_window={window!r}; layer_types names {SLIDING!r}, whose window must "
             "be an int >= 1. Correct one of them."
         )
+    fields = {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)}
     return {
+        **fields[types[0]],
         "qk_norm": True,
         "norm_offset": 1.0,
         "head_gate": bool(raw.get("use_head_wise_attn_gate")),
         "layer_windows": tuple(window if kind == SLIDING else None for kind in types),
         "layer_types": types,
-        "type_fields": {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)},
+        "type_fields": fields,
         "raw": dict(raw),
     }
 
@@ -128,7 +130,8 @@ def _fields_of(
     rope = {"rope_type": "default", "rope_theta": float(theta)}
     scaling, scaled = raw.get("rope_scaling"), raw.get("yarn_only_types") or [FULL]
     if scaling and kind in scaled:
-        rope = {"rope_theta": float(theta), **scaling}
+        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        rope = {"rope_theta": float(theta), **scaling, "rope_type": rope_type}
     return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
