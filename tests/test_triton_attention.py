@@ -33,7 +33,7 @@ GRID = [
     (1, (6, 2), 48, 8, [9, 100], 5),
     (3, (2, 1), 512, 32, [70], 30),
     (2, (6, 2), 8, 8, [9, 100], None),
-    (65, (8, 1), 64, 16, [20], None),  # too many rows for one tile: torch's operations
+    (65, (8, 1), 64, 16, [20, 3], 30),  # more rows than one tile holds
 ]
 
 
