@@ -114,8 +114,8 @@ class TritonAttention(TorchAttention):
         # Long drafts, or wide heads of which many share keys: some rows of every request at a time.
         outs = [
             paged_attention(
-                part.flatten(0, 1), k_slots, v_slots, tables, own.flatten(), part.shape[1],
-                page_size, window, scale, softcap,
+                part.flatten(0, 1), k_slots, v_slots, tables, own.flatten().contiguous(),
+                part.shape[1], page_size, window, scale, softcap,
             ).view(part.shape)
             for part, own in zip(
                 q.view(-1, rows, *q.shape[1:]).split(most, dim=1),
