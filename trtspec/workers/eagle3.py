@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
 from ..ops.drafting import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from ..sampling.draft import DraftSampler
 from .base import SpecWorkerBase, certain_rows
@@ -90,9 +91,8 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         if model.advances_positions:
             projected = model.project_target_hidden(hidden_states)
             out, fed_on = model(
-                ids, meta.position_ids, projected, meta, step=0,
-                inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
-            )  # fmt: skip
+                ids, meta.position_ids, projected, meta, step=0, **merged_embeds(inputs)
+            )
             proposing, hidden = gather_rows(rows, out, fed_on)
         else:  # one row per request, where the last key stands that it sees
             ids, standing = draft_step(meta, ids[rows][:, None], positions[:, None], 0, advance=-1)
@@ -152,6 +152,12 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
     if hidden is None:
         raise ConfigError("The head reads the target's final hidden states: pass hidden_states.")
     return model, meta, hidden
+
+
+def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:
+    """The head's argument for prompts that hold vectors; one for texts alone need not take it."""
+    embeds = inputs.spec_metadata.next_inputs_embeds
+    return {} if embeds is None else {"inputs_embeds": embeds}
 
 
 def shifted_input_ids(

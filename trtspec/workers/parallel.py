@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.drafting import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
-from .eagle3 import draft_source, shifted_input_ids
+from .eagle3 import draft_source, merged_embeds, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, ParallelDraftModel
 
 
@@ -104,7 +104,7 @@ class ParallelEagle3Worker(ParallelWorker):
             ids = shifted_input_ids(self, inputs, meta)[:tokens]
             model(
                 ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0,
-                inputs_embeds=inputs.spec_metadata.next_inputs_embeds,
+                **merged_embeds(inputs),
             )  # fmt: skip
         rows, ids, step = self.rows_of_pass(inputs, meta)
         assert model.mask_hidden is not None
