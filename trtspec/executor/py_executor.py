@@ -115,7 +115,8 @@ class PyExecutor:
             config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
         )
         vocab = target.config.vocab_size
-        own = getattr(getattr(draft_model, "config", None), "draft_vocab_size", None) or vocab
+        drafter = getattr(draft_model, "config", target.config)
+        own = getattr(drafter, "draft_vocab_size", None) or min(drafter.vocab_size, vocab)
         d2t = getattr(draft_model, "d2t", None)
         if d2t is None and own != vocab:  # the target's first tokens, which needs no table
             d2t = torch.zeros(own, dtype=torch.int64, device=device)

@@ -252,6 +252,13 @@ class Decoder(nn.Module):
                 capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)
 
+    def keep_logits(self, count: int) -> None:
+        """Leaves out the logits of tokens from `count` on. Call it before weights are packed."""
+        head = self.lm_head
+        assert head.weight is not None
+        head.weight = nn.Parameter(head.weight.data[:count], requires_grad=False)
+        head.out_features = head.weight.shape[0]
+
     def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
         """The KV groups that the layers need, in the order that their numbers mean."""
         return kv_group_specs(self.config, dtype)
