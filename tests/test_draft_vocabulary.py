@@ -17,6 +17,7 @@ from trtspec import LLM, DraftTargetDecodingConfig, SamplingParams
 from trtspec.errors import ConfigError
 
 VOCAB, K = 97, 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPTS = [[5, 9, 31, 7], [60, 2], [11, 12, 13, 14, 15, 16, 17]]
 
 
@@ -49,12 +50,13 @@ def _with_vocabulary(target: Path, folder: Path, size: int) -> Path:
     return path
 
 
-def _engine(target: Path, config: DraftTargetDecodingConfig | None = None) -> LLM:
-    return LLM(target, config, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=96)
+def _engine(target: Path, device: str, config: DraftTargetDecodingConfig | None = None) -> LLM:
+    return LLM(target, config, device=device, dtype="float32", max_batch_size=2, max_seq_len=96)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
-def test_more_entries(target_dir: Path, tmp_path: Path, rule: str) -> None:
+def test_more_entries(target_dir: Path, tmp_path: Path, rule: str, device: str) -> None:
     """They are never proposed: the rest is the target, so that all it proposes is accepted."""
     draft = _with_vocabulary(target_dir, tmp_path, 2 * VOCAB)
     config = DraftTargetDecodingConfig(max_draft_len=K, speculative_model=draft, acceptance=rule)
@@ -62,21 +64,22 @@ def test_more_entries(target_dir: Path, tmp_path: Path, rule: str) -> None:
         max_tokens=1 + 4 * (K + 1), ignore_eos=True, seed=1,
         temperature=0.0 if rule == "strict" else 1.5,
     )  # fmt: skip
-    plain = _engine(target_dir).generate(PROMPTS, params)
-    outputs = _engine(target_dir, config).generate(PROMPTS, params)
+    plain = _engine(target_dir, device).generate(PROMPTS, params)
+    outputs = _engine(target_dir, device, config).generate(PROMPTS, params)
     for output, expected in zip(outputs, plain, strict=True):
         assert output.spec_stats.acceptance_length == K + 1
         if rule == "strict":
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
-def test_fewer_entries(target_dir: Path, tmp_path: Path, rule: str) -> None:
+def test_fewer_entries(target_dir: Path, tmp_path: Path, rule: str, device: str) -> None:
     draft = _with_vocabulary(target_dir, tmp_path, 85)
     config = DraftTargetDecodingConfig(max_draft_len=K, speculative_model=draft, acceptance=rule)
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
-    plain = _engine(target_dir).generate(PROMPTS, params)
-    llm = _engine(target_dir, config)
+    plain = _engine(target_dir, device).generate(PROMPTS, params)
+    llm = _engine(target_dir, device, config)
     outputs = llm.generate(PROMPTS, params)
     texts = [output.outputs[0].token_ids for output in outputs]
     assert texts == [output.outputs[0].token_ids for output in plain]
@@ -92,7 +95,7 @@ def test_what_cannot_be_shown_to_be_padding(target_dir: Path, tmp_path: Path) ->
     config = DraftTargetDecodingConfig(max_draft_len=K, speculative_model=draft)
     _give_tokenizer(draft, 81)
     with pytest.raises(ConfigError, match="map text to different ids"):
-        _engine(target_dir, config)
+        _engine(target_dir, "cpu", config)
     (draft / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="has 128 entries, the target's 97, and there are no two"):
-        _engine(target_dir, config)
+        _engine(target_dir, "cpu", config)
