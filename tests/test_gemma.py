@@ -40,6 +40,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_small", {}),
     ("gemma4_small", {"attention_k_eq_v": True, "use_double_wide_mlp": False}),
     ("gemma4_small", {"num_kv_shared_layers": 0}),
+    ("gemma4_small", {"rms_norm_eps": 1e-2}),  # what is scaled before a norm matters
     ("gemma4_unified_text", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
 ]
 
