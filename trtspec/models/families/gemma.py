@@ -124,9 +124,10 @@ def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
     size = getattr(hf, "hidden_size_per_layer_input", None) or 0
     if not size:
         return {}
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**16:
         raise CheckpointError(
-            f"{where}: hidden_size_per_layer_input={size!r} must be an int >= 0. Correct it."
+            f"{where}: hidden_size_per_layer_input={size!r}; it must be an int in 0 … {2**16 - 1}. "
+            "Copy the file again from the model's source."
         )
     if hf.vocab_size_per_layer_input != hf.vocab_size:
         raise CheckpointError(
