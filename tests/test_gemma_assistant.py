@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,16 @@ from trtspec.models.hf_config import load_config
 from trtspec.models.weights import load_decoder
 from trtspec.workers import eagle3
 
-FAMILIES = ["gemma3_text", "gemma4_text"]
+FAMILIES = ["gemma3_text", "gemma4_text", "gemma4_small"]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Family -> (target, assistant)."""
     path = tmp_path_factory.mktemp("pairs")
-    return {f: (gemma_dir(path, f, seed=1), assistant_dir(path, f)) for f in FAMILIES}
+    return {
+        f: (gemma_dir(path, f, seed=1, layers_weigh=4), assistant_dir(path, f)) for f in FAMILIES
+    }
 
 
 def _config(assistant: Path, k: int, one_model: bool = True, **options: Any) -> MTPDecodingConfig:
@@ -95,8 +98,9 @@ def test_the_formula_is_transformers(
         h, token = out.last_hidden_state, proposal
 
 
+@pytest.mark.parametrize("family", FAMILIES[1:])
 def test_first_drafts_are_those_of_transformers_generate(
-    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    pairs: dict[str, tuple[Path, Path]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its candidates after the prompt, before its cropping begins: positions, states, embedding."""
     from transformers import AutoModelForCausalLM
@@ -104,7 +108,7 @@ def test_first_drafts_are_those_of_transformers_generate(
         SinglePositionMultiTokenCandidateGenerator,
     )
 
-    target, assistant = pairs["gemma4_text"]
+    target, assistant = pairs[family]
     module = hf_assistant(assistant, torch.float32, monkeypatch)
     module.generation_config.num_assistant_tokens = 4
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -128,9 +132,10 @@ def test_first_drafts_are_those_of_transformers_generate(
         llm.executor.run_until_done()
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("one_model", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+RECOMPUTED = [*product(FAMILIES[:2], [True, False], [1, 2, 4]), ("gemma4_small", True, 4)]
+
+
+@pytest.mark.parametrize(("family", "one_model", "k"), RECOMPUTED)
 def test_draft_logits_equal_recomputation(
     pairs: dict[str, tuple[Path, Path]], family: str, one_model: bool, k: int
 ) -> None:
@@ -185,8 +190,9 @@ def oracles(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Oracle]:
     return {family: Oracle(target) for family, (target, _) in pairs.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize(
+    ("family", "one_model"), [*product(FAMILIES[:2], [True, False]), ("gemma4_small", True)]
+)
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pool", [512, 100])
@@ -299,9 +305,14 @@ def test_configs_refused(
 def test_text_configs_refused(tmp_path: Path, pairs: dict[str, tuple[Path, Path]]) -> None:
     assistant = assistant_dir(tmp_path)
     text = json.loads((assistant / "config.json").read_text())["text_config"]
-    edit_config(assistant, text_config=text | {"num_kv_shared_layers": 1})
-    with pytest.raises(CheckpointError, match="num_kv_shared_layers=1; all 3 layers"):
-        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+    for name, value, message in (
+        ("num_kv_shared_layers", 1, "num_kv_shared_layers=1; all 3 layers"),
+        ("hidden_size_per_layer_input", 8, "hidden_size_per_layer_input=8.*has none"),
+        ("use_double_wide_mlp", True, "use_double_wide_mlp=True.*has none"),
+    ):
+        edit_config(assistant, text_config=text | {name: value})
+        with pytest.raises(CheckpointError, match=message):
+            LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
 
 
 @pytest.mark.parametrize(

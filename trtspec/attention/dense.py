@@ -46,10 +46,17 @@ class DensePass:
 
         Each call for a layer is one more use of it.
         """
-        uses = self._uses.setdefault(layer, [])
-        uses.append((self._by_head(k), self._by_head(v)))
+        self._uses.setdefault(layer, []).append((self._by_head(k), self._by_head(v)))
+        return self.attend_again(q, layer, window, scale, softcap)
+
+    def attend_again(
+        self, q: Tensor, layer: int, window: int | None, scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As `attend`, over the keys and values that `layer` has given; no further use of it."""
+        uses = self._uses[layer]
         # Widened: kernels that take a mask take no GQA.
-        groups = q.shape[1] // k.shape[1]
+        groups = q.shape[1] // uses[0][0].shape[1]
         keys, values = (
             (side[0] if len(side) == 1 else torch.cat(side, dim=2)).repeat_interleave(groups, dim=1)
             for side in zip(*uses, strict=True)

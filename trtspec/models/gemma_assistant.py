@@ -2,7 +2,8 @@
 
     x      = pre_projection(cat(e, h))     e = the target's (scaled) embedding of the last token
     x      = layers(x)                     queries alone; keys and values are those of the target's
-                                           last layer of the same kind (sliding or full)
+                                           last layer of the same kind (sliding or full) that has
+                                           some (small targets' last layers have none)
     out    = norm(x);  logits = lm_head(out);  fed on: post_projection(out), in place of h
 
 Source: transformers' `gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`. An
@@ -36,52 +37,26 @@ from ..errors import CheckpointError, ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
-from ..ops.fused import Inputs, Norms, linear
+from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import Rope, rope_queries
 from .checkpoint import TensorSource
 from .config import DecoderConfig
 from .decoder import SandwichLayer
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .kv_layout import kv_places
+from .query_attention import QueryAttention
 from .rope import build_cos_sin, rotation_order
 
 KIND = "gemma4_assistant"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-class QueryAttention(nn.Module):
-    """Attention of a layer's queries over another layer's keys and values."""
-
-    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend):
-        super().__init__()
-        self.backend, self.window, own = backend, config.window(layer), config.of_layer(layer)
-        self.num_heads, self.head_dim = own.num_heads, own.head_dim
-        self.scale, self.softcap = own.attention_scale, own.attention_softcap
-        width = own.num_heads * own.head_dim
-        self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
-        self.o_proj = Linear(width, own.hidden_size, own.o_bias)
-        self.q_norm = RMSNorm(own.head_dim, own.rms_norm_eps, own.norm_offset)
-        self.kv_group, self.cache_layer = 0, 0  # of the layer that is read; see `share`
-
-    def forward(
-        self, inputs: Inputs, norms: Norms, residual: None, rope: Rope, meta: AttentionMetadata
-    ) -> Tensor:
-        """As `Attention.forward`, without residual."""
-        q = linear(inputs, self.q_proj, norms).view(-1, self.num_heads, self.head_dim)
-        out = self.backend.attend(
-            rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
-            layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
-        )  # fmt: skip
-        return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)
-
-
 class AssistantLayer(SandwichLayer):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend):
         super().__init__(config, layer, backend, 0)
-        self.self_attn = QueryAttention(config, layer, backend)  # type: ignore[assignment]
+        self.self_attn = QueryAttention(config, layer, backend)
 
 
 class GemmaAssistant(DraftHead):
@@ -154,10 +129,11 @@ class GemmaAssistant(DraftHead):
 
 
 def layer_read(assistant: DecoderConfig, layer: int, target: DecoderConfig) -> int | None:
-    """The target's last layer of the same kind, sliding or full; None if it has none."""
+    """The layer whose keys and values the target's last layer of the same kind, sliding or full,
+    reads: mostly itself. None if there is no such layer."""
     slides = assistant.window(layer) is not None
     alike = [i for i in range(target.num_layers) if (target.window(i) is not None) == slides]
-    return alike[-1] if alike else None
+    return target.kv_layer(alike[-1]) if alike else None
 
 
 def read_assistant(
@@ -187,6 +163,11 @@ def read_assistant(
             f"{where}: num_kv_shared_layers={shared!r}; all {layers} layers of an assistant read "
             "the target's keys and values. Correct it."
         )
+    for name in ("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block"):
+        if text.get(name):
+            raise CheckpointError(
+                f"{where}: {name}={text[name]!r} in text_config; an assistant has none. Correct it."
+            )
     inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
     decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
     size = raw.get("backbone_hidden_size")
