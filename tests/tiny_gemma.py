@@ -104,9 +104,11 @@ FITS["gemma4_small"] = FITS["gemma4_text"] | {"attention_k_eq_v": False}
 
 
 def assistant_dir(
-    tmp_path: Path, family: str = "gemma3_text", seed: int = 5, **overrides: Any
-) -> Path:
-    """A random assistant for `gemma_dir(…, family)`, in the public format."""
+    tmp_path: Path, family: str = "gemma3_text", seed: int = 5,
+    clusters: tuple[int, int] | None = None, **overrides: Any,
+) -> Path:  # fmt: skip
+    """A random assistant for `gemma_dir(…, family)`, in the public format; with `clusters` (how
+    many, and how many of them get logits) one with ordered embeddings."""
     text = {"model_type": "gemma4_text", **ASSISTANT, **FITS[family], **overrides}
     size, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -135,11 +137,20 @@ def assistant_dir(
             tensors[name] = 1 + 0.2 * noise
         else:
             tensors[name] = noise * (0.5 if "embed" in name else shape[1] ** -0.5 * 1.5)
-    raw = {
+    raw: dict[str, Any] = {
         "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
         "backbone_hidden_size": BACKBONE, "use_ordered_embeddings": False,
         "text_config": text | {"num_kv_shared_layers": len(text["layer_types"])},
     }  # fmt: skip
+    if clusters is not None:
+        raw |= {"use_ordered_embeddings": True, "num_centroids": clusters[0],
+                "centroid_intermediate_top_k": clusters[1]}  # fmt: skip
+        tensors["masked_embedding.centroids.weight"] = torch.randn(
+            clusters[0], size, generator=generator
+        )
+        tensors["masked_embedding.token_ordering"] = torch.randperm(
+            text["vocab_size"], generator=generator
+        )
     path = tmp_path / f"assistant-{len(list(tmp_path.glob('assistant-*')))}"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(raw))

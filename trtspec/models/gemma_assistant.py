@@ -41,6 +41,7 @@ from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
 from .checkpoint import TensorSource
+from .clustered_head import RENAMED, ClusteredHead, cluster_counts
 from .config import DecoderConfig
 from .decoder import SandwichLayer
 from .draft_head import DraftHead, HeadConfig, HeadTarget
@@ -76,6 +77,8 @@ class GemmaAssistant(DraftHead):
         )
         self.norm = RMSNorm(size, decoder.rms_norm_eps, decoder.norm_offset)
         self.post_projection = Linear(size, config.target_hidden_size, bias=False)
+        if config.lm_head_clusters[0]:
+            self.lm_head = ClusteredHead(size, decoder.vocab_size, *config.lm_head_clusters)
 
     def share(self, target: HeadTarget) -> None:
         super().share(target)
@@ -151,12 +154,6 @@ def read_assistant(
             f"{where}: text_config={text!r}; an assistant keeps its architecture there, as an "
             "object. Copy the file again from the model's source."
         )
-    if raw.get("use_ordered_embeddings"):
-        raise CheckpointError(
-            f"{where}: use_ordered_embeddings=true (logits of a few clusters of tokens, as the "
-            "smallest assistants have) is not supported; allowed is false. Use an assistant with "
-            "a full lm_head."
-        )
     shared, layers = text.get("num_kv_shared_layers"), text.get("num_hidden_layers")
     if shared not in (None, 0, layers):
         raise CheckpointError(
@@ -179,6 +176,9 @@ def read_assistant(
     tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
     if "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:  # they are tied
         tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
+    clusters = cluster_counts(raw, decoder.vocab_size, where)
+    if clusters[0]:
+        tensors = {RENAMED.get(name, name): source for name, source in tensors.items()}
     config = HeadConfig(
         kind=KIND,
         format="Gemma-4 assistant",
@@ -186,6 +186,7 @@ def read_assistant(
         target_hidden_size=size,
         draft_vocab_size=decoder.vocab_size,
         own_lm_head=True,
+        lm_head_clusters=clusters,
     )
     return config, tensors
 
