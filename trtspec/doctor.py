@@ -24,7 +24,7 @@ from .models.decoder import Decoder
 from .models.draft_head import DraftHead
 from .models.eagle import Eagle3Head, Eagle3Layer
 from .models.head_weights import load_head, read_head
-from .models.hf_config import read_json_object
+from .models.json_object import read_json_object
 from .models.mtp import MTPHead
 from .models.rope import RopeTables
 from .ops.norm import RMSNorm

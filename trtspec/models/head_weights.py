@@ -33,10 +33,12 @@ from .gemma_assistant import (
     read_assistant,
 )
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
-from .hf_config import parse_config, read_json_object
+from .hf_config import parse_config
+from .json_object import read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .parallel_head import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
-from .weights import Placement, finish, place_tensors, placements, shape_problem
+from .placement import Placement
+from .weights import finish, place_tensors, placements, shape_problem
 from .zoo import HEADS, resolve_head
 
 _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {

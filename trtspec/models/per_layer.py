@@ -10,8 +10,6 @@ a vector that an encoder made, the token told of is the padding token. Source: t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,9 +19,7 @@ from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm, add_normed
 from .config import DecoderConfig
-
-if TYPE_CHECKING:
-    from .weights import Placement
+from .placement import Placement
 
 
 class PerLayerInputs(nn.Module):
@@ -79,8 +75,6 @@ class PerLayerGate(nn.Module):
 
 def _beside(module: nn.Module, name: str) -> dict[str, Placement]:
     """The checkpoint has the module's parts where the module itself is here."""
-    from .weights import Placement  # which imports the decoder, which imports this
-
     parent = name.rpartition(".")[0]
     places = {}
     for path, parameter in module.named_parameters():

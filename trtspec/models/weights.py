@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
 from .fp8 import dequantized
 from .hf_config import load_config
+from .placement import Placement
 from .text_part import text_tensors
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -57,22 +57,6 @@ _CONFIG_FIELDS = {
     "proj": "num_experts and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one checkpoint tensor goes: rows `start:start + shape[0]` of a module's parameter, or
-    of another of its dimensions."""
-
-    module: str
-    leaf: str
-    start: int
-    shape: tuple[int, ...]
-    order: Tensor | None = None  # of the source's rows, int64; None is its own
-    expert: int | None = None  # the rows of parameter[expert]
-    dtype: torch.dtype | None = None  # of the parameter; None is the model's
-    offset: float = 0.0  # added to the source in float32
-    dim: int = 0  # that `start` counts along
 
 
 def load_decoder(
