@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import steady
 import torch
 from test_embeds_prompt import LAYERS, _configs, _mrope_positions, _oracle, _prompt, vl_dir
 from tiny_heads import mtp_model_dir
@@ -47,24 +48,11 @@ def test_a_generation_step_is_one_launch_and_waits_for_nothing(
     llm = LLM(vl_dir, config, device="cuda", dtype="bfloat16", max_seq_len=200, max_batch_size=3)
     executor = llm.executor
     for given in (prompt, [3, 4, 5]):
-        executor.enqueue(given, SamplingParams(max_tokens=150, ignore_eos=True))
+        executor.enqueue(given, SamplingParams(max_tokens=steady.LENGTH, ignore_eos=True))
     for _ in range(6):
         executor.step()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batch = executor._schedule()
-        assert len(batch.generations) == 2 and not batch.contexts
-        with torch.profiler.profile(activities=activities) as profile:
-            executor._pending.append(executor._launch(batch))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == 1
-    assert not {name: n for name, n in counts.items() if "LaunchKernel" in name}
-    executor.run_until_done()
+    steady.launch(executor)
+    steady.finish(executor)
 
 
 def test_vectors_without_axes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady
 import torch
 from test_drafting import _add_perfect_mtp, _one_layer_target, _perfect_eagle3
 from test_executor import HEADS, MTP, VOCAB
@@ -189,11 +190,8 @@ def test_launching_a_generation_step_waits_for_nothing(
         executor.step()
     batch = executor._schedule()
     assert len(batch.generations) == 2
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with steady.no_waiting():
         executor._pending.append(executor._launch(batch))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for request in executor.run_until_done():
         assert len(request.output_token_ids) == 30
 
@@ -233,11 +231,7 @@ def _steady_engine(target_dir: Path, draft_dir: Path, mode: str, temperature: fl
         max_batch_size=2, max_seq_len=200,
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
     )  # fmt: skip
-    params = SamplingParams(max_tokens=150, temperature=temperature, seed=1, ignore_eos=True)
-    for i in range(2):
-        llm.executor.enqueue([3, 4, 5 + i], params)
-    for _ in range(6):
-        llm.executor.step()
+    steady.start(llm.executor, temperature)
     return llm
 
 
@@ -250,16 +244,8 @@ def test_a_generation_step_is_one_graph_launch(
     graph for the step and one for each draft pass."""
     llm = _steady_engine(target_dir, draft_dir, mode, temperature)
     executor = llm.executor
-    batch = executor._schedule()
-    assert len(batch.generations) == 2 and not batch.contexts
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        executor._pending.append(executor._launch(batch))
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == (4 if mode.endswith("two_engine") else 1)
-    launches = {name: n for name, n in counts.items() if "LaunchKernel" in name}
-    assert not launches, launches
+    steady.launch(executor, 4 if mode.endswith("two_engine") else 1)
+    steady.finish(executor)
 
 
 def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, draft_dir: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady
 import torch
 from tiny_gemma import assistant_dir, gemma_dir
 
@@ -131,11 +132,7 @@ def _steady_engine(folder: Path, family: str, mode: str, temperature: float) -> 
         max_batch_size=2, max_seq_len=200,
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
     )  # fmt: skip
-    params = SamplingParams(max_tokens=150, temperature=temperature, seed=1, ignore_eos=True)
-    for i in range(2):
-        llm.executor.enqueue([3, 4, 5 + i], params)
-    for _ in range(6):
-        llm.executor.step()
+    steady.start(llm.executor, temperature)
     return llm
 
 
@@ -146,16 +143,8 @@ def test_a_generation_step_is_one_graph_launch(
 ) -> None:
     """No kernel is launched by itself; in two engines one graph for each draft pass comes after."""
     executor = _steady_engine(folder, family, mode, temperature).executor
-    batch = executor._schedule()
-    assert len(batch.generations) == 2 and not batch.contexts
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        executor._pending.append(executor._launch(batch))
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == (4 if mode.endswith("two_engine") else 1)
-    launches = {name: n for name, n in counts.items() if "LaunchKernel" in name}
-    assert not launches, launches
+    steady.launch(executor, 4 if mode.endswith("two_engine") else 1)
+    steady.finish(executor)
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)
@@ -175,10 +164,7 @@ def test_launching_a_generation_step_waits_for_nothing(
         executor.step()
     batch = executor._schedule()
     assert len(batch.generations) == 2
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with steady.no_waiting():
         executor._pending.append(executor._launch(batch))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for request in executor.run_until_done():
         assert len(request.output_token_ids) == 30

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import steady
 import torch
 from test_executor import MTP, Oracle
 from test_gpu_executor import _prompts, _steady_engine
@@ -151,25 +152,5 @@ def test_a_generation_step_is_one_graph_launch(
     """No kernel is launched by itself; a two-engine mode launches one graph for the step and one
     for each draft pass."""
     executor = _steady_engine(target_dir, target_dir, mode, temperature).executor
-    batch = executor._schedule()
-    assert len(batch.generations) == 2 and not batch.contexts
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        executor._pending.append(executor._launch(batch))
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == (4 if mode.endswith("two_engine") else 1)
-    assert not [name for name in counts if "LaunchKernel" in name]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_launching_a_generation_step_waits_for_nothing(target_dir: Path, mode: str) -> None:
-    executor = _steady_engine(target_dir, target_dir, mode, 0.0).executor
-    batch = executor._schedule()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        executor._pending.append(executor._launch(batch))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for request in executor.run_until_done():
-        assert len(request.output_token_ids) == 150
+    steady.launch(executor, 4 if mode.endswith("two_engine") else 1)
+    steady.finish(executor)

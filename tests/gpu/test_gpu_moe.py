@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady
 import torch
 from test_executor import VOCAB, Oracle
 from test_moe import MTP, naive_experts, random_experts
@@ -83,12 +84,8 @@ def test_experts_wait_for_nothing_and_replay_in_a_graph(dtype: torch.dtype, rows
 
     with torch.no_grad():
         step()  # compiles
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with steady.no_waiting():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = step()
@@ -144,23 +141,6 @@ def test_a_step_is_one_graph_that_waits_for_nothing(
         target[0], mode, dtype=dtype, max_batch_size=2, max_seq_len=200,
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
     )  # fmt: skip
-    executor = llm.executor
-    params = SamplingParams(max_tokens=150, ignore_eos=True)
-    requests = [executor.enqueue([3, 4, 5 + i], params) for i in range(2)]
-    for _ in range(6):
-        executor.step()
-    batch = executor._schedule()
-    assert len(batch.generations) == 2 and not batch.contexts
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            executor._pending.append(executor._launch(batch))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == 1
-    assert not [name for name in counts if "LaunchKernel" in name]
-    executor.run_until_done()
-    assert all(len(request.output_token_ids) == 150 for request in requests)
+    steady.start(llm.executor)
+    steady.launch(llm.executor)
+    steady.finish(llm.executor)

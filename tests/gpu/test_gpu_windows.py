@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import steady
 import torch
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
@@ -110,26 +111,10 @@ def test_steps_that_give_blocks_back_are_one_launch_and_wait_for_nothing(
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=4),
     )  # fmt: skip
     executor, cache = llm.executor, llm.executor.kv_cache
-    for i in range(2):
-        executor.enqueue([3, 4, 5 + i], SamplingParams(max_tokens=150, ignore_eos=True))
-    for _ in range(6):
-        executor.step()
+    steady.start(executor)
     windowed = [g for g, window in enumerate(cache.windows) if window is not None]
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for _ in range(12):
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            batch = executor._schedule()
-            assert len(batch.generations) == 2 and not batch.contexts
-            with torch.profiler.profile(activities=activities) as profile:
-                executor._pending.append(executor._launch(batch))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        counts = {event.key: event.count for event in profile.key_averages()}
-        assert counts.get("cudaGraphLaunch", 0) == 1
-        assert not {name: n for name, n in counts.items() if "LaunchKernel" in name}
+        steady.launch(executor)
         while len(executor._pending) > 1:
             executor._read(executor._pending.popleft())
     for request in executor.scheduler.running:
