@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..cache.manager import KVGroupSpec
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
@@ -64,17 +64,23 @@ class QueryAttention(nn.Module):
         self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
         self.o_proj = Linear(width, own.hidden_size, own.o_bias)
         self.q_norm = RMSNorm(own.head_dim, own.rms_norm_eps, own.norm_offset)
-        self.kv_group, self.cache_layer = 0, 0  # of the layer that is read; see `share`
+        self.layer_read = 0  # of the target; see `share`
+        self.kv_group, self.cache_layer = 0, 0  # where that layer keeps its keys and values
 
     def forward(
-        self, inputs: Inputs, norms: Norms, residual: None, rope: Rope, meta: AttentionMetadata
-    ) -> Tensor:
-        """As `Attention.forward`, without residual."""
+        self, inputs: Inputs, norms: Norms, residual: None, rope: Rope,
+        meta: AttentionMetadata | DensePass,
+    ) -> Tensor:  # fmt: skip
+        """As `Attention.forward`, without residual. A `DensePass` is the target's own."""
         q = linear(inputs, self.q_proj, norms).view(-1, self.num_heads, self.head_dim)
-        out = self.backend.attend(
-            rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
-            layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
-        )  # fmt: skip
+        q = rope_queries(q, rope, self.q_norm)
+        if isinstance(meta, DensePass):
+            out = meta.read(q, self.layer_read, self.window, self.scale, self.softcap)
+        else:
+            out = self.backend.attend(
+                q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
+                scale=self.scale, softcap=self.softcap,
+            )  # fmt: skip
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)
 
 
@@ -112,6 +118,7 @@ class GemmaAssistant(DraftHead):
                 self._attention(i),
             )
             assert source is not None
+            attention.layer_read = source
             attention.kv_group = places[source].group  # the target's groups come first
             attention.cache_layer = places[source].index
 
@@ -139,18 +146,14 @@ class GemmaAssistant(DraftHead):
         step: int,
         inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(attn_metadata, DensePass):
-            raise ConfigError(
-                "An assistant reads the target's KV cache and cannot run along whole texts. "
-                "Measure it in the engine: trtspec acceptance."
-            )
         hidden = linear((self.embed(input_ids, inputs_embeds), hidden_states), self.pre_projection)
         for layer, rope in zip(
             self.layers, self.rope_tables.at(position_ids, attn_metadata), strict=True
         ):
             hidden = layer(hidden, rope, attn_metadata)
         out = self.norm(hidden)
-        return out, linear((out,), self.post_projection)
+        fed_on = out if self.config.norm_output else hidden
+        return out, linear((fed_on,), self.post_projection)
 
 
 def layer_read(assistant: DecoderConfig, layer: int, target: DecoderConfig) -> int | None:
@@ -205,6 +208,7 @@ def read_assistant(
         target_hidden_size=size,
         draft_vocab_size=decoder.vocab_size,
         own_lm_head=True,
+        norm_output=True,
     )
     return config, tensors
 
