@@ -33,7 +33,7 @@ from ..train.unroll import Texts
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model, vocabulary_problems
 from .exam import NUM_STEPS, HeadExam, examine
-from .heads import notes_on
+from .heads import notes_on, suspicion_of
 from .special_tokens import special_tokens
 from .texts import texts_of
 
@@ -84,6 +84,7 @@ def diagnose(
         diagnosis.notes += left_out
     exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
+    diagnosis.suspicion = suspicion_of(exam.patient)
     examine(exam, diagnosis, tell)
     return diagnosis
 

@@ -38,7 +38,8 @@ class Diagnosis:
     tried: list[Finding] = field(default_factory=list)
     changes: list[Finding] = field(default_factory=list)
     trained: list[float] | None = None  # conditional acceptance at the end of training
-    notes: list[str] = field(default_factory=list)  # what was seen, and what was not examined
+    notes: list[str] = field(default_factory=list)  # what was not examined
+    suspicion: str | None = None  # what is seen to be wrong and cannot be undone
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
 
@@ -55,6 +56,9 @@ class Diagnosis:
             )
         if self.changes:
             return self._what_changes()
+        if self.suspicion:
+            rates = ", ".join(f"{rate:.2f}" for rate in self.as_loaded.conditional)
+            return f"{self.suspicion} As it is, drafts are accepted {rates} of the time."
         if self._fails_at_masks():
             first, second = self.as_loaded.conditional[:2]
             return (
@@ -71,8 +75,9 @@ class Diagnosis:
         old, new = self.as_loaded, self.changes[-1].result
         gains = [b - a for a, b in zip(old.conditional, new.conditional, strict=True)]
         # A later draft is judged where those before were right: hardly anywhere if none was.
-        judged = min(old.judged[1:] + new.judged[1:], default=0) >= FEWEST_JUDGED
-        place = gains.index(max(gains)) if gains[0] < SIGNIFICANT_GAIN and judged else 0
+        judged = [min(pair) >= FEWEST_JUDGED for pair in zip(old.judged, new.judged, strict=True)]
+        telling = (i for i, gain in enumerate(gains) if judged[i] and gain >= SIGNIFICANT_GAIN)
+        place = next(telling, 0)
         return (
             f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ORDINALS[place]} "
             f"draft is {old.conditional[place]:.2f} as it is and {new.conditional[place]:.2f} with "

@@ -57,7 +57,7 @@ def trials_of(patient: Patient) -> list[Trial]:
 
 
 def notes_on(patient: Patient) -> list[str]:
-    """What is seen without trying, and what cannot be tried."""
+    """What cannot be tried."""
     head, notes = patient.head, []
     if isinstance(head, GemmaAssistant):
         notes.append(
@@ -69,12 +69,17 @@ def notes_on(patient: Patient) -> list[str]:
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):
         notes.append("How many dimensions of a head are rotated (rotary_dim) is not tried.")
+    return notes
+
+
+def suspicion_of(patient: Patient) -> str | None:
+    """What is plainly wrong, though no trial can undo it."""
     if patient.mask_hidden is not None and not bool(patient.mask_hidden.any()):
-        notes.append(
+        return (
             "mask_hidden is zero everywhere, which a trained one is not: copy the head again from "
             "its source."
         )
-    return notes
+    return None
 
 
 # -- EAGLE-3 and P-EAGLE -----------------------------------------------------------------------

@@ -39,7 +39,7 @@ def _named(
         nested = [value for value in config.values() if isinstance(value, dict)]
         for fields in (config, *nested):
             for name, value in fields.items():
-                if not name.endswith(("_token_id", "_token", "_token_ids")):
+                if not str(name).endswith(("_token_id", "_token", "_token_ids")):
                     continue
                 for token in value if isinstance(value, list) else [value]:
                     if isinstance(token, int) and not isinstance(token, bool):
