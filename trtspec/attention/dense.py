@@ -46,31 +46,22 @@ class DensePass:
 
         Each call for a layer is one more use of it.
         """
-        uses = self._uses.setdefault(layer, [])
-        uses.append((self._by_head(k), self._by_head(v)))
-        return self._attend(q, uses, self._mask(len(uses) - 1, window), scale, softcap)
+        self._uses.setdefault(layer, []).append((self._by_head(k), self._by_head(v)))
+        return self.attend_again(q, layer, window, scale, softcap)
 
-    def read(
-        self,
-        q: Tensor,
-        layer: int,
-        window: int | None,
-        scale: float | None = None,
+    def attend_again(
+        self, q: Tensor, layer: int, window: int | None, scale: float | None = None,
         softcap: float | None = None,
-    ) -> Tensor:
-        """q [N*L, Hq, D] over the keys and values that `layer` left when it was used first, up to
-        each row's own; leaves none."""
-        return self._attend(q, self._uses[layer][:1], self._mask(0, window), scale, softcap)
-
-    def _attend(
-        self, q: Tensor, uses: list[Keys], mask: Tensor, scale: float | None, softcap: float | None
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
+        """As `attend`, over the keys and values that `layer` has given; no further use of it."""
+        uses = self._uses[layer]
         # Widened: kernels that take a mask take no GQA.
         groups = q.shape[1] // uses[0][0].shape[1]
         keys, values = (
             (side[0] if len(side) == 1 else torch.cat(side, dim=2)).repeat_interleave(groups, dim=1)
             for side in zip(*uses, strict=True)
         )
+        mask = self._mask(len(uses) - 1, window)
         out = masked_attention(self._by_head(q), keys, values, mask, scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
 

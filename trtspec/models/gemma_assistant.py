@@ -39,7 +39,7 @@ from ..ops.embedding import embed
 from ..ops.fused import Inputs, Norms, linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import Rope, rope_queries
+from ..ops.rope import Rope, apply_rope, rope_queries
 from .checkpoint import TensorSource
 from .config import DecoderConfig
 from .decoder import SandwichLayer
@@ -64,8 +64,8 @@ class QueryAttention(nn.Module):
         self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
         self.o_proj = Linear(width, own.hidden_size, own.o_bias)
         self.q_norm = RMSNorm(own.head_dim, own.rms_norm_eps, own.norm_offset)
-        self.layer_read = 0  # of the target; see `share`
-        self.kv_group, self.cache_layer = 0, 0  # where that layer keeps its keys and values
+        self.kv_layer = 0  # of the target, whose keys and values are read; see `share`
+        self.kv_group, self.cache_layer = 0, 0  # where that layer keeps them
 
     def forward(
         self, inputs: Inputs, norms: Norms, residual: None, rope: Rope,
@@ -73,13 +73,13 @@ class QueryAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         """As `Attention.forward`, without residual. A `DensePass` is the target's own."""
         q = linear(inputs, self.q_proj, norms).view(-1, self.num_heads, self.head_dim)
-        q = rope_queries(q, rope, self.q_norm)
-        if isinstance(meta, DensePass):
-            out = meta.read(q, self.layer_read, self.window, self.scale, self.softcap)
+        if isinstance(meta, DensePass):  # training differentiates, which kernels do not
+            q = apply_rope(self.q_norm(q), *rope.rotation(q.dtype))
+            out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
         else:
             out = self.backend.attend(
-                q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
-                scale=self.scale, softcap=self.softcap,
+                rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
+                layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
             )  # fmt: skip
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)
 
@@ -118,7 +118,7 @@ class GemmaAssistant(DraftHead):
                 self._attention(i),
             )
             assert source is not None
-            attention.layer_read = source
+            attention.kv_layer = source
             attention.kv_group = places[source].group  # the target's groups come first
             attention.cache_layer = places[source].index
 
