@@ -50,7 +50,7 @@ class Trained:
 
     def sabotaged(self, tmp_path: Path, change: Change) -> Path:
         out = tmp_path / "sabotaged"
-        shutil.copytree(self.directory, out)  # its parents too
+        shutil.copytree(self.directory, out)
         raw, tensors = json.loads((out / "config.json").read_text()), _tensors(out)
         change(raw, tensors)
         (out / "config.json").write_text(json.dumps(raw))

@@ -170,7 +170,11 @@ def _mask_trials(patient: Patient) -> list[Trial]:
         return change
 
     trials = mask_token_trials(head.config.mask_token_id, patient.special_tokens, read_token)
-    states = [("should be zero", "fill mask_hidden with zeros", torch.zeros_like(raw))]
+    states = [(
+        "is not what it was trained to be: zeros do better",
+        "copy mask_hidden again from the head's source; if there is no other, fill it with zeros",
+        torch.zeros_like(raw),
+    )]  # fmt: skip
     parts = raw.chunk(len(head.layers_to_capture), dim=-1)
     if len(parts) > 1:
         states.append((
