@@ -7,7 +7,7 @@ when it was trained, it is simply weak.
 
     diagnosis.py   findings, and the verdict in words
     trials.py      a setting to try; those of every head
-    heads.py       those of each kind of head
+    heads.py       those of each kind of head; masks.py of heads that draft in parallel
     exam.py        the target's states and a head along them; the search
     draft_model.py draft models
 """
@@ -34,7 +34,7 @@ from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model, vocabulary_problems
 from .exam import NUM_STEPS, HeadExam, examine
 from .heads import notes_on, suspicion_of
-from .special_tokens import special_tokens
+from .masks import special_tokens
 from .texts import texts_of
 
 __all__ = ["NUM_STEPS", "Diagnosis", "Finding", "diagnose", "texts_of"]

@@ -19,7 +19,8 @@ from ..models.decoder import Decoder
 from ..models.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
 from .exam import NUM_STEPS, Exam
-from .trials import Setting, Trial, mask_token_trials
+from .masks import mask_token_trials
+from .trials import Setting, Trial
 
 
 class DraftModel(nn.Module):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 
-import torch
 from torch import Tensor
 
 from ..models.config import DecoderConfig
@@ -17,11 +16,10 @@ from ..models.gemma_assistant import GemmaAssistant
 from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..models.mtp import MTPHead
 from ..ops.norm import RMSNorm
+from .masks import mask_trials
 from .trials import (
-    Change,
     Trial,
     flip_norm_output,
-    mask_token_trials,
     rope_trials,
     shift_trials,
     swap_halves,
@@ -117,7 +115,9 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
             lambda head: swap_halves(head.layers[0].self_attn.qkv_proj.weight),
         )
     )
-    return trials + (_mask_trials(patient) if head.mask_hidden is not None else [])
+    if patient.mask_hidden is not None:
+        trials += mask_trials(head, patient.mask_hidden, patient.state_size, patient.special_tokens)
+    return trials
 
 
 def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
@@ -147,54 +147,6 @@ def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
             )  # fmt: skip
             tried.add(layers)
     return trials
-
-
-def _mask_trials(patient: Patient) -> list[Trial]:
-    """Of a P-EAGLE head: the token and the state that it reads at its masks."""
-    head, raw = patient.head, patient.mask_hidden
-    assert isinstance(head, Eagle3Head) and head.config.mask_token_id is not None
-    assert raw is not None
-
-    def read_token(token: int) -> Change:
-        def change(head: Eagle3Head) -> None:
-            head.config = replace(head.config, mask_token_id=token)
-
-        return change
-
-    def read_state(state: Tensor) -> Change:
-        def change(head: Eagle3Head) -> None:
-            now = head.mask_hidden
-            assert now is not None
-            head.mask_hidden = head.project_target_hidden(state.to(now.device, now.dtype))[0]
-
-        return change
-
-    trials = mask_token_trials(head.config.mask_token_id, patient.special_tokens, read_token)
-    states = [(
-        "is not what it was trained to be: zeros do better",
-        "copy mask_hidden again from the head's source; if there is no other, fill it with zeros",
-        torch.zeros_like(raw),
-    )]  # fmt: skip
-    parts = raw.chunk(len(head.layers_to_capture), dim=-1)
-    if len(parts) > 1:
-        states.append((
-            "has the captured layers' parts in reverse order",
-            "reverse the order of the parts of mask_hidden, one for each captured layer",
-            torch.cat(parts[::-1], dim=-1),
-        ))  # fmt: skip
-    own = float(raw.float().square().mean().sqrt())
-    if own:
-        factors = [10.0, 0.1, patient.state_size / own]
-        for factor in dict.fromkeys(f for f in factors if not math.isclose(f, 1.0, rel_tol=0.05)):
-            wrong = "small" if factor > 1 else "large"
-            states.append((
-                f"is too {wrong}, {max(factor, 1 / factor):.3g} times",
-                f"multiply mask_hidden by {factor:.3g}",
-                raw * factor,
-            ))  # fmt: skip
-    return trials + [
-        Trial(f"mask_hidden {name}", cure, read_state(state)) for name, cure, state in states
-    ]
 
 
 # -- MTP layers --------------------------------------------------------------------------------

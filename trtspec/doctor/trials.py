@@ -102,22 +102,6 @@ def swap_halves(weight: torch.nn.Parameter) -> None:
     weight.data = torch.cat([weight.data[:, half:], weight.data[:, :half]], dim=1)
 
 
-def mask_token_trials(
-    now: int, tokens: Mapping[str, int], use: Callable[[int], Change]
-) -> list[Trial]:
-    """Other tokens in the masks' place; `use` makes the change to one."""
-    return [
-        Trial(
-            f"the mask token should be {token}, {name}",
-            f"the mask token in config.json (mask_token_id, ptd_token_id or pard_token) = {token}, "
-            f"now {now}",
-            use(token),
-        )
-        for name, token in tokens.items()
-        if token != now
-    ]
-
-
 # -- RoPE --------------------------------------------------------------------------------------
 def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
     """Other rotations, for each kind of the head's layers where there are several."""
