@@ -27,6 +27,7 @@ from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
+triton_parts = pytest.importorskip("trtspec.attention.triton_parts", reason="needs triton")
 MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
 """Each with its prompts whole or in chunks."""
 
@@ -206,7 +207,7 @@ def test_tiles_on_the_device_are_the_hosts(lens: list[int], rows: int, size: int
             expected.add((i, start + j, min(size, count - j)))
         start += count
     last_rows = torch.tensor(lens).cumsum(0) - 1
-    tiles = triton_paged._tiles_on_device(last_rows, rows, size).tolist()
+    tiles = triton_parts.tiles_on_device(last_rows, rows, size).tolist()
     assert {tuple(tile) for tile in tiles if tile[2]} == expected
     assert all(0 <= i < len(lens) and 0 <= first < rows for i, first, _ in tiles)
     assert sum(tile[2] for tile in tiles) == sum(lens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trtspec.models.hf_config import load_config
 from trtspec.models.moe import MoE
 from trtspec.models.mtp import mtp_decoder_config
 from trtspec.models.weights import load_decoder
+from trtspec.ops.activation import gate_and_mul
 from trtspec.ops.linear import Linear
 from trtspec.ops.moe import Experts, grouped_experts, route
 from trtspec.ops.norm import RMSNorm
@@ -189,24 +191,46 @@ def random_experts(
     return experts, x, ids.topk(top_k).indices, torch.rand(rows, top_k, generator=generator)
 
 
-def naive_experts(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+BETWEEN: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {  # ours, and of gate and up
+    "silu": (gate_and_mul("silu"), lambda gate, up: gate * gate.sigmoid() * up),
+    "gelu_tanh": (gate_and_mul("gelu_tanh"), lambda gate, up: _gelu_tanh(gate) * up),
+    "clamped": (
+        gate_and_mul("silu", 0.3),
+        lambda gate, up: (
+            (gate * gate.sigmoid()).minimum(torch.full_like(gate, 0.3))
+            * up.maximum(torch.full_like(up, -0.3)).minimum(torch.full_like(up, 0.3))
+        ),
+    ),
+}
+
+
+def naive_experts(
+    experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, between: str = "silu"
+) -> Tensor:
     """One row and one choice at a time, float64."""
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t, row in enumerate(x.double()):
         for e, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
             gate, up = (experts.gate_up_proj[e].double() @ row).chunk(2)
-            out[t] += weight * (experts.down_proj[e].double() @ (gate * gate.sigmoid() * up))
+            inner = BETWEEN[between][1](gate, up)
+            out[t] += weight * (experts.down_proj[e].double() @ inner)
     return out
 
 
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 8, 2), (7, 8, 3), (30, 5, 1), (3, 40, 8)])
-def test_experts_equal_a_loop(rows: int, count: int, top_k: int) -> None:
+@pytest.mark.parametrize("between", BETWEEN)
+def test_experts_equal_a_loop(rows: int, count: int, top_k: int, between: str) -> None:
     """The CPU's way, packed and not, and what CUDA runs without kernels of its own."""
     experts, x, ids, weights = random_experts(rows, count, top_k, 32, 24, torch.float32)
+    experts.gate_and_mul = BETWEEN[between][0]
     assert experts.gate_up_proj is not None and experts.down_proj is not None
-    expected = naive_experts(experts, x, ids, weights).float()
-    stacked = experts.gate_up_proj, experts.down_proj
+    expected = naive_experts(experts, x, ids, weights, between).float()
+    stacked = experts.gate_up_proj, experts.down_proj, experts.gate_and_mul
     for out in (grouped_experts(x, ids, weights, *stacked), experts(x, ids, weights)):
         torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-5)
     experts.pack()

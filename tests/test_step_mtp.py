@@ -180,9 +180,6 @@ def test_mtp_layers_of_unknown_kind_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"moe_layers_enum": "2,3"}, "moe_layers_enum='2,3'"),
-        ({"moe_layers_enum": None}, "moe_layers_enum=None"),
-        ({"swiglu_limits_shared": [0, 0, 0, 16.0]}, "swiglu_limits_shared"),
         ({"layer_types": [FULL]}, "layer_types has 1 entries for 4 layers and 4 MTP layers"),
         ({"layer_types": ["chunked"] * 4}, "chunked"),
         ({"sliding_window": None}, "sliding_window=None"),

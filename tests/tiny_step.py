@@ -1,5 +1,5 @@
-"""A tiny dense Step-3.5 with MTP layers of both kinds; what it computes, by transformers and
-written out naively."""
+"""A tiny Step-3.5, dense or with experts, with MTP layers of both kinds; what it computes, by
+transformers and written out naively."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ MTP_TYPES = [SLIDING, FULL, SLIDING, FULL]
 HEADS = {FULL: 6, SLIDING: 4}
 THETA = {FULL: 500.0, SLIDING: 10000.0}
 ROTATED = {FULL: 0.5, SLIDING: 1.0}
+EXPERTS, EXPERT_INNER, SHARED_INNER = 6, 24, 40
+MOE: dict[str, Any] = {  # the public checkpoint's, with limits that bite in layers of every sort
+    "moe_layers_enum": "1,2,3", "moe_num_experts": EXPERTS, "moe_top_k": 2,
+    "moe_intermediate_size": EXPERT_INNER, "share_expert_dim": SHARED_INNER,
+    "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0,
+    "use_moe_router_bias": True, "norm_expert_weight": True, "need_fp32_gate": True,
+    "swiglu_limits": [0.4, 0.0, 0.5, 0.6, 0.7, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.5, 0.0, None, 0.8, 0.0, 0.4, 0.0, 0.0],
+}  # fmt: skip
 
 
 def step_config(
     window: int, mtp_types: Sequence[str] = MTP_TYPES, **changes: Any
 ) -> dict[str, Any]:
-    """config.json as the public checkpoint's is written, without experts."""
+    """config.json as the public checkpoint's is written, without experts; see `MOE`."""
     types = [*TYPES, *mtp_types]
     raw = {
         "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": VOCAB,
@@ -64,12 +73,17 @@ def step_dir(root: Path, window: int = 5, seed: int = 1, **changes: Any) -> Path
             f"{p}self_attn.g_proj.weight": (heads, SIZE),
             f"{p}self_attn.q_norm.weight": (HEAD_DIM,),
             f"{p}self_attn.k_norm.weight": (HEAD_DIM,),
-            f"{p}mlp.gate_proj.weight": (INNER, SIZE),
-            f"{p}mlp.up_proj.weight": (INNER, SIZE),
-            f"{p}mlp.down_proj.weight": (SIZE, INNER),
             f"{p}input_layernorm.weight": (SIZE,),
             f"{p}post_attention_layernorm.weight": (SIZE,),
         }
+        if i in expert_layers(raw):
+            shapes |= _mlp(f"{p}share_expert", raw["share_expert_dim"])
+            shapes |= _mlp(f"{p}moe", raw["moe_intermediate_size"], raw["moe_num_experts"])
+            shapes[f"{p}moe.gate.weight"] = (raw["moe_num_experts"], SIZE)
+            if raw["use_moe_router_bias"]:
+                shapes[f"{p}moe.router_bias"] = (raw["moe_num_experts"],)
+        else:
+            shapes |= _mlp(f"{p}mlp", INNER)
         if i >= raw["num_hidden_layers"]:
             shapes |= {
                 f"{p}enorm.weight": (SIZE,),
@@ -89,8 +103,40 @@ def step_dir(root: Path, window: int = 5, seed: int = 1, **changes: Any) -> Path
     return path
 
 
+def _mlp(prefix: str, inner: int, *stack: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (*stack, inner, SIZE),
+        f"{prefix}.up_proj.weight": (*stack, inner, SIZE),
+        f"{prefix}.down_proj.weight": (*stack, SIZE, inner),
+    }
+
+
+def expert_layers(raw: dict[str, Any]) -> set[int]:
+    said = raw["moe_layers_enum"]
+    return {int(i) for i in (said.split(",") if isinstance(said, str) else said) if i != ""}
+
+
+def as_step3p7(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The text model's tensors as transformers names and joins those of Step-3.7, whose public
+    checkpoint has Step-3.5's names (its `conversion_mapping.py`)."""
+    own = {
+        name.removeprefix("model.").replace("share_expert.", "mlp.shared_experts."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("model.") and not _is_mtp(name)
+    }
+    for name in [name for name in own if name.endswith("moe.gate.weight")]:
+        layer, moe = name.removesuffix("moe.gate.weight"), name.removesuffix("gate.weight")
+        experts = [own.pop(f"{moe}{part}_proj.weight") for part in ("gate", "up", "down")]
+        own[f"{layer}mlp.experts.gate_up_proj"] = torch.cat(experts[:2], dim=1)
+        own[f"{layer}mlp.experts.down_proj"] = experts[2]
+        own[f"{layer}mlp.gate.weight"] = own.pop(name)
+        bias = own.pop(f"{moe}router_bias", torch.zeros(len(experts[0])))
+        own[f"{layer}mlp.gate.e_score_correction_bias"] = bias
+    return own
+
+
 class StepOracle:
-    """transformers' text model and the lm_head."""
+    """transformers' text model of Step-3.7, which is Step-3.5's, and the lm_head."""
 
     def __init__(self, path: Path):
         from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -105,12 +151,7 @@ class StepOracle:
         model = Step3p7TextModel(self.config)
         tensors = load_file(path / "model.safetensors")
         self.lm_head = tensors["lm_head.weight"]
-        own = {
-            name.removeprefix("model."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("model.") and not _is_mtp(name)
-        }
-        model.load_state_dict(own, strict=True)
+        model.load_state_dict(as_step3p7(tensors), strict=True)
         self.model = model.float().eval()
         self.known: dict[tuple[int, ...], int] = {}
 
@@ -138,11 +179,13 @@ def _is_mtp(name: str) -> bool:
 
 
 class NaiveStepMTP:
-    """Step i reads everything with MTP layer i, from the text alone, in float64."""
+    """Step i reads everything with MTP layer i, a dense one, from the text alone, in float64."""
 
     def __init__(self, path: Path, window: int, mtp_types: Sequence[str] = MTP_TYPES):
         self.t = {n: t.double() for n, t in load_file(path / "model.safetensors").items()}
         self.window, self.types = window, mtp_types
+        raw = json.loads((path / "config.json").read_text())
+        self.limits = [limit or math.inf for limit in raw["swiglu_limits_shared"][len(TYPES) :]]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -179,7 +222,9 @@ class NaiveStepMTP:
         x = x + self.linear((attended * gate[..., None]).flatten(1), f"{p}self_attn.o_proj")
         y = self.norm(x, f"{p}post_attention_layernorm")
         inner = torch.nn.functional.silu(self.linear(y, f"{p}mlp.gate_proj"))
-        out = x + self.linear(inner * self.linear(y, f"{p}mlp.up_proj"), f"{p}mlp.down_proj")
+        limit = self.limits[step]
+        inner = inner.clamp(max=limit) * self.linear(y, f"{p}mlp.up_proj").clamp(-limit, limit)
+        out = x + self.linear(inner, f"{p}mlp.down_proj")
         normed = self.norm(out, f"{p}transformer.shared_head.norm")
         return self.linear(normed, f"{p}transformer.shared_head.output"), out
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SaveHiddenStatesDecodingConfig,
         UserProvidedDecodingConfig,
     )
-    from .errors import TrtspecError
+    from .errors import CheckpointError, ConfigError, DrafterError, RequestError, TrtspecError
     from .executor.py_executor import PyExecutor
     from .llm import LLM
     from .metadata.mode import SpeculativeDecodingMode
@@ -48,7 +48,7 @@ _HOMES = {
         "SaveHiddenStatesDecodingConfig",
         "UserProvidedDecodingConfig",
     ),
-    "errors": ("TrtspecError",),
+    "errors": ("CheckpointError", "ConfigError", "DrafterError", "RequestError", "TrtspecError"),
     "executor.py_executor": ("PyExecutor",),
     "llm": ("LLM",),
     "metadata.mode": ("SpeculativeDecodingMode",),
@@ -62,11 +62,14 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "LLM",
     "AutoDecodingConfig",
+    "CheckpointError",
     "CompletionOutput",
+    "ConfigError",
     "CudaGraphConfig",
     "DecodingBaseConfig",
     "DraftTargetDecodingConfig",
     "Drafter",
+    "DrafterError",
     "EagleDecodingConfig",
     "EmbedsPrompt",
     "EngineStats",
@@ -75,6 +78,7 @@ __all__ = [
     "MTPDecodingConfig",
     "NGramDecodingConfig",
     "PyExecutor",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "SaveHiddenStatesDecodingConfig",

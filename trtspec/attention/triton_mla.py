@@ -2,8 +2,8 @@
 
 A key is loaded once and used twice, for the score and as the value. A tile is BLOCK_M pairs of a
 query row and a head, which all see the same keys; a request of R rows and H heads has
-ceil(R * H / BLOCK_M) tiles. Generations are split over their keys as in `triton_paged.py` (whose
-scheme of full parts and rests this is, tiles in the place of KV heads), contexts are not.
+ceil(R * H / BLOCK_M) tiles. Generations are split over their keys as in `triton_paged.py`
+(`triton_parts.py`; tiles stand in the place of KV heads), contexts are not.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -20,14 +20,14 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
-from .triton_paged import (
+from .triton_parts import (
     JOIN_PROGRAMS,
     LOG2_E,
     MULTIPROCESSORS,
-    _blocks,
-    _prefetch,
-    _share_out,
-    _tiles,
+    blocks_of,
+    context_tiles,
+    prefetch,
+    share_out,
 )
 
 MAX_TILE = 64  # pairs of a query row and a head
@@ -56,8 +56,8 @@ def latent_attention(
     if rows:
         size = max(1, _block_m(q, MAX_TILE) // q.shape[1])
         latent_context_attention(
-            q, k_slots, tables, meta.position_ids, _tiles(meta, size), size, group.page_size, scale,
-            out,
+            q, k_slots, tables, meta.position_ids, context_tiles(meta, size), size, group.page_size,
+            scale, out,
         )  # fmt: skip
     if meta.num_generations:
         latent_paged_attention(
@@ -249,7 +249,7 @@ def _partial_kernel(
     or its attention where it is the only part. Tiles that read the same part stand side by side,
     so that all but the first find it in L2."""
     tile, number = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    starts, full, rest, part = _share_out(
+    starts, full, rest, part = share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=tiles, page_size=page_size,
         window=-1, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
     )  # fmt: skip
@@ -260,13 +260,13 @@ def _partial_kernel(
     seq = tl.sum((tl.cumsum(own, 0) <= number).to(tl.int32), 0)
     s = tl.arange(0, SEQS)
     position = tl.sum(tl.where(s == seq, starts, 0), 0)
-    _first, blocks = _blocks(position, table_width, rows, page_size, -1, BLOCK_N)
+    _first, blocks = blocks_of(position, table_width, rows, page_size, -1, BLOCK_N)
     index = tl.where(is_rest, blocks // part, number - tl.sum(tl.where(s < seq, full, 0), 0))
     start = index * part * BLOCK_N
     end = tl.minimum(start + part * BLOCK_N, position + rows)
     if PDL and PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
         if seq < num_seqs:
-            _prefetch(
+            prefetch(
                 start, end, k_ptr, k_ptr, k_row, k_row, table_ptr + seq * table_row, table_width,
                 page_size=page_size, dim=latent + turning, BLOCK_N=BLOCK_N,
             )  # fmt: skip
@@ -308,7 +308,7 @@ def _join_kernel(
     """COLUMNS numbers of ROWS pairs of one tile, put together from several parts, PARTS of them at
     once."""
     seq, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    _starts, full, rest, _part = _share_out(
+    _starts, full, rest, _part = share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=tiles, page_size=page_size,
         window=-1, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
     )  # fmt: skip

@@ -24,13 +24,20 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.triton_launch import after_previous, dependent_launch
 from .torch_sdpa import TorchAttention
+from .triton_mla import latent_attention
+from .triton_parts import (
+    BLOCK_N,
+    JOIN_PROGRAMS,
+    LOG2_E,
+    MULTIPROCESSORS,
+    blocks_of,
+    context_tiles,
+    prefetch,
+    share_out,
+)
 
-BLOCK_N = 64  # keys that a program looks at in one turn; see `_cut`
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
-LOG2_E = 1.4426950408889634
-MULTIPROCESSORS = 132  # of an H100 or H200
-JOIN_PROGRAMS = 8 * MULTIPROCESSORS
 
 
 class TritonAttention(TorchAttention):
@@ -51,8 +58,6 @@ class TritonAttention(TorchAttention):
     ) -> Tensor:
         k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
         if v_slots.shape[2] != k_slots.shape[2]:
-            from .triton_mla import latent_attention  # which builds on this file
-
             scale = k_slots.shape[2] ** -0.5 if scale is None else scale
             return latent_attention(q, meta, kv_group, layer, window, scale)
         rows, size = meta.num_context_tokens, _context_tile(q, k_slots)
@@ -75,7 +80,7 @@ class TritonAttention(TorchAttention):
             v_slots,
             meta.block_tables[kv_group],
             meta.position_ids,
-            _tiles(meta, size),
+            context_tiles(meta, size),
             size,
             meta.kv_groups[kv_group].page_size,
             window,
@@ -223,37 +228,6 @@ def _block_d(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
 
 
-def _tiles(meta: AttentionMetadata, size: int) -> Tensor:
-    """[tiles, 3] int32 on the device: a tile's request, first row and number of rows."""
-    key = "context tiles", size
-    if key not in meta.derived and meta.last_context_rows is not None:
-        meta.derived[key] = _tiles_on_device(meta.last_context_rows, meta.num_context_tokens, size)
-    if key not in meta.derived:
-        tiles, start = [], 0
-        for i, rows in enumerate(meta.context_lens):
-            tiles += [(i, start + j, min(size, rows - j)) for j in range(0, rows, size)]
-            start += rows
-        tiles.reverse()  # a text's last tiles see most keys and had better begin first
-        device = meta.position_ids.device
-        host = torch.tensor(tiles, dtype=torch.int32, pin_memory=device.type == "cuda")
-        meta.derived[key] = host.to(device, non_blocking=True)
-    return meta.derived[key]
-
-
-def _tiles_on_device(last_rows: Tensor, num_rows: int, size: int) -> Tensor:
-    """The same from [C] device rows: as many tiles as there can be, some of no rows."""
-    ends = last_rows + 1
-    lens = torch.diff(ends, prepend=ends.new_zeros(1))
-    counts = (lens + size - 1) // size
-    tile_ends = counts.cumsum(0)
-    n = torch.arange(num_rows // size + len(ends) - 1, -1, -1, device=ends.device)
-    request = torch.searchsorted(tile_ends, n, right=True).clamp_max(len(ends) - 1)
-    before = (n - tile_ends[request] + counts[request]) * size  # rows of the text before the tile
-    rows = (lens[request] - before).clamp(0, size)
-    first = (ends[request] - lens[request] + before).clamp_max(num_rows - 1)
-    return torch.stack([request, first, rows], dim=1).to(torch.int32)
-
-
 def context_attention(
     q: Tensor,
     k_slots: Tensor,
@@ -294,63 +268,6 @@ def context_attention(
         per_kv=per_kv, dim=dim, page_size=page_size, window=-1 if window is None else window,
         CAP=cap, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps,
         num_stages=2, **dependent_launch(q),
-    )  # fmt: skip
-
-
-@triton.jit
-def _blocks(
-    position, table_width, rows: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The first block of keys that rows see which begin at `position`, and how many blocks. Rows
-    follow one another, so that they see no key past that position plus their number."""
-    first = position * 0
-    if window > 0:
-        first = tl.maximum(position - window + 1, 0) // BLOCK_N
-    end = tl.minimum(position + rows, table_width * page_size)
-    return first, tl.cdiv(end, BLOCK_N) - first
-
-
-@triton.jit
-def _share_out(
-    position_ptr, num_seqs, table_width, rows: tl.constexpr, kv_heads: tl.constexpr,
-    page_size: tl.constexpr, window: tl.constexpr, PROGRAMS: tl.constexpr, SEQS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """How the keys of all requests are cut into parts: the requests' first positions [SEQS], their
-    full parts, whether there is a rest (0 or 1), and the blocks of a full part."""
-    s = tl.arange(0, SEQS)
-    positions = tl.load(
-        position_ptr + s * rows, mask=s < num_seqs, other=0, cache_modifier=".cg"
-    ).to(tl.int32)
-    _first, blocks = _blocks(positions, table_width, rows, page_size, window, BLOCK_N)
-    blocks = tl.where(s < num_seqs, blocks, 0)
-    part = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * kv_heads, PROGRAMS), 1)
-    return positions, blocks // part, (blocks % part > 0).to(tl.int32), part
-
-
-@triton.jit
-def _prefetch(
-    begin, end, k_ptr, v_ptr, k_row, v_row, table_ptr, table_width,
-    page_size: tl.constexpr, dim: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Asks for a block of keys and values, so that they are in L2 when they are read."""
-    n = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    block = tl.load(table_ptr + tl.minimum(n // page_size, table_width - 1), cache_modifier=".cg")
-    slot = block.to(tl.int64) * page_size + n % page_size
-    size: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    for line in tl.static_range(0, dim * size, 128):
-        for_k = (k_ptr + slot * k_row + line // size).to(tl.int64)
-        for_v = (v_ptr + slot * v_row + line // size).to(tl.int64)
-        _prefetch_l2(for_k)
-        _prefetch_l2(for_v)
-
-
-@triton.jit
-def _prefetch_l2(address):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32,
-        is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -444,7 +361,7 @@ def _partial_kernel(
     attention where it is the only part. All full parts come before all rests, so that what starts
     last is short."""
     kv_head, number = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
-    starts, full, rest, part = _share_out(
+    starts, full, rest, part = share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
         window=window, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
     )  # fmt: skip
@@ -455,13 +372,13 @@ def _partial_kernel(
     seq = tl.sum((tl.cumsum(own, 0) <= number).to(tl.int32), 0)
     s = tl.arange(0, SEQS)
     position = tl.sum(tl.where(s == seq, starts, 0), 0)
-    first, blocks = _blocks(position, table_width, rows, page_size, window, BLOCK_N)
+    first, blocks = blocks_of(position, table_width, rows, page_size, window, BLOCK_N)
     index = tl.where(is_rest, blocks // part, number - tl.sum(tl.where(s < seq, full, 0), 0))
     start = (first + index * part) * BLOCK_N
     end = tl.minimum(start + part * BLOCK_N, position + rows)
     if PDL and PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
         if seq < num_seqs:
-            _prefetch(
+            prefetch(
                 start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
                 table_ptr + seq * table_row, table_width,
                 page_size=page_size, dim=dim, BLOCK_N=BLOCK_N,
@@ -509,7 +426,7 @@ def _join_kernel(
     """ROWS query rows of one request and KV head, put together from several parts, PARTS of them
     at once."""
     seq, kv_head = tl.program_id(0), tl.program_id(1)
-    _starts, full, rest, _part = _share_out(
+    _starts, full, rest, _part = share_out(
         position_ptr, num_seqs, table_width, rows=rows, kv_heads=kv_heads, page_size=page_size,
         window=window, PROGRAMS=PROGRAMS, SEQS=SEQS, BLOCK_N=BLOCK_N,
     )  # fmt: skip

@@ -34,7 +34,7 @@ from ..models.draft_head import DraftHead
 from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..models.head_weights import load_head
 from ..models.tokenizer import load_tokenizer
-from ..models.weights import load_decoder
+from ..models.weights import finish, load_decoder
 from ..models.zoo import resolve_model
 from ..workers import create_worker
 from .cache_size import CacheNeeds, longest_text, size_cache
@@ -315,21 +315,37 @@ def _load_draft_model(
     backend: AttentionBackend,
     first_group: int,
 ) -> Decoder:
-    """The draft model, once its vocabulary is known to be the target's."""
-    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=first_group)
+    """The draft model, once its tokens are known to be the target's."""
+    from ..models.hf_config import load_config
+
+    _check_tokens(load_config(draft_dir).vocab_size, draft_dir, target.vocab_size, target_dir)
+    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=first_group, pack=False)
+    draft.keep_logits(target.vocab_size)
+    finish(draft, device)
     keep_kv_finite(draft)
-    if draft.config.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"The draft model's vocabulary has {draft.config.vocab_size} entries, the target's "
-            f"{target.vocab_size}. DRAFT_TARGET needs the same tokenizer: choose another draft."
-        )
+    return draft
+
+
+def _check_tokens(size: int, draft_dir: Path, target_size: int, target_dir: Path) -> None:
+    """Embeddings may be padded differently, as Qwen2.5's are, where all true tokens are the same.
+
+    Raises:
+        ConfigError: they are not, or differ in number without tokenizers to show that they are.
+    """
     ours, theirs = load_tokenizer(target_dir), load_tokenizer(draft_dir)
-    if ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab():
+    if ours is None or theirs is None:
+        if size != target_size:
+            raise ConfigError(
+                f"The draft model's vocabulary has {size} entries, the target's {target_size}, and "
+                "there are no two tokenizers to show that this is padding. DRAFT_TARGET needs the "
+                "same tokens: put each model's tokenizer beside it, or choose another draft."
+            )
+        return
+    if ours.get_vocab() != theirs.get_vocab():
         raise ConfigError(
             f"The tokenizers of {draft_dir} and {target_dir} map text to different ids. "
             "DRAFT_TARGET needs the same tokenizer: choose another draft."
         )
-    return draft
 
 
 def _load_head(

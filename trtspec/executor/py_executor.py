@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import secrets
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import ConfigError, DrafterError, RequestError
-from ..metadata.logits import MAX_ENDS, LogitsState
+from ..metadata.logits import LogitsState
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
 from ..metadata.spec import CapturedHiddenStates
@@ -38,10 +37,11 @@ from ..outputs import EngineStats, Logprob, acceptance_stats
 from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
+from .admission import check_params, check_prompt, end_ids
 from .context_inputs import ContextInputs
 from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
-from .embeds import check_embeds, kept_embeds
+from .embeds import kept_embeds
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
 from .inputs import StepInputs, assemble, build_inputs
@@ -115,7 +115,8 @@ class PyExecutor:
             config.max_batch_size, config.max_seq_len, device, hidden_size=size, dtype=dtype
         )
         vocab = target.config.vocab_size
-        own = getattr(getattr(draft_model, "config", None), "draft_vocab_size", None) or vocab
+        drafter = getattr(draft_model, "config", target.config)
+        own = getattr(drafter, "draft_vocab_size", None) or min(drafter.vocab_size, vocab)
         d2t = getattr(draft_model, "d2t", None)
         if d2t is None and own != vocab:  # the target's first tokens, which needs no table
             d2t = torch.zeros(own, dtype=torch.int64, device=device)
@@ -180,80 +181,12 @@ class PyExecutor:
         return request
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises RequestError where this model or executor cannot do what is asked: token ids that
-        are not the model's, too many end tokens held back, several completions in one request."""
-        if params.n > 1:
-            raise RequestError(
-                f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
-                "and LLM.chat take n; for streams and executors queue n requests."
-            )
-        vocab, words = self.target.config.vocab_size, params.bad_words or ()
-        if any(isinstance(word, str) for word in words):
-            raise RequestError(
-                f"SamplingParams.bad_words={words!r}: an executor has no tokenizer. Give token "
-                "ids, or text to LLM.generate."
-            )
-        for name, ids in (
-            ("logit_bias", [token for token, _ in params.logit_bias_items]),
-            ("bad_token_ids", params.bad_token_ids or ()),
-            ("bad_words", [int(token) for word in words for token in word]),
-        ):
-            outside = [token for token in ids if token >= vocab]
-            if outside:
-                raise RequestError(
-                    f"SamplingParams.{name} has token {outside[0]}: ids must be in 0 … {vocab - 1}."
-                )
-        if params.bad_token_ids and len(set(params.bad_token_ids)) == vocab:
-            raise RequestError(
-                f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
-            )
-        count = sum(token < vocab for token in self._end_ids(params))
-        if params.min_tokens and count > MAX_ENDS:
-            raise RequestError(
-                f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
-                f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
-            )
+        """Raises RequestError where the model or the executor cannot do what is asked."""
+        check_params(params, self.target.config)
 
     def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
         """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
-        vocab = self.target.config.vocab_size
-        if isinstance(given, EmbedsPrompt):
-            embeds, ids = given, given.prompt_token_ids
-        else:
-            embeds, ids = None, given
-        if embeds is not None and (self.mode.is_mtp_vanilla() or self.mode.is_save_hidden_states()):
-            raise RequestError(
-                f"Mode {self.mode.name} reads prompts again by their tokens: an EmbedsPrompt "
-                "needs another one (MTP layers also serve use_mtp_vanilla=False)."
-            )
-        prompt = list(ids)
-        if not prompt:
-            raise RequestError("The prompt is empty: give at least one token.")
-        for position, token in enumerate(prompt):
-            try:
-                prompt[position] = operator.index(token)
-            except TypeError:
-                raise RequestError(f"Prompt token {position} is {token!r}, not an int.") from None
-            if not 0 <= prompt[position] < vocab:
-                raise RequestError(
-                    f"Prompt token {position} is {token}: ids must be in 0 … {vocab - 1}."
-                )
-        if len(prompt) >= self.config.max_seq_len:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens; max_seq_len={self.config.max_seq_len} "
-                "leaves room for fewer, so that one can be generated. Shorten it, or raise "
-                "max_seq_len / KvCacheConfig.max_tokens."
-            )
-        if len(prompt) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
-            raise RequestError(
-                f"The prompt has {len(prompt)} tokens, a pass takes "
-                f"max_num_tokens={self.config.max_num_tokens}. Set enable_chunked_prefill=True or "
-                "raise max_num_tokens."
-            )
-        if embeds is not None:
-            total = min(len(prompt) + max_tokens, self.config.max_seq_len)
-            check_embeds(embeds, self.target, total)
-        return prompt
+        return check_prompt(given, max_tokens, self.target, self.config, self.mode)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request with finish_reason "cancelled"; False if it is unknown or finished."""
@@ -418,7 +351,7 @@ class PyExecutor:
         if self.state.logits is not None:
             self.state.logits.admit(
                 request.slot, params, request.prompt_token_ids, request.output_token_ids,
-                sorted(self._end_ids(params)),
+                sorted(end_ids(params, self.target.config)),
             )  # fmt: skip
         self.worker.admit(
             self.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)
@@ -549,18 +482,13 @@ class PyExecutor:
         if self.dead_drafter_watch is not None and not is_forced and pending.asked[generation]:
             self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
-    def _end_ids(self, params: SamplingParams) -> set[int]:
-        """Tokens that end a request's output."""
-        own = () if params.ignore_eos else self.target.config.eos_token_ids
-        return {*(params.stop_token_ids or ()), *own}
-
     def _append(self, request: Request, tokens: list[int]) -> None:
         """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would
         have ended without speculation."""
-        end_ids = self._end_ids(request.sampling_params)
+        ends = end_ids(request.sampling_params, self.target.config)
         for token in tokens:
             request.output_token_ids.append(token)
-            if token in end_ids or (self.stop_check is not None and self.stop_check(request)):
+            if token in ends or (self.stop_check is not None and self.stop_check(request)):
                 self._finish(request, "stop")
             elif request.num_tokens >= request.max_total_tokens:
                 self._finish(request, "length")

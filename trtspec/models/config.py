@@ -12,6 +12,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class MoENames:
+    """A mixture's tensors in the checkpoint, below their layer's name."""
+
+    router: str = "mlp.gate.weight"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    expert: str = "mlp.experts.{expert}.{part}.weight"  # without {expert}: all, stacked [E, …]
+    has_gate_up: bool = False  # gate_proj and up_proj are one tensor, `gate_up_proj`
+    shared: str = "mlp.shared_experts"
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """The mixture of experts that takes the MLP's place from layer `first_k_dense_replace` on."""
 
@@ -26,6 +37,11 @@ class MoEConfig:
     norm_topk_prob: bool = True  # a token's weights sum to 1 before they are scaled
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: int = 0
+    activation: str = "silu"  # of the experts' gates, or "gelu_tanh"
+    swiglu_limit: float | None = None  # clamps silu(gate) and up of the routed experts
+    shared_swiglu_limit: float | None = None
+    beside_mlp: bool = False  # the MLP stays; experts have norms and a router of their own (Gemma)
+    names: MoENames = MoENames()
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,7 @@ class DecoderConfig:
     values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
     layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)
     activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
+    swiglu_limit: float | None = None  # silu(gate) is at most this, up within ±this (Step-3.5)
     embedding_scale: float | None = None
     attention_scale: float | None = None  # None is 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # scores s become cap * tanh(s / cap)
@@ -93,8 +110,9 @@ class DecoderConfig:
         return self.layer_windows[layer] if self.layer_windows else None
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
-        """The layer's mixture of experts; None where it has an MLP."""
-        return self.moe if self.moe and layer >= self.moe.first_k_dense_replace else None
+        """The layer's mixture of experts; None where it has an MLP alone."""
+        moe = self.of_layer(layer).moe
+        return moe if moe and layer >= moe.first_k_dense_replace else None
 
     def of_layer(self, layer: int) -> DecoderConfig:
         """The config as this layer has it, with the fields of its type."""

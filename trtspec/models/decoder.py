@@ -7,6 +7,7 @@ The residual stream is kept in the model's dtype, as transformers does.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,14 +20,22 @@ from ..cache.manager import KVGroupSpec
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
-from ..ops.fused import Inputs, Norms, geglu, linear, qkv_rope_and_write, swiglu
+from ..ops.fused import (
+    Inputs,
+    Norms,
+    clamped_swiglu,
+    geglu,
+    linear,
+    qkv_rope_and_write,
+    swiglu,
+)
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm, add_normed
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
 from .mla import MLAttention
-from .moe import MoE
+from .moe import MoE, MoEBesideMLP
 from .rope import RopeTables, rotation_order
 
 
@@ -142,6 +151,9 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
         self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
         self.gated = geglu if config.activation == "gelu_tanh" else swiglu
+        if config.swiglu_limit is not None:
+            assert self.gated is swiglu
+            self.gated = partial(clamped_swiglu, limit=config.swiglu_limit)
 
     def forward(self, hidden: Tensor, norm: RMSNorm, adds: bool = True) -> Tensor:
         """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden."""
@@ -150,15 +162,18 @@ class MLP(nn.Module):
         return linear((inner,), self.down_proj, residual=residual, in_place=adds)
 
 
-def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE:
+def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
     """What the layer has behind its attention."""
-    moe = config.moe_of_layer(layer)
+    moe, config = config.moe_of_layer(layer), config.of_layer(layer)
     if moe is None:
         return MLP(config)
+    if moe.beside_mlp:
+        norm = config.rms_norm_eps, config.norm_offset
+        return MoEBesideMLP(moe, config.hidden_size, MLP(config), *norm)
     shared = None
     if moe.shared_intermediate_size:
-        inner = moe.shared_intermediate_size
-        shared = MLP(replace(config, intermediate_size=inner, mlp_bias=False))
+        inner, limit = moe.shared_intermediate_size, moe.shared_swiglu_limit
+        shared = MLP(replace(config, intermediate_size=inner, swiglu_limit=limit, mlp_bias=False))
     return MoE(moe, config.hidden_size, shared)
 
 
@@ -251,6 +266,13 @@ class Decoder(nn.Module):
             if capture is not None and capture.is_layer_capture(i):
                 capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)
+
+    def keep_logits(self, count: int) -> None:
+        """Leaves out the logits of tokens from `count` on. Call it before weights are packed."""
+        head = self.lm_head
+        assert head.weight is not None
+        head.weight = nn.Parameter(head.weight.data[:count], requires_grad=False)
+        head.out_features = head.weight.shape[0]
 
     def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
         """The KV groups that the layers need, in the order that their numbers mean."""

@@ -1,7 +1,8 @@
 """FP8 checkpoints with block scales, as DeepSeek-V3 publishes its weights, read as float32.
 
 `X.weight` is F8_E4M3 [out, in], `X.weight_scale_inv` F32 [ceil(out / bo), ceil(in / bi)]; a weight
-is its FP8 number times its block's scale. Tensors of another dtype are what they say.
+is its FP8 number times its block's scale. Both may be stacks of experts, [E, …] (Step-3.5). Tensors
+of another dtype are what they say.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def _dequantized(
             f"{source.name} in {source.path} is {FP8}, but there is no {source.name}{_SCALE}. "
             "Copy the checkpoint again from its source, all shards of it."
         )
-    blocks = tuple(-(-n // b) for n, b in zip(source.shape, size, strict=False))
-    if len(source.shape) != 2 or scale.shape != blocks or scale.dtype != "F32":
+    *stack, rows, columns = source.shape if len(source.shape) in (2, 3) else (0, 0)
+    blocks = (*stack, -(-rows // size[0]), -(-columns // size[1]))
+    if len(source.shape) not in (2, 3) or scale.shape != blocks or scale.dtype != "F32":
         raise CheckpointError(
             f"{scale.name} in {scale.path} has shape {list(scale.shape)} and dtype {scale.dtype}; "
             f"for a matrix of {list(source.shape)} in blocks of {list(size)} it must be "
@@ -95,6 +97,6 @@ def _dequantized(
 
 
 def _multiply(source: TensorSource, scale: TensorSource, size: tuple[int, int]) -> Tensor:
-    rows, columns = source.shape
-    scales = scale.read().repeat_interleave(size[0], 0)[:rows]
-    return source.read().float().mul_(scales.repeat_interleave(size[1], 1)[:, :columns])
+    rows, columns = source.shape[-2:]
+    scales = scale.read().repeat_interleave(size[0], -2)[..., :rows, :]
+    return source.read().float().mul_(scales.repeat_interleave(size[1], -1)[..., :columns])

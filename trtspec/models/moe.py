@@ -1,4 +1,5 @@
-"""The mixture of experts that stands in an MLP's place (DeepSeek-V3, GLM-4-MoE, Qwen3-MoE)."""
+"""Mixtures of experts: in an MLP's place (DeepSeek-V3, GLM-4-MoE, Qwen3-MoE, Step-3.5), or beside
+it (Gemma-4)."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.activation import gate_and_mul
 from ..ops.moe import Experts, route, router_logits
-from ..ops.norm import RMSNorm
-from .config import MoEConfig
+from ..ops.norm import RMSNorm, add_normed
+from .config import MoEConfig, MoENames
 
 if TYPE_CHECKING:
     from .weights import Placement
@@ -38,14 +40,27 @@ class Router(nn.Module):
         )  # fmt: skip
 
 
+class NormedRouter(Router):
+    """Gemma-4's: x is normed and scaled before it is scored, the weights by a number per expert."""
+
+    def __init__(self, config: MoEConfig, size: int, eps: float):
+        super().__init__(config, size)
+        self.norm, self.factor = RMSNorm(size, eps), size**-0.5
+        scale = torch.empty(config.num_experts)
+        self.per_expert_scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().forward(self.norm(x) * self.factor)
+        return ids, weights * self.per_expert_scale[ids]
+
+
 class MoE(nn.Module):
     """Routed experts and, where there are shared ones, an MLP that every row goes through too."""
 
     def __init__(self, config: MoEConfig, size: int, shared_experts: Any = None):
         """`shared_experts` is an `MLP` of the decoder's, or None."""
         super().__init__()
-        self.gate = Router(config, size)
-        self.experts = Experts(config.num_experts, size, config.intermediate_size)
+        self.gate, self.experts = Router(config, size), _experts(config, size)
         self.shared_experts = shared_experts
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
@@ -57,28 +72,112 @@ class MoE(nn.Module):
         return hidden + routed if torch.is_grad_enabled() else hidden.add_(routed)
 
     def placements(self, name: str) -> dict[str, Placement]:
-        """Checkpoint name -> its place. Experts are stacked here and single there."""
-        from .weights import Placement  # which imports the decoder, which imports this
-
-        experts, gate = self.experts, f"{name}.gate"
-        count, size = experts.num_experts, experts.size
-        router: dict[str, tuple[int, ...]] = {"weight": (count, size)}
-        if self.gate.e_score_correction_bias is not None:
-            router["e_score_correction_bias"] = (count,)
-        places = {
-            f"{gate}.{leaf}": Placement(gate, leaf, 0, shape, dtype=torch.float32)
-            for leaf, shape in router.items()
-        }
-        for part, leaf, start, shape in _parts(size, experts.inner):
-            for e in range(count):
-                places[f"{name}.experts.{e}.{part}.weight"] = Placement(
-                    f"{name}.experts", leaf, start, shape, expert=e
-                )
+        """Checkpoint name -> its place. Experts are stacked here, there perhaps single."""
+        names = self.gate.config.names
+        places = _router_places(self.gate, f"{name}.gate", name)
+        places |= _expert_places(self.experts, names, f"{name}.experts", name)
         if self.shared_experts is not None:
-            own = f"{name}.shared_experts"
-            for part, leaf, start, shape in _parts(size, self.shared_experts.intermediate_size):
-                places[f"{own}.{part}.weight"] = Placement(f"{own}.{leaf}", "weight", start, shape)
+            shared = _beside(name, names.shared)
+            places |= _mlp_places(self.shared_experts, shared, f"{name}.shared_experts")
         return places
+
+
+class MoEBesideMLP(nn.Module):
+    """Gemma-4's: the sum of an MLP and of experts that read the same rows through another norm,
+    each of them normed.
+
+        post_1(mlp(norm(hidden))) + post_2(experts(pre_2(hidden)))
+    """
+
+    def __init__(self, config: MoEConfig, size: int, mlp: Any, eps: float, offset: float):
+        """`mlp` is an `MLP` of the decoder's; `eps` and `offset` are of the norms."""
+        super().__init__()
+        self.mlp = mlp
+        self.router, self.experts = NormedRouter(config, size, eps), _experts(config, size)
+        self.post_feedforward_layernorm_1 = RMSNorm(size, eps, offset)
+        self.pre_feedforward_layernorm_2 = RMSNorm(size, eps, offset)
+        self.post_feedforward_layernorm_2 = RMSNorm(size, eps, offset)
+
+    def forward(self, hidden: Tensor, norm: RMSNorm, adds: bool = False) -> Tensor:
+        """hidden [T, D] -> what a sandwich layer norms once more and adds, [T, D]."""
+        assert not adds
+        dense = self.post_feedforward_layernorm_1(self.mlp(hidden, norm, adds=False))
+        routed = self.experts(self.pre_feedforward_layernorm_2(hidden), *self.router(hidden))
+        return add_normed(dense, routed, self.post_feedforward_layernorm_2)
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        """As `MoE.placements`."""
+        from .weights import Placement
+
+        router, size = self.router, (self.experts.size,)
+        places = _mlp_places(self.mlp, name, f"{name}.mlp")
+        places |= _router_places(router, f"{name}.router", name)
+        places |= _expert_places(self.experts, router.config.names, f"{name}.experts", name)
+        for norm in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2",
+                     "post_feedforward_layernorm_2"):  # fmt: skip
+            places[_beside(name, f"{norm}.weight")] = Placement(f"{name}.{norm}", "weight", 0, size)
+        places[_beside(name, "router.scale")] = Placement(f"{name}.router.norm", "weight", 0, size)
+        places[_beside(name, "router.per_expert_scale")] = Placement(
+            f"{name}.router", "per_expert_scale", 0, (self.experts.num_experts,),
+            dtype=torch.float32,
+        )  # fmt: skip
+        return places
+
+
+def _experts(config: MoEConfig, size: int) -> Experts:
+    between = gate_and_mul(config.activation, config.swiglu_limit)
+    return Experts(config.num_experts, size, config.intermediate_size, between)
+
+
+def _beside(name: str, tensor: str) -> str:
+    """A tensor's name below the layer whose module `name` is."""
+    layer = name.rpartition(".")[0]
+    return f"{layer}.{tensor}" if layer else tensor
+
+
+def _router_places(router: Router, module: str, name: str) -> dict[str, Placement]:
+    from .weights import Placement  # which imports the decoder, which imports this
+
+    names, shape = router.config.names, tuple(router.weight.shape)
+    kept = {_beside(name, names.router): ("weight", shape)}
+    if router.e_score_correction_bias is not None:
+        kept[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
+    return {
+        source: Placement(module, leaf, 0, shape, dtype=torch.float32)
+        for source, (leaf, shape) in kept.items()
+    }
+
+
+def _expert_places(
+    experts: Experts, names: MoENames, module: str, name: str
+) -> dict[str, Placement]:
+    """Of one tensor for each expert and part, or one for each part."""
+    from .weights import Placement
+
+    count, size, inner = experts.num_experts, experts.size, experts.inner
+    parts = _parts(size, inner)
+    if names.has_gate_up:
+        parts = (("gate_up_proj", "gate_up_proj", 0, (2 * inner, size)), parts[-1])
+    places = {}
+    for part, leaf, start, shape in parts:
+        if "{expert}" in names.expert:
+            for e in range(count):
+                source = names.expert.format(expert=e, part=part)
+                places[_beside(name, source)] = Placement(module, leaf, start, shape, expert=e)
+        else:
+            source = _beside(name, names.expert.format(part=part))
+            places[source] = Placement(module, leaf, start, (count, *shape), dim=1)
+    return places
+
+
+def _mlp_places(mlp: Any, source: str, module: str) -> dict[str, Placement]:
+    from .weights import Placement
+
+    size = mlp.down_proj.out_features
+    return {
+        f"{source}.{part}.weight": Placement(f"{module}.{leaf}", "weight", start, shape)
+        for part, leaf, start, shape in _parts(size, mlp.intermediate_size)
+    }
 
 
 def _parts(size: int, inner: int) -> tuple[tuple[str, str, int, tuple[int, int]], ...]:

@@ -48,13 +48,16 @@ _CONFIG_FIELDS = {
     "q_norm": "head_dim",
     "k_norm": "head_dim",
     "gate": "n_routed_experts and hidden_size",
+    "router": "num_experts and hidden_size",
+    "proj": "num_experts and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one checkpoint tensor goes: rows `start:start + shape[0]` of a module's parameter."""
+    """Where one checkpoint tensor goes: rows `start:start + shape[0]` of a module's parameter, or
+    of another of its dimensions."""
 
     module: str
     leaf: str
@@ -64,6 +67,7 @@ class Placement:
     expert: int | None = None  # the rows of parameter[expert]
     dtype: torch.dtype | None = None  # of the parameter; None is the model's
     offset: float = 0.0  # added to the source in float32
+    dim: int = 0  # that `start` counts along
 
 
 def load_decoder(
@@ -187,7 +191,7 @@ def place_tensors(
         if place.offset:
             source = source.float() + place.offset
         data = parameter.data if place.expert is None else parameter.data[place.expert]
-        data.narrow(0, place.start, place.shape[0]).copy_(
+        data.narrow(place.dim, place.start, place.shape[place.dim]).copy_(
             source if place.order is None else source[place.order]
         )
 
@@ -205,8 +209,8 @@ def shape_problem(name: str, source: TensorSource, place: Placement) -> str | No
     """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
     if source.shape != place.shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
-        if "experts." in name:  # of a mixture: routed or shared
-            fields = "moe_intermediate_size, n_shared_experts and hidden_size"
+        if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
+            fields = "the experts' number and sizes (moe_intermediate_size, …) and hidden_size"
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
             f"it {list(place.shape)}. Check {fields} there."
@@ -260,7 +264,8 @@ def _check(
         raise CheckpointError(
             f"{model_dir} holds {len(surplus)} tensors its config.json has no place for: "
             f"{some(surplus)}. Check model_type, num_hidden_layers, attention_bias and mlp_bias, "
-            "n_routed_experts for experts, and for MTP layers num_nextn_predict_layers."
+            "n_routed_experts, moe_layers_enum or enable_moe_block for experts, and for MTP layers "
+            "num_nextn_predict_layers."
         )
     for name, place in places.items():
         problem = shape_problem(name, sources[name], place)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .activation import gelu_tanh_and_mul, silu_and_mul
+from .activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .linear import Linear
 from .norm import RMSNorm
 from .rope import Rope, rope_and_write
@@ -76,6 +76,11 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
 def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     """gelu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
     return gelu_tanh_and_mul(linear((x,), layer, (norm,)))
+
+
+def clamped_swiglu(x: Tensor, layer: Linear, norm: RMSNorm, limit: float) -> Tensor:
+    """`swiglu` with both factors clamped, as `clamped_silu_and_mul` does: [T, D] -> [T, I]."""
+    return clamped_silu_and_mul(linear((x,), layer, (norm,)), limit)
 
 
 def qkv_rope_and_write(

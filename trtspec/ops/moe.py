@@ -6,6 +6,8 @@ group, softmax scores and no bias it is the classic one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,11 +70,19 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 class Experts(nn.Module):
     """E SwiGLU networks. `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]; after `pack()` on CPU
-    each expert's packed `Linear`s replace them."""
+    each expert's packed `Linear`s replace them.
 
-    def __init__(self, num_experts: int, size: int, inner: int):
+    Args:
+        gate_and_mul: what stands between the two products, [n, 2I] -> [n, I].
+    """
+
+    def __init__(
+        self, num_experts: int, size: int, inner: int,
+        gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+    ):  # fmt: skip
         super().__init__()
         self.num_experts, self.size, self.inner = num_experts, size, inner
+        self.gate_and_mul = gate_and_mul
         self.gate_up_proj: nn.Parameter | None = nn.Parameter(
             torch.empty(num_experts, 2 * inner, size), requires_grad=False
         )
@@ -104,7 +114,8 @@ class Experts(nn.Module):
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
-        return grouped_experts(x, ids, weights, self.gate_up_proj, self.down_proj)
+        stacked = self.gate_up_proj, self.down_proj
+        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Only the experts that were chosen, each over its rows. A row is summed in the order of
@@ -120,9 +131,9 @@ class Experts(nn.Module):
         """x [n, D] -> [n, D]."""
         if self._packed:
             gate_up, down = self._packed[expert]
-            return down(silu_and_mul(gate_up(x)))
+            return down(self.gate_and_mul(gate_up(x)))
         assert self.gate_up_proj is not None and self.down_proj is not None
-        inner = silu_and_mul(F.linear(x, self.gate_up_proj[expert]))
+        inner = self.gate_and_mul(F.linear(x, self.gate_up_proj[expert]))
         return F.linear(inner, self.down_proj[expert])
 
 
@@ -135,11 +146,12 @@ def _packed(weight: Tensor) -> Linear:
 
 
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+    gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+) -> Tensor:  # fmt: skip
     """`Experts.forward` as two grouped products over the rows sorted by expert; nothing waits."""
     rows, ends, places = sort_by_expert(ids, gate_up_proj.shape[0])
-    inner = silu_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
     return combine(grouped_matmul(inner, down_proj, ends), places, weights)
 
 

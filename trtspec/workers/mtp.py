@@ -36,9 +36,10 @@ from ..metadata.spec import SpecMetadata
 from ..ops.choose import RelaxedRule, update_window
 from ..ops.drafting import finish_drafts
 from ..ops.slots import slot_mapping
-from .base import SpecWorkerBase, has_kernel
+from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
 from .protocols import DraftInputs
+from .verification import has_kernel
 
 
 class RelaxedAcceptanceMixin(SpecWorkerBase):

@@ -4,8 +4,9 @@
 
 Gemma 2 caps attention's scores and the logits; Gemma 3 norms queries and keys instead and gives
 each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention have other heads
-(whose values may be the keys' projection), does not scale scores, and scales each layer's output.
-Its small models' further parts (per-layer inputs, shared KV) and its experts are refused.
+(whose values may be the keys' projection), does not scale scores, scales each layer's output, and
+may have experts beside its MLPs. Its small models' further parts (per-layer inputs, shared KV) are
+refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from .llama import windows_by_type
+from .moe import gemma_moe
 
 _TYPES = ("sliding_attention", "full_attention")
 
@@ -40,10 +42,9 @@ def gemma3(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def gemma4(hf: Any, where: Path) -> dict[str, Any]:
-    """The text model, without per-layer inputs, shared KV and experts."""
+    """The text model, without per-layer inputs and shared KV."""
     _refuse(
-        hf, where, num_kv_shared_layers=0, hidden_size_per_layer_input=0, enable_moe_block=False,
-        use_double_wide_mlp=False,
+        hf, where, num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_double_wide_mlp=False,
     )  # fmt: skip
     return gemma4_layers(hf, where)
 
@@ -58,6 +59,7 @@ def gemma4_layers(hf: Any, where: Path) -> dict[str, Any]:
         "value_norm": True,
         "layer_scalar": True,
         "attention_scale": 1.0,
+        "moe": gemma_moe(hf, where),
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ...errors import CheckpointError
-from ..config import MoEConfig
+from ..config import MoEConfig, MoENames
 
 _MAX_EXPERTS = 4096
 
@@ -38,7 +40,7 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         n_group=_count(hf, "n_group", 1, _MAX_EXPERTS, where),
         topk_group=_count(hf, "topk_group", 1, _MAX_EXPERTS, where),
         norm_topk_prob=bool(hf.norm_topk_prob),
-        routed_scaling_factor=_scale(hf, where),
+        routed_scaling_factor=_scale(hf, "routed_scaling_factor", where),
         first_k_dense_replace=first,
     )
     _check_choice(moe, where)
@@ -70,6 +72,55 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
     return moe
 
 
+def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
+    """Step-3.5's, by its own names: DeepSeek-V3's router without groups, one shared expert. Scores
+    are taken in float32 here whatever `need_fp32_gate` says.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    for name, only in (("moe_router_activation", "sigmoid"), ("norm_expert_weight", True)):
+        if raw.get(name, only) != only:
+            raise CheckpointError(
+                f"{where}: {name}={raw[name]!r} is not supported; allowed is {only!r}. Use another "
+                "model."
+            )
+    hf = SimpleNamespace(**raw)
+    count = _count(hf, "moe_num_experts", 1, _MAX_EXPERTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "moe_top_k", 1, count, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
+        has_correction_bias=bool(raw.get("use_moe_router_bias")),
+        routed_scaling_factor=_scale(hf, "moe_router_scaling_factor", where),
+        names=MoENames("moe.gate.weight", "moe.router_bias", "moe.{part}.weight",
+                       shared="share_expert"),
+    )  # fmt: skip
+
+
+def gemma_moe(hf: Any, where: Path) -> MoEConfig | None:
+    """Gemma-4's, beside the MLP: softmax over all experts, whose gates are the MLP's; None where
+    `enable_moe_block` is not set.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    if not getattr(hf, "enable_moe_block", False):
+        return None
+    count = _count(hf, "num_experts", 1, _MAX_EXPERTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "top_k_experts", 1, count, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        scoring="softmax",
+        has_correction_bias=False,
+        activation="gelu_tanh",
+        beside_mlp=True,
+        names=MoENames("router.proj.weight", expert="experts.{part}", has_gate_up=True),
+    )
+
+
 def _check_choice(moe: MoEConfig, where: Path) -> None:
     count, groups = moe.num_experts, moe.n_group
     per_group = count // groups
@@ -97,11 +148,11 @@ def _count(hf: Any, name: str, least: int, most: int, where: Path) -> int:
     return value
 
 
-def _scale(hf: Any, where: Path) -> float:
-    value = hf.routed_scaling_factor
+def _scale(hf: Any, name: str, where: Path) -> float:
+    value = getattr(hf, name, 1.0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise CheckpointError(
-            f"{where}: routed_scaling_factor={value!r}; it must be a number > 0. Copy the file "
+            f"{where}: {name}={value!r}; it must be a number > 0. Copy the file "
             "again from the model's source."
         )
     return float(value)

@@ -1,15 +1,20 @@
 """Step-3.5 (stepfun-ai/Step-3.5-Flash): sliding-window and full layers that differ in heads and
-rotation, a gate on every head, norms whose weights are written as differences from one.
+rotation, a gate on every head, norms whose weights are written as differences from one, and in some
+layers experts or a clamped SwiGLU.
 
-Layers with experts and clamped SwiGLU are refused.
+Source: modeling_step3p5.py beside the public checkpoint. There `swiglu_limits_shared` is also for
+layers without experts, and the lists count on over the MTP layers, which are dense.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .moe import step_moe
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
@@ -50,14 +55,19 @@ def step3p5(hf: Any, where: Path) -> dict[str, Any]:
             f"{where}: sliding_window={window!r}; layer_types names {SLIDING!r}, whose window must "
             "be an int >= 1. Correct one of them."
         )
-    fields = {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)}
+    attention = {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)}
+    behind = _feed_forwards(raw, hf.num_hidden_layers, num_mtp, where)
+    names, fields = [], {}
+    for kind, (suffix, own) in zip(types, behind, strict=False):
+        names.append(kind + suffix)
+        fields[names[-1]] = {**attention[kind], **own}
     return {
-        **fields[types[0]],
+        **fields[names[0]],
         "qk_norm": True,
         "norm_offset": 1.0,
         "head_gate": bool(raw.get("use_head_wise_attn_gate")),
         "layer_windows": tuple(window if kind == SLIDING else None for kind in types),
-        "layer_types": types,
+        "layer_types": tuple(names),
         "type_fields": fields,
         "raw": dict(raw),
     }
@@ -72,24 +82,70 @@ def _layer_types(raw: dict[str, Any], count: int, num_mtp: int, where: Path) -> 
             f"{where}: layer_types has {len(types)} entries for {count} layers and {num_mtp} MTP "
             f"layers, unknown ones: {unknown}. Give {FULL!r} or {SLIDING!r} for every layer."
         )
+    if len(types) == count and len(set(types)) == 1:  # no other kind that MTP layers could be
+        types = types[:1] * (count + num_mtp)
     return tuple(types)
+
+
+def _feed_forwards(
+    raw: dict[str, Any], count: int, num_mtp: int, where: Path
+) -> list[tuple[str, dict[str, Any]]]:
+    """Of every layer, MTP layers last: what its type's name adds to the attention's, and fields."""
+    total = count + num_mtp
+    routed, shared = (
+        _limits(name, raw, count, total, where)
+        for name in ("swiglu_limits", "swiglu_limits_shared")
+    )
+    with_experts = _expert_layers(raw, total, where)
+    moe = step_moe(raw, where) if with_experts else None
+    found: list[tuple[str, dict[str, Any]]] = []
+    for layer, limits in enumerate(zip(routed, shared, strict=True)):
+        if moe is not None and layer in with_experts:
+            suffix = "" if limits == (None, None) else f" clamped at {limits[0]}, {limits[1]}"
+            own = replace(moe, swiglu_limit=limits[0], shared_swiglu_limit=limits[1])
+            found.append((f" with experts{suffix}", {"moe": own, "swiglu_limit": None}))
+        else:
+            suffix = "" if limits[1] is None else f" clamped at {limits[1]}"
+            found.append((suffix, {"moe": None, "swiglu_limit": limits[1]}))
+    return found
+
+
+def _expert_layers(raw: dict[str, Any], total: int, where: Path) -> set[int]:
+    said = raw.get("moe_layers_enum")
+    numbers = said.split(",") if isinstance(said, str) else said
+    texts = [str(number).strip() for number in numbers] if isinstance(numbers, list) else None
+    texts = None if texts is None else [text for text in texts if text]
+    if texts is None or any(
+        not re.fullmatch(r"\d{1,6}", text) or int(text) >= total for text in texts
+    ):
+        raise CheckpointError(
+            f"{where}: moe_layers_enum={said!r}; it must name the layers with experts, each in 0 … "
+            f'{total - 1}, as in "3,4,5", or be "" where all are dense. Copy the file again from '
+            "the model's source."
+        )
+    return {int(text) for text in texts}
+
+
+def _limits(
+    name: str, raw: dict[str, Any], count: int, total: int, where: Path
+) -> list[float | None]:
+    """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
+    said = raw.get(name)
+    limits = [None] * count if said is None else said
+    if not isinstance(limits, list) or not count <= len(limits) <= total or any(
+        isinstance(n, bool) or not isinstance(n, int | float | None) or not 0 <= (n or 0) < 1e30
+        for n in limits
+    ):  # fmt: skip
+        raise CheckpointError(
+            f"{where}: {name}={said!r}; it must be null or a list of {count} to {total} numbers, "
+            "one a layer: what it clamps at, 0 or null for nothing. Copy the file again from the "
+            "model's source."
+        )
+    return [float(n) if n else None for n in limits] + [None] * (total - len(limits))
 
 
 def _refuse(raw: dict[str, Any], where: Path) -> None:
     """What these layers are not computed with."""
-    moe = raw.get("moe_layers_enum")
-    numbers = moe.split(",") if isinstance(moe, str) else moe
-    if numbers is None or any(str(number).strip() for number in numbers):
-        raise CheckpointError(
-            f"{where}: moe_layers_enum={moe!r}; Step-3.5 is supported without experts only, which "
-            "an empty moe_layers_enum says. Use a dense model."
-        )
-    for name in ("swiglu_limits", "swiglu_limits_shared"):
-        if any(raw.get(name) or ()):
-            raise CheckpointError(
-                f"{where}: {name}={raw[name]!r}; only layers that clamp nothing (null or 0) are "
-                "supported. Use another model."
-            )
     for name, needed in (("use_qk_norm", True), ("zero_centered", True), ("sink", False),
                          ("use_mfa", False), ("attention_bias", False)):  # fmt: skip
         if bool(raw.get(name, needed)) is not needed:

@@ -1,0 +1,158 @@
+"""Step-3.5's and Gemma-4's experts on CUDA: what stands between their products, limits in the fused
+path, and whole steps as graphs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gemma_moe import moe_dir, spec_of
+from test_moe import BETWEEN, naive_experts, random_experts
+from tiny_step import MOE, VOCAB, step_dir
+
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.models.config import DecoderConfig
+from trtspec.models.decoder import MLP
+from trtspec.ops.norm import RMSNorm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(("rows", "count"), [(1, 8), (5, 8), (300, 4)])
+def test_experts_equal_a_loop_and_replay_in_a_graph(
+    dtype: torch.dtype, between: str, rows: int, count: int
+) -> None:
+    """By kernels of ours and, for many rows, by torch's grouped product; nothing waits."""
+    experts, x, ids, weights = random_experts(rows, count, 2, 64, 48, dtype)
+    experts.gate_and_mul = BETWEEN[between][0]
+    expected = naive_experts(experts, x, ids, weights, between)
+    experts.cuda()
+    args = x.cuda(), ids.cuda(), weights.cuda()
+    with torch.no_grad():
+        experts(*args)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = experts(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = experts(*args)
+        graph.replay()
+    for found in (out, replayed):
+        torch.testing.assert_close(
+            found.cpu().double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype]
+        )
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("rows", [1, 4, 100])
+def test_a_fused_mlp_does_not_skip_its_limit(dtype: torch.dtype, rows: int) -> None:
+    """Few rows are kernels of csrc's on Hopper, whose SwiGLU knows no limit."""
+    config = DecoderConfig(
+        vocab_size=8, hidden_size=128, intermediate_size=96, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=8, rms_norm_eps=1e-5,
+        rope_parameters={}, swiglu_limit=0.2,
+    )  # fmt: skip
+    mlp, norm = MLP(config), RMSNorm(128, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (*mlp.parameters(), *norm.parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        small = 1 + 0.2 * noise if noise.dim() == 1 else noise * noise.shape[1] ** -0.5
+        parameter.data = small.to(dtype)
+    x = torch.randn(rows, 128, generator=generator).to(dtype)
+    normed = torch.nn.functional.rms_norm(x.double(), (128,), norm.weight.double(), 1e-5)
+    gate, up = (normed @ mlp.gate_up_proj.weight.double().T).chunk(2, dim=-1)  # type: ignore[union-attr]
+    inner = (gate * gate.sigmoid()).clamp(max=0.2) * up.clamp(-0.2, 0.2)
+    expected = x.double() + inner @ mlp.down_proj.weight.double().T  # type: ignore[union-attr]
+    with torch.no_grad():
+        out = mlp.cuda()(x.cuda(), norm.cuda()).cpu().double()
+    torch.testing.assert_close(out, expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+
+
+# -- whole steps ---------------------------------------------------------------------------------
+CASES = [("step", "plain"), ("step", "mtp"), ("step", "ngram"),
+         ("gemma", "plain"), ("gemma", "ngram"), ("gemma", "assistant")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts")
+    step_dir(path, **MOE).rename(path / "step")
+    moe_dir(path, seed=1).rename(path / "gemma")
+    return path
+
+
+def _llm(folder: Path, tmp_path: Path, family: str, mode: str, device: str, **options: Any) -> LLM:
+    spec = spec_of(mode, tmp_path)
+    if mode == "mtp":
+        spec = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
+    assert isinstance(spec, MTPDecodingConfig | NGramDecodingConfig | None)
+    defaults = {
+        "dtype": "float32", "max_batch_size": 4, "max_seq_len": 96,
+        "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
+    }  # fmt: skip
+    return LLM(folder / family, spec, device=device, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, family: str, mode: str) -> None:
+    """Prompts in chunks; eagerly and as graphs."""
+    rng, texts = random.Random(0), []
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(6)]
+    for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
+        llm = _llm(
+            folder, tmp_path, family, mode, device, cuda_graph_config=graphs, max_num_tokens=32,
+            enable_chunked_prefill=True,
+        )  # fmt: skip
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        llm.executor.kv_cache.check_integrity()
+    assert texts[1:] == texts[:1] * 2
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_is_one_graph_that_waits_for_nothing(
+    folder: Path, tmp_path: Path, family: str, mode: str, dtype: str
+) -> None:
+    llm = _llm(
+        folder, tmp_path, family, mode, "cuda", dtype=dtype, max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
+    )  # fmt: skip
+    executor, params = llm.executor, SamplingParams(max_tokens=150, ignore_eos=True)
+    requests = [executor.enqueue([3, 4, 5 + i], params) for i in range(2)]
+    for _ in range(6):
+        executor.step()
+    batch = executor._schedule()
+    assert len(batch.generations) == 2 and not batch.contexts
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            executor._pending.append(executor._launch(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) == 1
+    assert not [name for name in counts if "LaunchKernel" in name]
+    executor.run_until_done()
+    assert all(len(request.output_token_ids) == 150 for request in requests)

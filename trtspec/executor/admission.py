@@ -1,0 +1,108 @@
+"""What is refused before it is queued: prompts and parameters that this model cannot serve."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from ..config import ExecutorConfig
+from ..errors import RequestError
+from ..metadata.logits import MAX_ENDS
+from ..metadata.mode import SpeculativeDecodingMode
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..multimodal import EmbedsPrompt
+from ..sampling.params import SamplingParams
+from .embeds import check_embeds
+
+
+def end_ids(params: SamplingParams, model: DecoderConfig) -> set[int]:
+    """Tokens that end a request's output."""
+    own = () if params.ignore_eos else model.eos_token_ids
+    return {*(params.stop_token_ids or ()), *own}
+
+
+def check_params(params: SamplingParams, model: DecoderConfig) -> None:
+    """Raises RequestError: token ids that are not the model's, too many end tokens held back,
+    several completions in one request."""
+    if params.n > 1:
+        raise RequestError(
+            f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
+            "and LLM.chat take n; for streams and executors queue n requests."
+        )
+    vocab, words = model.vocab_size, params.bad_words or ()
+    if any(isinstance(word, str) for word in words):
+        raise RequestError(
+            f"SamplingParams.bad_words={words!r}: an executor has no tokenizer. Give token "
+            "ids, or text to LLM.generate."
+        )
+    for name, ids in (
+        ("logit_bias", [token for token, _ in params.logit_bias_items]),
+        ("bad_token_ids", params.bad_token_ids or ()),
+        ("bad_words", [int(token) for word in words for token in word]),
+    ):
+        outside = [token for token in ids if token >= vocab]
+        if outside:
+            raise RequestError(
+                f"SamplingParams.{name} has token {outside[0]}: ids must be in 0 … {vocab - 1}."
+            )
+    if params.bad_token_ids and len(set(params.bad_token_ids)) == vocab:
+        raise RequestError(
+            f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
+        )
+    count = sum(token < vocab for token in end_ids(params, model))
+    if params.min_tokens and count > MAX_ENDS:
+        raise RequestError(
+            f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
+            f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
+        )
+
+
+def check_prompt(
+    given: Sequence[int] | EmbedsPrompt, max_tokens: int, target: Decoder, config: ExecutorConfig,
+    mode: SpeculativeDecodingMode,
+) -> list[int]:  # fmt: skip
+    """The prompt's tokens as ints.
+
+    Raises:
+        RequestError: it is empty, too long, or holds an id outside the vocabulary; its embeddings
+            do not fit the model or the mode.
+    """
+    vocab = target.config.vocab_size
+    if isinstance(given, EmbedsPrompt):
+        embeds, ids = given, given.prompt_token_ids
+    else:
+        embeds, ids = None, given
+    if embeds is not None and (mode.is_mtp_vanilla() or mode.is_save_hidden_states()):
+        raise RequestError(
+            f"Mode {mode.name} reads prompts again by their tokens: an EmbedsPrompt "
+            "needs another one (MTP layers also serve use_mtp_vanilla=False)."
+        )
+    prompt = list(ids)
+    if not prompt:
+        raise RequestError("The prompt is empty: give at least one token.")
+    for position, token in enumerate(prompt):
+        try:
+            prompt[position] = operator.index(token)
+        except TypeError:
+            raise RequestError(f"Prompt token {position} is {token!r}, not an int.") from None
+        if not 0 <= prompt[position] < vocab:
+            raise RequestError(
+                f"Prompt token {position} is {token}: ids must be in 0 … {vocab - 1}."
+            )
+    if len(prompt) >= config.max_seq_len:
+        raise RequestError(
+            f"The prompt has {len(prompt)} tokens; max_seq_len={config.max_seq_len} "
+            "leaves room for fewer, so that one can be generated. Shorten it, or raise "
+            "max_seq_len / KvCacheConfig.max_tokens."
+        )
+    if len(prompt) > config.max_num_tokens and not config.enable_chunked_prefill:
+        raise RequestError(
+            f"The prompt has {len(prompt)} tokens, a pass takes "
+            f"max_num_tokens={config.max_num_tokens}. Set enable_chunked_prefill=True or "
+            "raise max_num_tokens."
+        )
+    if embeds is not None:
+        total = min(len(prompt) + max_tokens, config.max_seq_len)
+        check_embeds(embeds, target, total)
+    return prompt
