@@ -178,6 +178,12 @@ def test_tokenizers_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_target(directory), directory, "draft", texts, tokenizer=vocab(a=1, b=3, c=2)
     )
     assert "map 2 tokens to different ids ('b' 2 and 3, 'c' 3 and 2)" in diagnosis.verdict
+    padded = diagnose(
+        load_target(directory), tiny_model_dir(tmp_path, seed=1, vocab_size=104), "draft",
+        greedy_texts(directory), tokenizer=vocab(a=1, b=2, c=3),
+    )  # fmt: skip
+    assert not padded.problems and padded.as_loaded is not None
+    assert not any("not compared" in note for note in padded.notes)
 
 
 def test_a_pard_model_with_another_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

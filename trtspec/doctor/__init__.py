@@ -109,6 +109,7 @@ def _diagnose_model(
             return diagnosis
         weight = target.embed_tokens.weight
         model = load_decoder(draft_dir, weight.dtype, weight.device, TorchAttention(), pack=False)
+        model.keep_logits(target.config.vocab_size)
     except CheckpointError as error:
         diagnosis.problems.append(str(error))
         return diagnosis

@@ -93,26 +93,28 @@ def is_language_model(names: set[str]) -> bool:
 def vocabulary_problems(
     draft: DecoderConfig, target: DecoderConfig, tokenizers: tuple[Any, Any], draft_dir: Path
 ) -> list[str]:
-    """Why the two do not speak the same tokens.
+    """Why the two do not speak the same tokens. Embeddings may be padded differently, which
+    tokenizers that agree show.
 
     Args:
         tokenizers: the draft model's and the target's, None where unknown.
     """
     cure = "Choose a draft model of the target's own family, with the same tokenizer."
-    problems = []
-    if draft.vocab_size != target.vocab_size:
-        problems.append(
-            f"The draft model's vocab_size is {draft.vocab_size}, the target's "
-            f"{target.vocab_size}. {cure}"
-        )
     ours, theirs = tokenizers
-    if ours is not None and theirs is not None:
-        mine, its = ours.get_vocab(), theirs.get_vocab()
-        other = sorted(t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t))
-        if other:
-            examples = ", ".join(f"{t!r} {mine.get(t)} and {its.get(t)}" for t in other[:3])
-            problems.append(
-                f"The tokenizer of {draft_dir} and the target's map {len(other)} tokens to "
-                f"different ids ({examples}). {cure}"
-            )
-    return problems
+    if ours is None or theirs is None:
+        if draft.vocab_size == target.vocab_size:
+            return []
+        return [
+            f"The draft model's vocab_size is {draft.vocab_size}, the target's "
+            f"{target.vocab_size}, and there are no two tokenizers to show that this is padding. "
+            f"Put each model's tokenizer beside it. {cure}"
+        ]
+    mine, its = ours.get_vocab(), theirs.get_vocab()
+    other = sorted(t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t))
+    if not other:
+        return []
+    examples = ", ".join(f"{t!r} {mine.get(t)} and {its.get(t)}" for t in other[:3])
+    return [
+        f"The tokenizer of {draft_dir} and the target's map {len(other)} tokens to different ids "
+        f"({examples}). {cure}"
+    ]
