@@ -80,7 +80,9 @@ def diagnose(
     diagnosis.reads_masks = head.config.mask_token_id is not None
     tokens: dict[str, int] = {}
     if diagnosis.reads_masks:
-        tokens, left_out = special_tokens(raw, target.config, tokenizer)
+        tokens, left_out = special_tokens(
+            raw, head.config.decoder.vocab_size, target.config, tokenizer
+        )
         diagnosis.notes += left_out
     exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
@@ -114,7 +116,7 @@ def _diagnose_model(
         diagnosis.problems.append(str(error))
         return diagnosis
     diagnosis.reads_masks = mask is not None
-    tokens, left_out = special_tokens(config.raw, target.config, tokenizer)
+    tokens, left_out = special_tokens(config.raw, config.vocab_size, target.config, tokenizer)
     diagnosis.notes.append(
         "A draft model's own settings (RoPE, norms) are not tried: they are right if the text that "
         "it writes alone is good (trtspec generate)."

@@ -93,16 +93,16 @@ def _other_states(
 
 
 def special_tokens(
-    raw: Mapping[str, Any], target: DecoderConfig, tokenizer: Any = None
+    raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any = None
 ) -> tuple[dict[str, int], list[str]]:
     """Special tokens by name, each id once, and a note where there are too many to try.
 
     Args:
-        raw: the drafter's config.json. tokenizer: the target's.
+        raw, vocab_size: the drafter's config.json and vocabulary. tokenizer: the target's.
     """
     found: dict[int, str] = {}
-    for name, token in _named(raw, target, tokenizer):
-        if 0 <= token < target.vocab_size:
+    for name, token in _named(raw, vocab_size, target, tokenizer):
+        if 0 <= token < vocab_size:
             found.setdefault(token, name)
     chosen = {name: token for token, name in list(found.items())[:MOST_TRIED]}
     notes = []
@@ -114,7 +114,7 @@ def special_tokens(
 
 
 def _named(
-    raw: Mapping[str, Any], target: DecoderConfig, tokenizer: Any
+    raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any
 ) -> Iterator[tuple[str, int]]:
     """Those with a role first: configs name them, then the tokenizer."""
     for whose, config in (("of its config.json", raw), ("of the target's config.json", target.raw)):
@@ -127,7 +127,7 @@ def _named(
                     if isinstance(token, int) and not isinstance(token, bool):
                         yield f"{name} {whose}", token
     yield "the first token", 0
-    yield "the last token", target.vocab_size - 1
+    yield "the last token", vocab_size - 1
     if tokenizer is not None:
         for name, token in zip(
             tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True
