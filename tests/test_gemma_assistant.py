@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,27 @@ from trtspec import (
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.cli.inspect_head import describe_head
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.clustered_head import LOWEST
 from trtspec.models.head_weights import read_head
 from trtspec.models.hf_config import load_config
 from trtspec.workers import eagle3
 
-FAMILIES = ["gemma3_text", "gemma4_text"]
+FAMILIES = ["gemma3_text", "gemma4_text", "gemma4_small"]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Family -> (target, assistant)."""
     path = tmp_path_factory.mktemp("pairs")
-    return {f: (gemma_dir(path, f, seed=1), assistant_dir(path, f)) for f in FAMILIES}
+    found = {
+        f: (gemma_dir(path, f, seed=1, layers_weigh=4), assistant_dir(path, f)) for f in FAMILIES
+    }
+    found["clustered"] = (
+        gemma_dir(path, "gemma4_small", seed=1, layers_weigh=4, vocab_size=96,
+                  vocab_size_per_layer_input=96),
+        assistant_dir(path, "gemma4_small", clusters=(12, 3), vocab_size=96),
+    )  # fmt: skip
+    return found
 
 
 def _config(assistant: Path, k: int, one_model: bool = True, **options: Any) -> MTPDecodingConfig:
@@ -92,8 +102,9 @@ def test_the_formula_is_transformers(
         h, token = out.last_hidden_state, proposal
 
 
+@pytest.mark.parametrize("family", [*FAMILIES[1:], "clustered"])
 def test_first_drafts_are_those_of_transformers_generate(
-    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+    pairs: dict[str, tuple[Path, Path]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its candidates after the prompt, before its cropping begins: positions, states, embedding."""
     from transformers import AutoModelForCausalLM
@@ -101,7 +112,7 @@ def test_first_drafts_are_those_of_transformers_generate(
         SinglePositionMultiTokenCandidateGenerator,
     )
 
-    target, assistant = pairs["gemma4_text"]
+    target, assistant = pairs[family]
     module = hf_assistant(assistant, torch.float32, monkeypatch)
     module.generation_config.num_assistant_tokens = 4
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -125,9 +136,66 @@ def test_first_drafts_are_those_of_transformers_generate(
         llm.executor.run_until_done()
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("one_model", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_few_clusters(
+    pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' of the tokens in the three nearest of twelve clusters; the others' are low."""
+    target, assistant = pairs["clustered"]
+    head: Any = LLM(target, _config(assistant, 2), device="cpu", dtype="float32").executor
+    module = hf_assistant(assistant, torch.float32, monkeypatch)
+    hidden = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    ours = head.draft_model.compute_logits(hidden, 0)
+    with torch.inference_mode():
+        theirs = module.masked_embedding(hidden[None], module.lm_head.weight)[0]
+    chosen = ours > LOWEST
+    assert chosen.sum(1).tolist() == [3 * 8] * 40
+    assert torch.equal(chosen, theirs > theirs.min())
+    torch.testing.assert_close(ours[chosen], theirs[chosen], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["strict", "rejection"])
+def test_drafting_from_a_few_clusters(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
+    """Greedy text is the target's; at a temperature nothing else is ever drawn."""
+    target, assistant = pairs["clustered"]
+    params = [
+        SamplingParams(max_tokens=20, temperature=t, seed=1, ignore_eos=True) for t in (0.0, 2.0)
+    ]
+    texts = []
+    for config in (None, _config(assistant, 3, acceptance=rule)):
+        llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
+        outputs = llm.generate([[5, 9, 2, 44], [5, 9, 2, 44]], params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0][0] == texts[1][0] and len(texts[1][1]) == 20
+    memory = llm.executor.worker.draft_memory
+    assert (memory is not None) == (rule == "rejection")
+    if memory is not None:
+        drawn = memory.logits[:2].gather(2, memory.logits[:2].argmax(-1, keepdim=True))
+        assert (drawn > LOWEST).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("masked_embedding.token_ordering"), "token_ordering is missing"),
+        (lambda t: t["masked_embedding.token_ordering"].fill_(3), "each token of 0 … 95 once"),
+        (lambda t: t.pop("masked_embedding.centroids.weight"), "missing: lm_head.centroids.weight"),
+    ],
+)
+def test_clusters_refused(
+    tmp_path: Path, pairs: dict[str, tuple[Path, Path]], change: Any, message: str
+) -> None:
+    assistant = assistant_dir(tmp_path, "gemma4_small", clusters=(12, 3), vocab_size=96)
+    tensors = load_file(assistant / "model.safetensors")
+    change(tensors)
+    save_file(tensors, assistant / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=message):
+        LLM(pairs["clustered"][0], _config(assistant, 2), device="cpu")
+
+
+RECOMPUTED = [*product(FAMILIES[:2], [True, False], [1, 2, 4]), ("gemma4_small", True, 4)]
+
+
+@pytest.mark.parametrize(("family", "one_model", "k"), RECOMPUTED)
 def test_draft_logits_equal_recomputation(
     pairs: dict[str, tuple[Path, Path]], family: str, one_model: bool, k: int
 ) -> None:
@@ -182,8 +250,9 @@ def oracles(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Oracle]:
     return {family: Oracle(target) for family, (target, _) in pairs.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("one_model", [True, False])
+@pytest.mark.parametrize(
+    ("family", "one_model"), [*product(FAMILIES[:2], [True, False]), ("gemma4_small", True)]
+)
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("pool", [512, 100])
@@ -279,7 +348,19 @@ def test_a_target_of_another_width_or_without_such_layers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_ordered_embeddings": True}, "use_ordered_embeddings=true.*allowed is false"),
+        (
+            {"use_ordered_embeddings": True, "num_centroids": 5, "centroid_intermediate_top_k": 2},
+            "num_centroids=5 does not divide",
+        ),
+        ({"use_ordered_embeddings": True, "num_centroids": 0}, "num_centroids=0.*in 1 … 97"),
+        (
+            {
+                "use_ordered_embeddings": True,
+                "num_centroids": 97,
+                "centroid_intermediate_top_k": 98,
+            },
+            "centroid_intermediate_top_k=98.*in 1 … 97",
+        ),
         ({"backbone_hidden_size": None}, "backbone_hidden_size=None; it must be"),
         ({"text_config": None}, "text_config=None"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
@@ -296,9 +377,14 @@ def test_configs_refused(
 def test_text_configs_refused(tmp_path: Path, pairs: dict[str, tuple[Path, Path]]) -> None:
     assistant = assistant_dir(tmp_path)
     text = json.loads((assistant / "config.json").read_text())["text_config"]
-    edit_config(assistant, text_config=text | {"num_kv_shared_layers": 1})
-    with pytest.raises(CheckpointError, match="num_kv_shared_layers=1; all 3 layers"):
-        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+    for name, value, message in (
+        ("num_kv_shared_layers", 1, "num_kv_shared_layers=1; all 3 layers"),
+        ("hidden_size_per_layer_input", 8, "hidden_size_per_layer_input=8.*has none"),
+        ("use_double_wide_mlp", True, "use_double_wide_mlp=True.*has none"),
+    ):
+        edit_config(assistant, text_config=text | {name: value})
+        with pytest.raises(CheckpointError, match=message):
+            LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
 
 
 @pytest.mark.parametrize(

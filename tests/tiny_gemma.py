@@ -40,24 +40,38 @@ GEMMA: dict[str, dict[str, Any]] = {
 
 
 GEMMA["gemma4_unified_text"] = GEMMA["gemma4_text"]
+GEMMA["gemma4_small"] = {  # as E2B: three layers read the keys of layers 2 and 1
+    **GEMMA["gemma4_text"], "num_hidden_layers": 6, "layer_types": [S, F, S, S, S, F],
+    "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 97, "pad_token_id": 4,
+}  # fmt: skip
+MODEL_TYPES = {"gemma4_small": "gemma4_text"}
 
 
-def gemma_dir(tmp_path: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
-    """A tiny model with tied embeddings; of Gemma-4 the layers' scalars are random too."""
+def gemma_dir(
+    tmp_path: Path, family: str, seed: int = 0, layers_weigh: float = 1, **overrides: Any
+) -> Path:
+    """A tiny model with tied embeddings; of Gemma-4 the layers' scalars are random too.
+
+    What layers add to the stream is `layers_weigh` times as much. With 1 the scaled, tied embedding
+    outweighs it and greedy text is the prompt's last token for ever; with 4 it is a text, and
+    rounding errors grow.
+    """
     fields = {"tie_word_embeddings": True, **GEMMA[family], **overrides}
-    path = tiny_model_dir(tmp_path, family, seed=seed, **fields)
-    if family.startswith("gemma4"):
-        _randomize_scalars(path, seed)
+    path = tiny_model_dir(tmp_path, MODEL_TYPES.get(family, family), seed=seed, **fields)
+    _change_weights(path, seed, layers_weigh)
     return path
 
 
-def _randomize_scalars(path: Path, seed: int) -> None:
+def _change_weights(path: Path, seed: int, layers_weigh: float) -> None:
     file = path / "model.safetensors"
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(seed)
     for name in tensors:
         if name.endswith("layer_scalar"):
             tensors[name] = 0.5 + torch.rand(1, generator=generator)
+        elif "post_" in name:  # a norm behind attention, MLP or per-layer inputs
+            tensors[name] *= layers_weigh
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -86,12 +100,15 @@ FITS: dict[str, dict[str, Any]] = {  # what an assistant has in common with its 
         "rope_parameters": GEMMA["gemma4_text"]["rope_parameters"],
     },
 }  # fmt: skip
+FITS["gemma4_small"] = FITS["gemma4_text"] | {"attention_k_eq_v": False}
 
 
 def assistant_dir(
-    tmp_path: Path, family: str = "gemma3_text", seed: int = 5, **overrides: Any
-) -> Path:
-    """A random assistant for `gemma_dir(…, family)`, in the public format."""
+    tmp_path: Path, family: str = "gemma3_text", seed: int = 5,
+    clusters: tuple[int, int] | None = None, **overrides: Any,
+) -> Path:  # fmt: skip
+    """A random assistant for `gemma_dir(…, family)`, in the public format; with `clusters` (how
+    many, and how many of them get logits) one with ordered embeddings."""
     text = {"model_type": "gemma4_text", **ASSISTANT, **FITS[family], **overrides}
     size, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -120,11 +137,20 @@ def assistant_dir(
             tensors[name] = 1 + 0.2 * noise
         else:
             tensors[name] = noise * (0.5 if "embed" in name else shape[1] ** -0.5 * 1.5)
-    raw = {
+    raw: dict[str, Any] = {
         "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
         "backbone_hidden_size": BACKBONE, "use_ordered_embeddings": False,
         "text_config": text | {"num_kv_shared_layers": len(text["layer_types"])},
     }  # fmt: skip
+    if clusters is not None:
+        raw |= {"use_ordered_embeddings": True, "num_centroids": clusters[0],
+                "centroid_intermediate_top_k": clusters[1]}  # fmt: skip
+        tensors["masked_embedding.centroids.weight"] = torch.randn(
+            clusters[0], size, generator=generator
+        )
+        tensors["masked_embedding.token_ordering"] = torch.randperm(
+            text["vocab_size"], generator=generator
+        )
     path = tmp_path / f"assistant-{len(list(tmp_path.glob('assistant-*')))}"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(raw))
@@ -134,14 +160,18 @@ def assistant_dir(
 
 def hf_assistant(path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Any:
     """transformers' module. Its 5.23 refuses a model whose layers are all shared, as these are, and
-    does not hand out the keys of a target that shares none."""
+    does not hand out the keys of a target that shares none. Targets that share some are left as
+    they are."""
     from transformers.models.gemma4 import Gemma4TextConfig
     from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
 
     if hasattr(Gemma4TextConfig, "kv_sharing_modes"):
+        own_modes: Any = Gemma4TextConfig.kv_sharing_modes
 
         def modes(config: Any) -> list[str | None]:
             types = config.layer_types
+            if 0 < config.num_kv_shared_layers < len(types):
+                return own_modes.fget(config)
             if config.num_kv_shared_layers:
                 return ["reuse"] * len(types)
             return ["store" if kind not in types[i + 1 :] else None for i, kind in enumerate(types)]
@@ -172,8 +202,8 @@ class NaiveAssistant:
         model, unnormed = self.target.model, []
         hook = model.norm.register_forward_pre_hook(lambda _, args: unnormed.append(args[0]))
         states = model(torch.tensor([text]), past_key_values=cache, use_cache=True)
-        keys = {}
-        for kind, layer in zip(self.target.config.layer_types, cache.layers, strict=True):
+        keys = {}  # the last layers may have none
+        for kind, layer in zip(self.target.config.layer_types, cache.layers, strict=False):
             keys[kind] = tuple(x[0].transpose(0, 1) for x in (layer.keys, layer.values))
         hook.remove()
         last = unnormed[0] if self.flags.get("before_norm") else states.last_hidden_state

@@ -20,7 +20,8 @@ class EmbedsPrompt:
     Args:
         prompt_token_ids: n ids; at an image's places its placeholder.
         prompt_embeds: [m, D] of any float dtype, D the model's hidden size, in the prompt's order.
-        is_embed: [n] bool, the m places the vectors stand at; None is all of them.
+        is_embed: [n] bool, the m places the vectors stand at; None is all of them, which a model
+            with per-layer inputs refuses: its layers read ids too, the padding token's here.
         mrope_positions: [3, n] int, time, height and width of each token, for models with M-RoPE
             (transformers' `get_rope_index`); None counts the tokens. Output follows the largest.
 

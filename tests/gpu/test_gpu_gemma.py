@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tiny_gemma import assistant_dir, gemma_dir
 from trtspec import (
     LLM,
     CudaGraphConfig,
+    EmbedsPrompt,
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
@@ -24,21 +26,25 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-FAMILIES = ["gemma2", "gemma3_text", "gemma4_text"]
+FAMILIES = ["gemma2", "gemma3_text", "gemma4_text", "gemma4_small"]
 CASES = [
     ("gemma2", "ngram"), ("gemma3_text", "ngram"), ("gemma4_text", "ngram"),
     ("gemma3_text", "assistant"), ("gemma4_text", "assistant"),
     ("gemma4_text", "assistant_two_engine"),
+    ("gemma4_small", "ngram"), ("gemma4_small", "assistant"),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gemma")
+    small: dict[str, Any] = {"vocab_size": 96, "vocab_size_per_layer_input": 96}
     for family in FAMILIES:
-        gemma_dir(path, family, seed=1).rename(path / family)
-        if family != "gemma2":
-            assistant_dir(path, family).rename(path / f"{family}-assistant")
+        options = {"layers_weigh": 4, **small} if family == "gemma4_small" else {}
+        gemma_dir(path, family, seed=1, **options).rename(path / family)
+        if family != "gemma2":  # the small one's has logits of a few clusters of tokens
+            options = {"clusters": (12, 3), "vocab_size": 96} if options else {}
+            assistant_dir(path, family, **options).rename(path / f"{family}-assistant")
     return path
 
 
@@ -53,7 +59,7 @@ def _config(folder: Path, family: str, mode: str) -> DecodingBaseConfig:
 
 def _prompts(count: int) -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+    return [[rng.randrange(96) for _ in range(rng.randint(1, 40))] for _ in range(count)]
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)
@@ -81,6 +87,24 @@ def test_tokens_are_those_of_the_cpu(folder: Path, family: str, mode: str, pool:
         assert captured is None or captured.num_graphs > 0
     assert texts[1:] == texts[:1] * 3
     assert pool == 112 or stats[1] == stats[2]
+
+
+@pytest.mark.parametrize("mode", ["ngram", "assistant"])
+def test_prompts_with_vectors_over_per_layer_inputs(folder: Path, mode: str) -> None:
+    """Their layers are told of the padding token at the vectors' places."""
+    vectors = 2 * torch.randn(12, 48, generator=torch.Generator().manual_seed(3))
+    ids, mask = list(range(20)), torch.tensor([4 <= i < 16 for i in range(20)])
+    prompts = [EmbedsPrompt(ids, vectors, mask), [5, 6, 7]]
+    texts = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            folder / "gemma4_small", _config(folder, "gemma4_small", mode), device=device,
+            dtype="float32", max_batch_size=2, max_seq_len=96, max_num_tokens=10,
+            enable_chunked_prefill=True, kv_cache_config=KvCacheConfig(max_tokens=1024),
+        )  # fmt: skip
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])

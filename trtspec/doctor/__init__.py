@@ -24,7 +24,8 @@ from ..errors import CheckpointError
 from ..models.checkpoint import open_checkpoint
 from ..models.decoder import Decoder
 from ..models.head_weights import load_head, read_head
-from ..models.hf_config import load_config, read_json_object
+from ..models.hf_config import load_config
+from ..models.json_object import read_json_object
 from ..models.parallel_head import pard_token
 from ..models.tokenizer import load_tokenizer
 from ..models.weights import load_decoder

@@ -25,6 +25,12 @@ def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
             f"prompt_embeds is {prompt.prompt_embeds.shape[1]} wide, the model's hidden size is "
             f"{weight.shape[1]}: give vectors of the model's own encoder."
         )
+    if prompt.is_embed is None and target.per_layer_inputs is not None:
+        raise RequestError(
+            "is_embed is not given, but this model has per-layer inputs: its layers read each "
+            "token's id too, and the padding token's at an image's places. Say with is_embed where "
+            "the vectors stand, and leave text to its ids."
+        )
     if prompt.mrope_positions is not None:
         if not tables.has_axes:
             raise RequestError(

@@ -84,6 +84,10 @@ class DecoderConfig:
     value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)
     values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
     layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)
+    reads_kv_of: str | None = None
+    """A layer type: keys and values are those of its last layer, none are kept (Gemma-4)."""
+    per_layer_input_size: int = 0  # of what each layer is told of the token (Gemma-4); 0 is nothing
+    per_layer_pad_id: int = 0  # the token that is told of where a vector stands for it
     activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
     swiglu_limit: float | None = None  # silu(gate) is at most this, up within ±this (Step-3.5)
     embedding_scale: float | None = None
@@ -108,6 +112,13 @@ class DecoderConfig:
 
     def window(self, layer: int) -> int | None:
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values this one reads: itself, if it keeps its own."""
+        source = self.of_layer(layer).reads_kv_of
+        if source is None:
+            return layer
+        return max(i for i, kind in enumerate(self.layer_types) if kind == source)
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
         """The layer's mixture of experts; None where it has an MLP alone."""

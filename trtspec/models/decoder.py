@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,8 @@ from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
 from .mla import MLAttention
 from .moe import MoE, MoEBesideMLP
+from .per_layer import PerLayerGate, PerLayerInputs
+from .query_attention import QueryAttention
 from .rope import RopeTables, rotation_order
 
 
@@ -177,13 +179,19 @@ def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
     return MoE(moe, config.hidden_size, shared)
 
 
+def attention_class(own: DecoderConfig) -> Any:
+    """The kind of attention of a layer with this config."""
+    if own.reads_kv_of is not None:
+        return QueryAttention
+    return Attention if own.mla is None else MLAttention
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
         norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
         self.input_layernorm: RMSNorm | None = RMSNorm(*norm)
-        attention = Attention if config.of_layer(layer).mla is None else MLAttention
-        self.self_attn = attention(config, layer, backend, kv_group)
+        self.self_attn = attention_class(config.of_layer(layer))(config, layer, backend, kv_group)
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = feed_forward(config, layer)
 
@@ -195,7 +203,8 @@ class DecoderLayer(nn.Module):
 
 
 class SandwichLayer(DecoderLayer):
-    """Gemma's: what attention and MLP return is normed before it is added."""
+    """Gemma's: what attention and MLP return is normed before it is added. `per_layer_input`
+    [T, P] is what `PerLayerInputs` has for this layer, where the model has them."""
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__(config, layer, backend, kv_group)
@@ -205,13 +214,24 @@ class SandwichLayer(DecoderLayer):
         self.layer_scalar: nn.Parameter | None = None
         if config.layer_scalar:
             self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.per_layer = PerLayerGate(config) if config.per_layer_input_size else None
 
-    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata | DensePass,
+        per_layer_input: Tensor | None = None,
+    ) -> Tensor:
         assert self.input_layernorm is not None
         out = self.self_attn((hidden,), (self.input_layernorm,), None, rope, meta)
         hidden = add_normed(hidden, out, self.post_attention_layernorm)
         out = self.mlp(hidden, self.pre_feedforward_layernorm, adds=False)
-        return add_normed(hidden, out, self.post_feedforward_layernorm, self.layer_scalar)
+        scalar = None if self.per_layer else self.layer_scalar
+        hidden = add_normed(hidden, out, self.post_feedforward_layernorm, scalar)
+        if self.per_layer is None:
+            return hidden
+        return self.per_layer(hidden, per_layer_input, self.layer_scalar)
 
 
 class HiddenStateCapture(Protocol):
@@ -235,6 +255,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.per_layer_inputs = PerLayerInputs(config) if config.per_layer_input_size else None
         layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.layers = nn.ModuleList(
             layer_class(config, i, backend, kv_group) for i in range(config.num_layers)
@@ -261,8 +282,12 @@ class Decoder(nn.Module):
             input_ids, self.embed_tokens, config.vocab_size, config.embedding_scale, inputs_embeds
         )
         ropes = self.rope_tables.at(position_ids, meta)
+        told: Tensor | None = None  # [T, L, P]
+        if self.per_layer_inputs is not None:
+            told = self.per_layer_inputs(input_ids, hidden, inputs_embeds)
         for i, layer in enumerate(self.layers):
-            hidden = layer(hidden, ropes[i], meta)
+            of_layer = () if told is None else (told[:, i],)
+            hidden = layer(hidden, ropes[i], meta, *of_layer)
             if capture is not None and capture.is_layer_capture(i):
                 capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)

@@ -21,6 +21,7 @@ from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
 from ..ops.fused import linear
 from ..ops.linear import Linear
+from .clustered_head import ClusteredHead
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
 from .rope import RopeTables
@@ -37,6 +38,7 @@ class HeadConfig:
     draft_vocab_size: int
     own_embedding: bool = False
     own_lm_head: bool = False
+    lm_head_clusters: tuple[int, int] = (0, 0)  # clusters of tokens, those that get logits; 0: none
     layers_to_capture: tuple[int, ...] = ()  # 0-based: the residual stream after these layers
     captured_by: str = ""  # where those ids come from, for people
     norm_before_residual: bool = False
@@ -70,7 +72,7 @@ class DraftHead(nn.Module, ABC):
         decoder = config.decoder
         self.num_layers = decoder.num_layers
         self.embed_tokens: nn.Embedding | None = None
-        self.lm_head: Linear | None = None
+        self.lm_head: Linear | ClusteredHead | None = None
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
         if config.own_lm_head:
@@ -104,7 +106,7 @@ class DraftHead(nn.Module, ABC):
         """[T, n * Ht] as captured (or [T, Ht]) -> [T, H] as draft step 0 reads it."""
         return hidden_states
 
-    def lm_head_of_step(self, step: int) -> Linear:
+    def lm_head_of_step(self, step: int) -> Linear | ClusteredHead:
         """The layer that makes the logits of draft step 0, 1, …"""
         assert self.lm_head is not None
         return self.lm_head

@@ -2,7 +2,8 @@
 
     x      = pre_projection(cat(e, h))     e = the target's (scaled) embedding of the last token
     x      = layers(x)                     queries alone; keys and values are those of the target's
-                                           last layer of the same kind (sliding or full)
+                                           last layer of the same kind (sliding or full) that has
+                                           some (small targets' last layers have none)
     out    = norm(x);  logits = lm_head(out);  fed on: post_projection(out), in place of h
 
 Source: transformers' `gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`. An
@@ -36,58 +37,27 @@ from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
-from ..ops.fused import Inputs, Norms, linear
+from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
-from ..ops.rope import Rope, apply_rope, rope_queries
 from .checkpoint import TensorSource
+from .clustered_head import RENAMED, ClusteredHead, cluster_counts
 from .config import DecoderConfig
 from .decoder import SandwichLayer
 from .draft_head import DraftHead, HeadConfig, HeadTarget
 from .hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .kv_layout import kv_places
+from .query_attention import QueryAttention
 from .rope import build_cos_sin, rotation_order
 
 KIND = "gemma4_assistant"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-class QueryAttention(nn.Module):
-    """Attention of a layer's queries over another layer's keys and values."""
-
-    def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend):
-        super().__init__()
-        self.backend, self.window, own = backend, config.window(layer), config.of_layer(layer)
-        self.num_heads, self.head_dim = own.num_heads, own.head_dim
-        self.scale, self.softcap = own.attention_scale, own.attention_softcap
-        width = own.num_heads * own.head_dim
-        self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
-        self.o_proj = Linear(width, own.hidden_size, own.o_bias)
-        self.q_norm = RMSNorm(own.head_dim, own.rms_norm_eps, own.norm_offset)
-        self.kv_layer = 0  # of the target, whose keys and values are read; see `share`
-        self.kv_group, self.cache_layer = 0, 0  # where that layer keeps them
-
-    def forward(
-        self, inputs: Inputs, norms: Norms, residual: None, rope: Rope,
-        meta: AttentionMetadata | DensePass,
-    ) -> Tensor:  # fmt: skip
-        """As `Attention.forward`, without residual. A `DensePass` is the target's own."""
-        q = linear(inputs, self.q_proj, norms).view(-1, self.num_heads, self.head_dim)
-        if isinstance(meta, DensePass):  # training differentiates, which kernels do not
-            q = apply_rope(self.q_norm(q), *rope.rotation(q.dtype))
-            out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
-        else:
-            out = self.backend.attend(
-                rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
-                layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
-            )  # fmt: skip
-        return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)
-
-
 class AssistantLayer(SandwichLayer):
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend):
         super().__init__(config, layer, backend, 0)
-        self.self_attn = QueryAttention(config, layer, backend)  # type: ignore[assignment]
+        self.self_attn = QueryAttention(config, layer, backend)
 
 
 class GemmaAssistant(DraftHead):
@@ -107,6 +77,8 @@ class GemmaAssistant(DraftHead):
         )
         self.norm = RMSNorm(size, decoder.rms_norm_eps, decoder.norm_offset)
         self.post_projection = Linear(size, config.target_hidden_size, bias=False)
+        if config.lm_head_clusters[0]:
+            self.lm_head = ClusteredHead(size, decoder.vocab_size, *config.lm_head_clusters)
 
     def share(self, target: HeadTarget) -> None:
         super().share(target)
@@ -157,10 +129,11 @@ class GemmaAssistant(DraftHead):
 
 
 def layer_read(assistant: DecoderConfig, layer: int, target: DecoderConfig) -> int | None:
-    """The target's last layer of the same kind, sliding or full; None if it has none."""
+    """The layer whose keys and values the target's last layer of the same kind, sliding or full,
+    reads: mostly itself. None if there is no such layer."""
     slides = assistant.window(layer) is not None
     alike = [i for i in range(target.num_layers) if (target.window(i) is not None) == slides]
-    return alike[-1] if alike else None
+    return target.kv_layer(alike[-1]) if alike else None
 
 
 def read_assistant(
@@ -178,18 +151,17 @@ def read_assistant(
             f"{where}: text_config={text!r}; an assistant keeps its architecture there, as an "
             "object. Copy the file again from the model's source."
         )
-    if raw.get("use_ordered_embeddings"):
-        raise CheckpointError(
-            f"{where}: use_ordered_embeddings=true (logits of a few clusters of tokens, as the "
-            "smallest assistants have) is not supported; allowed is false. Use an assistant with "
-            "a full lm_head."
-        )
     shared, layers = text.get("num_kv_shared_layers"), text.get("num_hidden_layers")
     if shared not in (None, 0, layers):
         raise CheckpointError(
             f"{where}: num_kv_shared_layers={shared!r}; all {layers} layers of an assistant read "
             "the target's keys and values. Correct it."
         )
+    for name in ("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block"):
+        if text.get(name):
+            raise CheckpointError(
+                f"{where}: {name}={text[name]!r} in text_config; an assistant has none. Correct it."
+            )
     inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
     decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
     size = raw.get("backbone_hidden_size")
@@ -201,6 +173,9 @@ def read_assistant(
     tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
     if "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:  # they are tied
         tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
+    clusters = cluster_counts(raw, decoder.vocab_size, where)
+    if clusters[0]:
+        tensors = {RENAMED.get(name, name): source for name, source in tensors.items()}
     config = HeadConfig(
         kind=KIND,
         format="Gemma-4 assistant",
@@ -209,6 +184,7 @@ def read_assistant(
         draft_vocab_size=decoder.vocab_size,
         own_lm_head=True,
         norm_output=True,
+        lm_head_clusters=clusters,
     )
     return config, tensors
 

@@ -19,6 +19,7 @@ from ..attention.torch_sdpa import TorchAttention
 from ..errors import CheckpointError
 from ..ops.norm import RMSNorm
 from .checkpoint import FLOATS, TensorSource, open_checkpoint, some
+from .clustered_head import ORDERING, ClusteredHead, read_clusters
 from .config import DecoderConfig
 from .decoder import keep_kv_finite
 from .draft_head import DraftHead, HeadConfig, HeadTarget
@@ -32,10 +33,12 @@ from .gemma_assistant import (
     read_assistant,
 )
 from .head_config import Sources, canonical_eagle_names, parse_eagle, parse_mtp
-from .hf_config import parse_config, read_json_object
+from .hf_config import parse_config
+from .json_object import read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .parallel_head import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
-from .weights import Placement, finish, place_tensors, placements, shape_problem
+from .placement import Placement
+from .weights import finish, place_tensors, placements, shape_problem
 from .zoo import HEADS, resolve_head
 
 _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {
@@ -57,6 +60,7 @@ class HeadReport:
     num_mtp_layers: int = 0  # in the checkpoint
     d2t: Tensor | None = None  # [Vd] int64 offsets
     mask_hidden: Tensor | None = None  # [1, n * Ht], of a head that drafts in parallel
+    clusters: Tensor | None = None  # [C, V / C] int64, tokens of a clustered lm_head
     problems: list[str] = field(default_factory=list)  # each with its cure
 
     def require(self) -> HeadConfig:
@@ -145,6 +149,9 @@ def load_head(
     if report.mask_hidden is not None:
         raw = report.mask_hidden.to(device, dtype)
         head.mask_hidden = head.project_target_hidden(raw)[0]
+    if isinstance(head.lm_head, ClusteredHead):
+        assert report.clusters is not None
+        head.lm_head.clusters = report.clusters.to(device)
     keep_kv_finite(head)
     head.share(target)
     return head.eval()
@@ -170,6 +177,7 @@ def _read(
                 "MTPDecodingConfig(speculative_model=…)."
             )
         report.config, report.tensors = read_assistant(raw, sources, where)
+        _read_clusters(report)
         if target is not None:
             report.problems += assistant_problems(report.config, target)
         _check_tensors(report)
@@ -336,6 +344,19 @@ def _check_vocabulary_map(report: HeadReport) -> None:
     if "t2d" in maps:
         _check_t2d(report, maps["t2d"], targets, vocab)
     report.d2t = offsets if bool(offsets.any()) else None
+
+
+def _read_clusters(report: HeadReport) -> None:
+    config = report.config
+    assert config is not None
+    count, vocab = config.lm_head_clusters[0], config.decoder.vocab_size
+    if not count:
+        return
+    clusters = read_clusters(report.tensors.pop(ORDERING, None), count, vocab)
+    if isinstance(clusters, str):
+        report.problems.append(clusters)
+    else:
+        report.clusters = clusters
 
 
 def _check_mask_hidden(report: HeadReport) -> None:

@@ -7,7 +7,6 @@ current form. Whatever trtspec's decoder would compute differently is refused he
 from __future__ import annotations
 
 import copy
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..errors import CheckpointError
 from .config import DecoderConfig
 from .families import FAMILIES, Family
 from .fp8 import block_size
+from .json_object import read_json_object
 from .rope import ROPE_TYPES
 from .text_part import text_config
 
@@ -80,19 +80,6 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         own = config.of_layer(layer)
         _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
     return config
-
-
-def read_json_object(path: Path, cure: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError, which ends with `cure`."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"There is no {path.name} in {path.parent}. {cure}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}). {cure}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object. {cure}")
-    return content
 
 
 def _hf_config(raw: dict[str, Any], where: Path) -> Any:

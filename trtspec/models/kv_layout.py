@@ -1,7 +1,8 @@
 """Which KV group each layer of a model keeps its keys and values in.
 
 Layers that look back equally far and keep equally much share a group, and so a block table: a
-model of full and sliding-window layers has two groups, most models have one.
+model of full and sliding-window layers has two groups, most models have one. A layer that reads
+another's keys and values has that one's place, and so no memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ def kv_places(config: DecoderConfig) -> tuple[KVPlace, ...]:
     """One for every layer."""
     seen: dict[object, int] = {}
     counts: list[int] = []
-    places = []
+    places: list[KVPlace] = []
     for layer in range(config.num_layers):
+        source = config.kv_layer(layer)
+        if source != layer:
+            places.append(places[source])
+            continue
         group = seen.setdefault(_kind(config, layer), len(seen))
         if group == len(counts):
             counts.append(0)
@@ -42,9 +47,10 @@ def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpe
     specs = []
     for group in range(max(place.group for place in places) + 1):
         layers = [i for i, place in enumerate(places) if place.group == group]
+        count = len({places[i] for i in layers})  # of those with keys and values of their own
         window, kv_heads, head_dim, value_dim = _kind(config, layers[0])
         specs.append(
-            KVGroupSpec(len(layers), kv_heads, head_dim, dtype, window=window, value_dim=value_dim)
+            KVGroupSpec(count, kv_heads, head_dim, dtype, window=window, value_dim=value_dim)
         )
     return specs
 

@@ -11,8 +11,6 @@ So all query heads share one key of `kv_lora_rank + qk_rope_head_dim` numbers, w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +24,7 @@ from ..ops.norm import RMSNorm
 from ..ops.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_places
-
-if TYPE_CHECKING:
-    from .weights import Placement
+from .placement import Placement
 
 LATENT_NORM_EPS = 1e-6  # of both inner norms, whatever the config's rms_norm_eps
 
@@ -131,8 +127,6 @@ class MLAttention(nn.Module):
     def placements(self, name: str) -> dict[str, Placement]:
         """Where the tensors of a checkpoint go. Heads are laid out for half-split rotation; of
         `kv_b_proj`, where each head has its W_UK and W_UV, each kind comes by itself."""
-        from .weights import Placement  # which imports the decoder, and so this file
-
         m, cpu = self.mla, torch.device("cpu")
         turning = torch.arange(m.qk_rope_head_dim, device=cpu)
         if m.rope_interleave:

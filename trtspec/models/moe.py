@@ -3,7 +3,7 @@ it (Gemma-4)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from ..ops.activation import gate_and_mul
 from ..ops.moe import Experts, route, router_logits
 from ..ops.norm import RMSNorm, add_normed
 from .config import MoEConfig, MoENames
-
-if TYPE_CHECKING:
-    from .weights import Placement
+from .placement import Placement
 
 
 class Router(nn.Module):
@@ -107,8 +105,6 @@ class MoEBesideMLP(nn.Module):
 
     def placements(self, name: str) -> dict[str, Placement]:
         """As `MoE.placements`."""
-        from .weights import Placement
-
         router, size = self.router, (self.experts.size,)
         places = _mlp_places(self.mlp, name, f"{name}.mlp")
         places |= _router_places(router, f"{name}.router", name)
@@ -136,8 +132,6 @@ def _beside(name: str, tensor: str) -> str:
 
 
 def _router_places(router: Router, module: str, name: str) -> dict[str, Placement]:
-    from .weights import Placement  # which imports the decoder, which imports this
-
     names, shape = router.config.names, tuple(router.weight.shape)
     kept = {_beside(name, names.router): ("weight", shape)}
     if router.e_score_correction_bias is not None:
@@ -152,8 +146,6 @@ def _expert_places(
     experts: Experts, names: MoENames, module: str, name: str
 ) -> dict[str, Placement]:
     """Of one tensor for each expert and part, or one for each part."""
-    from .weights import Placement
-
     count, size, inner = experts.num_experts, experts.size, experts.inner
     parts = _parts(size, inner)
     if names.has_gate_up:
@@ -171,8 +163,6 @@ def _expert_places(
 
 
 def _mlp_places(mlp: Any, source: str, module: str) -> dict[str, Placement]:
-    from .weights import Placement
-
     size = mlp.down_proj.out_features
     return {
         f"{source}.{part}.weight": Placement(f"{module}.{leaf}", "weight", start, shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +23,7 @@ from .config import DecoderConfig
 from .decoder import MLP, Attention, Decoder
 from .fp8 import dequantized
 from .hf_config import load_config
+from .placement import Placement
 from .text_part import text_tensors
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -45,6 +45,11 @@ _CONFIG_FIELDS = {
     "kv_b_proj": "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank",
     "q_a_layernorm": "q_lora_rank",
     "kv_a_layernorm": "kv_lora_rank",
+    "embed_tokens_per_layer": "vocab_size, hidden_size_per_layer_input and num_hidden_layers",
+    "per_layer_model_projection": "hidden_size_per_layer_input and num_hidden_layers",
+    "per_layer_projection_norm": "hidden_size_per_layer_input",
+    "per_layer_input_gate": "hidden_size_per_layer_input and hidden_size",
+    "per_layer_projection": "hidden_size_per_layer_input and hidden_size",
     "q_norm": "head_dim",
     "k_norm": "head_dim",
     "gate": "n_routed_experts and hidden_size",
@@ -52,22 +57,6 @@ _CONFIG_FIELDS = {
     "proj": "num_experts and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one checkpoint tensor goes: rows `start:start + shape[0]` of a module's parameter, or
-    of another of its dimensions."""
-
-    module: str
-    leaf: str
-    start: int
-    shape: tuple[int, ...]
-    order: Tensor | None = None  # of the source's rows, int64; None is its own
-    expert: int | None = None  # the rows of parameter[expert]
-    dtype: torch.dtype | None = None  # of the parameter; None is the model's
-    offset: float = 0.0  # added to the source in float32
-    dim: int = 0  # that `start` counts along
 
 
 def load_decoder(
@@ -101,8 +90,8 @@ def load_weights(
     The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
     `pack` is False.
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
-    tied to, and the MTP layers that config.json declares or that are named `mtp.` (`models/mtp.py`
-    reads those).
+    tied to, the MTP layers that config.json declares or that are named `mtp.` (`models/mtp.py`
+    reads those), and what makes keys and values in layers that read another layer's.
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
@@ -259,6 +248,7 @@ def _check(
         and name not in allowed
         and not name.endswith("rotary_emb.inv_freq")
         and not is_declared_mtp_tensor(name, config)
+        and not _makes_unread_kv(name, config)
     ]
     if surplus:
         raise CheckpointError(
@@ -271,6 +261,14 @@ def _check(
         problem = shape_problem(name, sources[name], place)
         if problem:
             raise CheckpointError(problem)
+
+
+def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
+    """Whether it is of a layer that reads another's keys and values: such checkpoints may still
+    hold what would make its own."""
+    match = re.match(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
+    layer = config.num_layers if match is None else int(match[1])
+    return layer < config.num_layers and config.kv_layer(layer) != layer
 
 
 def _values_from_keys(

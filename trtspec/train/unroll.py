@@ -22,11 +22,15 @@ from torch import Tensor
 
 from ..attention.dense import DensePass
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
+from ..models.clustered_head import ClusteredHead
 from ..models.decoder import Decoder
 from ..models.draft_head import DraftHead
 from ..models.eagle import Eagle3Head
 from ..models.mtp import MTPHead
 from ..ops.soft_cross_entropy import ROWS, linear_soft_cross_entropy
+
+CLUSTERED_ROWS = 64
+"""Rows that are judged at once where each gathers an lm_head of its own, 2 MiB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,9 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
         loss, proposals = linear_soft_cross_entropy(hidden, weight, teacher.logits, judges, counts)
         loss = loss / counts.sum().clamp_min(1)
     else:
-        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(ROWS)]
+        is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
+        at_once = CLUSTERED_ROWS if is_clustered else ROWS
+        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(at_once)]
         proposals = torch.cat(parts)
     if head.d2t is not None:
         proposals = proposals + head.d2t[proposals]

@@ -5,8 +5,9 @@
 Gemma 2 caps attention's scores and the logits; Gemma 3 norms queries and keys instead and gives
 each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention have other heads
 (whose values may be the keys' projection), does not scale scores, scales each layer's output, and
-may have experts beside its MLPs. Its small models' further parts (per-layer inputs, shared KV) are
-refused.
+may have experts beside its MLPs. In its small models the last layers read an earlier layer's keys
+and values (`reads_kv_of`), behind an MLP that may be twice as wide, and all are told of the token
+(`per_layer.py`).
 """
 
 from __future__ import annotations
@@ -42,19 +43,12 @@ def gemma3(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def gemma4(hf: Any, where: Path) -> dict[str, Any]:
-    """The text model, without per-layer inputs and shared KV."""
-    _refuse(
-        hf, where, num_kv_shared_layers=0, hidden_size_per_layer_input=0, use_double_wide_mlp=False,
-    )  # fmt: skip
-    return gemma4_layers(hf, where)
-
-
-def gemma4_layers(hf: Any, where: Path) -> dict[str, Any]:
-    """As `gemma4`, also where all layers read another model's keys and values."""
+    """The text model."""
     heads = {name: _heads_of_type(hf, name) for name in _TYPES}
     return {
         **_common(hf, where),
-        **_by_type(hf, where, heads),
+        **_sharing(hf, where, _by_type(hf, where, heads)),
+        **_per_layer(hf, where),
         "qk_norm": True,
         "value_norm": True,
         "layer_scalar": True,
@@ -101,6 +95,54 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
             )
     types = tuple(hf.layer_types)
     return {"layer_types": types, "type_fields": fields, **fields[types[-1]]}
+
+
+def _sharing(hf: Any, where: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with types of their own for the last layers, which keep no keys and values."""
+    shared, types = getattr(hf, "num_kv_shared_layers", None) or 0, fields["layer_types"]
+    first = len(types) - shared if isinstance(shared, int) else -1
+    if isinstance(shared, bool) or not 0 < first <= len(types) or (
+        not set(types[first:]) <= set(types[:first])
+    ):  # fmt: skip
+        raise CheckpointError(
+            f"{where}: num_kv_shared_layers={shared!r} of {len(types)} layers; those read the keys "
+            f"and values of the layers before, where each of their types must be: {list(types)}. "
+            "Copy the file again from the model's source."
+        )
+    wide = 2 if getattr(hf, "use_double_wide_mlp", False) else 1
+    widths = {"intermediate_size": hf.intermediate_size * wide}
+    readers = {
+        f"{name} over shared KV": {**fields["type_fields"][name], "reads_kv_of": name, **widths}
+        for name in dict.fromkeys(types[first:])
+    }
+    return fields | {
+        "layer_types": (*types[:first], *(f"{name} over shared KV" for name in types[first:])),
+        "type_fields": fields["type_fields"] | readers,
+    }
+
+
+def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
+    size = getattr(hf, "hidden_size_per_layer_input", None) or 0
+    if not size:
+        return {}
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**16:
+        raise CheckpointError(
+            f"{where}: hidden_size_per_layer_input={size!r}; it must be an int in 0 … {2**16 - 1}. "
+            "Copy the file again from the model's source."
+        )
+    if hf.vocab_size_per_layer_input != hf.vocab_size:
+        raise CheckpointError(
+            f"{where}: vocab_size_per_layer_input={hf.vocab_size_per_layer_input!r} is not "
+            f"supported; allowed is vocab_size={hf.vocab_size}. Use another model of the family."
+        )
+    pad = hf.pad_token_id
+    if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < hf.vocab_size:
+        raise CheckpointError(
+            f"{where}: pad_token_id={pad!r}; with hidden_size_per_layer_input it must be a token "
+            f"id, 0 … {hf.vocab_size - 1}: what layers are told of at an image's places. The "
+            "family's is 0."
+        )
+    return {"per_layer_input_size": size, "per_layer_pad_id": pad}
 
 
 def _heads_of_type(hf: Any, name: str) -> dict[str, Any]:

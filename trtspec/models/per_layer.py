@@ -1,0 +1,84 @@
+"""Per-layer inputs of small Gemma-4 models: every layer is told of the row's token once more.
+
+    told  = (norm(projection(e) * D^-0.5) + embed_tokens_per_layer[token] * P^0.5) * 2^-0.5
+    x     = x + norm(projection_i(gelu(gate_i(x)) * told[i]))     behind layer i's MLP
+
+e is the row's (scaled) embedding [D], told [L, P] with P = hidden_size_per_layer_input. Where e is
+a vector that an encoder made, the token told of is the padding token. Source: transformers'
+`gemma4`.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..metadata.embeds import RowEmbeds
+from ..ops.embedding import embed
+from ..ops.fused import linear
+from ..ops.linear import Linear
+from ..ops.norm import RMSNorm, add_normed
+from .config import DecoderConfig
+from .placement import Placement
+
+
+class PerLayerInputs(nn.Module):
+    """What all layers are told, made once in a pass."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.vocab_size, self.pad_id = config.vocab_size, config.per_layer_pad_id
+        self.size, width = config.per_layer_input_size, config.num_layers
+        width *= self.size
+        self.scale = config.hidden_size**-0.5
+        self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)
+        self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
+        self.per_layer_projection_norm = RMSNorm(self.size, config.rms_norm_eps, config.norm_offset)
+
+    def forward(
+        self, input_ids: Tensor, embedded: Tensor, inputs_embeds: RowEmbeds | None
+    ) -> Tensor:
+        """input_ids [T], their embeddings [T, D] with `inputs_embeds` in place -> [T, L, P]."""
+        if inputs_embeds is not None:
+            input_ids = input_ids.index_fill(0, inputs_embeds.rows, self.pad_id)
+        of_token = embed(
+            input_ids, self.embed_tokens_per_layer, self.vocab_size, float(self.size) ** 0.5
+        )
+        projected = linear((embedded,), self.per_layer_model_projection) * self.scale
+        rows = projected.shape[0], -1, self.size
+        normed = self.per_layer_projection_norm(projected.view(rows))
+        return (normed + of_token.view(rows)) * 2.0**-0.5
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        return _beside(self, name)
+
+
+class PerLayerGate(nn.Module):
+    """The part of one layer that reads what it is told."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        size, inner = config.hidden_size, config.per_layer_input_size
+        self.per_layer_input_gate = Linear(size, inner, bias=False)
+        self.per_layer_projection = Linear(inner, size, bias=False)
+        self.post_per_layer_input_norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset)
+
+    def forward(self, hidden: Tensor, told: Tensor, scalar: Tensor | None) -> Tensor:
+        """hidden [T, D], told [T, P], the layer's scalar [1] -> the stream after the layer."""
+        gate = F.gelu(linear((hidden,), self.per_layer_input_gate), approximate="tanh")
+        out = linear((gate * told,), self.per_layer_projection)
+        return add_normed(hidden, out, self.post_per_layer_input_norm, scalar)
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        return _beside(self, name)
+
+
+def _beside(module: nn.Module, name: str) -> dict[str, Placement]:
+    """The checkpoint has the module's parts where the module itself is here."""
+    parent = name.rpartition(".")[0]
+    places = {}
+    for path, parameter in module.named_parameters():
+        part, leaf = path.rsplit(".", 1)
+        place = Placement(f"{name}.{part}", leaf, 0, tuple(parameter.shape))
+        places[f"{parent}.{path}" if parent else path] = place
+    return places
