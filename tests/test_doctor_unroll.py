@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.doctor.draft_model import DraftModel, unroll_model
+from trtspec.models.clustered_head import LOWEST
 from trtspec.models.head_weights import load_head
 from trtspec.train.unroll import DraftStep, Texts, teach, unroll
 
@@ -62,7 +63,11 @@ def _compare(run: Run, texts: Texts, chain: Any) -> None:
             expected = chain(ids, t + 2, following)
             for s in range(min(STEPS, len(ids) - 2 - t)):
                 ours = logits[s][first + t].double()
-                torch.testing.assert_close(ours, expected[s].double(), atol=1e-4, rtol=1e-4)
+                theirs, computed = expected[s].double(), ours > LOWEST  # of clustered logits few
+                assert int(computed.sum()) in (24, len(ours))
+                torch.testing.assert_close(
+                    ours[computed], theirs[computed], atol=1e-4, rtol=1e-4
+                )  # fmt: skip
                 counted += 1
     assert counted > 60
     assert all(torch.equal(s.teacher_rows, s.rows + s.step + 1) for s in steps)
@@ -106,7 +111,15 @@ def test_a_draft_model_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "gemma4_small"])
 def test_assistants(tmp_path: Path, family: str) -> None:
     """Documents longer than the window of 7, several in a row."""
-    pair = gemma_dir(tmp_path, family, seed=1), assistant_dir(tmp_path, family)
+    sizes: dict[str, Any] = {}
+    clusters = None
+    if family == "gemma4_small":  # whose last layers have no keys; logits of 3 clusters of 12
+        sizes, clusters = {"vocab_size": 96, "vocab_size_per_layer_input": 96}, (12, 3)
+    target = gemma_dir(tmp_path, family, seed=1, **sizes)
+    pair = (
+        target,
+        assistant_dir(tmp_path, family, clusters=clusters, vocab_size=sizes.get("vocab_size", 97)),
+    )
     case, texts = assistant_case(pair, STEPS), _texts([[12, 3], [14]], 16)
     run = _run_head(*pair, "mtp", texts)
     _compare(run, texts, lambda ids, n, after: case.naive.chain(ids[:n], None, after))
