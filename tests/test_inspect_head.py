@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir
+from tiny_step import step_dir
 
 from trtspec import cli
+from trtspec.cli.inspect_head import describe_head
+from trtspec.models.head_weights import read_head
+from trtspec.models.hf_config import load_config
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +74,38 @@ def test_other_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path, target_
     assert code == 0 and "hidden state, embedding; fed on after" in text
     code, text = _inspect(capsys, p_eagle_dir(tmp_path, config={"num_depths": 7}))
     assert code == 0 and "P-EAGLE" in text and "mask token 93, at most 7 tokens" in text
+    state = load_file(p_eagle_dir(tmp_path) / "model.safetensors")["mask_hidden"]
+    assert f"mask_hidden of norm {float(state.norm()):.4g} (by captured" in text
+    assert f"{float(state[:, :48].norm()):.4g}, " in text
+
+
+def test_layers_of_several_kinds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = step_dir(tmp_path)
+    code, text = _inspect(capsys, path, "--target", path, "--json")
+    assert code == 0
+    report = json.loads(text)
+    assert report["rope"].splitlines() == [
+        "sliding_attention (layers 0, 2): default, theta 10000",
+        "full_attention (layers 1, 3): default, theta 500, rotates 4 of 8 dimensions",
+    ]
+    attention = report["attention"].splitlines()
+    assert attention[0].startswith("sliding_attention (layers 0, 2): 4 heads, 2 KV heads")
+    assert attention[0].endswith("window 5") and ": 6 heads" in attention[1]
+    with ExitStack() as stack:
+        facts = describe_head(read_head(path, load_config(path), stack), load_config(path))
+    assert (
+        "RoPE full_attention: default, theta 500, rotates 4 of 8 dimensions; sliding_attention: "
+        "default, theta 10000" in facts["Target"]
+    )
+
+
+def test_a_mask_state_of_zeros(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = p_eagle_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["mask_hidden"] *= 0
+    save_file(tensors, path / "model.safetensors")
+    _, text = _inspect(capsys, path)
+    assert "zero everywhere, which a trained one is not" in text
 
 
 def test_what_is_no_head(

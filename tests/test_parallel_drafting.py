@@ -22,11 +22,8 @@ from tiny_heads import MASK_TOKEN, NaiveHead, eagle1_dir, eagle3_dir, p_eagle_di
 from torch import Tensor
 
 from trtspec import LLM, DraftTargetDecodingConfig, EagleDecodingConfig, SamplingParams
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.config import DecodingBaseConfig
-from trtspec.doctor import diagnose
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.models.weights import load_decoder
 from trtspec.workers import ParallelDraftTargetWorker, ParallelEagle3Worker, create_worker
 from trtspec.workers.draft_target import DraftTargetWorker
 
@@ -345,15 +342,6 @@ def test_refusals_say_what_to_do(target_dir: Path, tmp_path: Path, name: str) ->
     config = make(tmp_path)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         _engine(target_dir, config)
-
-
-def test_the_doctor_says_that_it_cannot_help(target_dir: Path, tmp_path: Path) -> None:
-    target = load_decoder(
-        target_dir, torch.float32, torch.device("cpu"), TorchAttention(), pack=False
-    )
-    texts: Any = None
-    problems = diagnose(target, p_eagle_dir(tmp_path), "eagle", texts).problems
-    assert len(problems) == 1 and "trtspec acceptance" in problems[0]
 
 
 def test_config_and_modes_are_checked(tmp_path: Path) -> None:

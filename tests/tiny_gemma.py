@@ -186,7 +186,7 @@ class NaiveAssistant:
     def __init__(self, assistant: Path, target: Path):
         from transformers import AutoModelForCausalLM
 
-        self.flags: dict[str, Any] = {}
+        self.flags: dict[str, Any] = {}  # mistakes: see `read`, `row` and `chain`
         self.raw = json.loads((assistant / "config.json").read_text())["text_config"]
         self.t = {n: t.double() for n, t in load_file(assistant / "model.safetensors").items()}
         self.target = AutoModelForCausalLM.from_pretrained(
@@ -199,12 +199,15 @@ class NaiveAssistant:
         from transformers import DynamicCache
 
         cache = DynamicCache()  # of full length in every layer
-        model = self.target.model
+        model, unnormed = self.target.model, []
+        hook = model.norm.register_forward_pre_hook(lambda _, args: unnormed.append(args[0]))
         states = model(torch.tensor([text]), past_key_values=cache, use_cache=True)
         keys = {}  # the last layers may have none
         for kind, layer in zip(self.target.config.layer_types, cache.layers, strict=False):
             keys[kind] = tuple(x[0].transpose(0, 1) for x in (layer.keys, layer.values))
-        return states.last_hidden_state[0, -1], keys
+        hook.remove()
+        last = unnormed[0] if self.flags.get("before_norm") else states.last_hidden_state
+        return last[0, -1], keys
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.raw["rms_norm_eps"])
@@ -227,6 +230,7 @@ class NaiveAssistant:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (logits, fed on)."""
         e = self.target.model.embed_tokens(torch.tensor(token))
+        e = e / (BACKBONE**0.5 if self.flags.get("unscaled") else 1)
         x = self.linear(torch.cat([e, h]), "pre_projection")
         for i, kind in enumerate(self.raw["layer_types"]):
             p = f"model.layers.{i}."
@@ -247,16 +251,19 @@ class NaiveAssistant:
             out = self.linear(gate * up, f"{p}mlp.down_proj")
             x = x + self.norm(out, f"{p}post_feedforward_layernorm")
             x = x * self.t[f"{p}layer_scalar"]
-        x = self.norm(x, "model.norm")
-        return x @ self.t["model.embed_tokens.weight"].T, self.linear(x, "post_projection")
+        last, x = x, self.norm(x, "model.norm")
+        fed_on = self.linear(last if self.flags.get("feeds_unnormed") else x, "post_projection")
+        return x @ self.t["model.embed_tokens.weight"].T, fed_on
 
     @torch.inference_mode()
     def chain(self, text: list[int], hidden: Any, proposals: list[int]) -> list[torch.Tensor]:
         """The draft logits after `text`, one [V] per proposal; as `NaiveHead.chain`."""
-        h, keys = self.read(text[:-1])
-        logits, token = [], text[-1]
-        for proposal in proposals:
-            out, h = self.row(token, h, len(text) - 1, keys)
+        first, keys = self.read(text[:-1])
+        logits, token, h = [], text[-1], first
+        position = len(text) - 1 + self.flags.get("offset", 0)
+        for step, proposal in enumerate(proposals):
+            out, h = self.row(token, h, position + step * self.flags.get("advances", 0), keys)
+            h = first if self.flags.get("feeds_nothing") else h
             logits.append(out)
             token = proposal
         return logits

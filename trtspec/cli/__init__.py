@@ -288,7 +288,9 @@ def train(
 @app.command()
 def doctor(
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")],
-    head: Annotated[Path, typer.Option("--head", help="Directory of the draft head, or its name.")],
+    head: Annotated[
+        Path, typer.Option("--head", help="Directory of a draft head or draft model, or a name.")
+    ],
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
     ] = 24,

@@ -1,4 +1,4 @@
-"""`trtspec doctor`: why a head is accepted so little, and what to change."""
+"""`trtspec doctor`: why a drafter is accepted so little, and what to change."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def run_doctor(
 
     if not (found := resolve_head(head)).is_dir():
         raise CliError(
-            f"{head} is neither a directory nor a known head. Give the head's directory, or one "
-            f"of: {', '.join(HEADS)}."
+            f"{head} is neither a directory nor a known head. Give the directory of a head or a "
+            f"draft model, or one of: {', '.join(HEADS)}."
         )
     head = found
-    kind = _kind(head)
     with Progress() as progress:
         target_dir = Path(resolve_model(target, progress))
         config = load_config(target_dir)
@@ -47,6 +46,7 @@ def run_doctor(
         outputs = llm.chat(
             [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
         )
+        tokenizer = llm.tokenizer
         del llm
         model = load_decoder(
             target_dir, resolve_dtype(dtype, config, where), where, TorchAttention(), pack=False
@@ -56,7 +56,7 @@ def run_doctor(
             [output.outputs[0].token_ids for output in outputs],
             where,
         )
-        diagnosis = diagnose(model, head, kind, texts, progress)
+        diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
     is_well = diagnosis.is_well
     if as_json:
         write_json({
@@ -66,7 +66,9 @@ def run_doctor(
             "conditional_acceptance": (
                 diagnosis.as_loaded.conditional if diagnosis.as_loaded else None
             ),
+            "judged": diagnosis.as_loaded.judged if diagnosis.as_loaded else None,
             "tried": {f.name: f.result.conditional for f in diagnosis.tried},
+            "notes": diagnosis.notes,
         })  # fmt: skip
         return 0 if is_well else EXIT_FAILED
     console = make_console()
@@ -89,16 +91,6 @@ def run_doctor(
         console.print(Text(diagnosis.verdict, style=style), soft_wrap=True)
     for finding in diagnosis.changes:
         console.print(Text(f"  change: {finding.cure}", style="bold"), soft_wrap=True)
+    for note in diagnosis.notes:
+        console.print(Text(f"  note: {note}"), soft_wrap=True)
     return 0 if is_well else EXIT_FAILED
-
-
-def _kind(head: Path) -> str:
-    """ "mtp" if the directory holds MTP layers."""
-    from contextlib import ExitStack
-
-    from ..models.checkpoint import open_checkpoint
-    from ..models.mtp import mtp_layout
-
-    with ExitStack() as stack:
-        names = set(open_checkpoint(head, stack, pickle=True))
-    return "eagle" if mtp_layout(names) is None else "mtp"

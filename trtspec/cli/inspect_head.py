@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +18,10 @@ from .render import make_console
 from .status import Progress
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..models.config import DecoderConfig
+    from ..models.draft_head import HeadConfig
     from ..models.head_weights import HeadReport
 
 
@@ -65,9 +70,9 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
         "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
         f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
-        "Attention": _attention(decoder),
+        "Attention": "\n".join(f"{label}{_attention(own)}" for label, own in _kinds(decoder)),
         "Target hidden size": str(head.target_hidden_size),
-        "RoPE": _rope(decoder.rope_parameters),
+        "RoPE": "\n".join(f"{label}{_rope(own)}" for label, own in _kinds(decoder)),
         "Vocabulary": _vocabulary(report),
     }
     moe = decoder.moe_of_layer(decoder.num_layers - 1)
@@ -87,7 +92,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         fed_on = "after" if head.norm_output else "before"
         facts["Input"] = f"{order}; fed on {fed_on} the layer's final norm"
     if head.kind == "gemma4_assistant":
-        facts["Keys and values"] = "the target's, of its last layer of the same kind"
+        facts |= _assistant_facts(head, target)
     shared = [
         name
         for name, own in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))
@@ -100,23 +105,76 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         most = head.trained_draft_len
         limit = "" if most is None else f", at most {most} tokens"
         facts["Drafts in parallel"] = f"mask token {head.mask_token_id}{limit}"
+    if report.mask_hidden is not None:
+        facts["Mask state"] = _mask_state(report.mask_hidden, len(head.layers_to_capture))
     if target is not None:
+        ropes = "; ".join(
+            f"{label}{_rope(own)}" for label, own in _kinds(target, names_layers=False)
+        )
         facts["Target"] = (
             f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "
-            f"{target.vocab_size}, RoPE {_rope(target.rope_parameters)}"
+            f"{target.vocab_size}, RoPE {ropes}"
         )
     return facts
 
 
+def _kinds(
+    decoder: DecoderConfig, names_layers: bool = True
+) -> Iterator[tuple[str, DecoderConfig]]:
+    """(a label, the config as such layers have it, with their windows) of each kind of layer; no
+    label where all are alike."""
+    types = decoder.layer_types[: decoder.num_layers] or ("",) * decoder.num_layers
+    for kind in dict.fromkeys(types):
+        layers = [i for i, own in enumerate(types) if own == kind]
+        windows = {decoder.window(i) for i in layers}
+        own = replace(decoder.of_layer(layers[0]), layer_windows=tuple(windows))
+        numbers = f" (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
+        yield (f"{kind}{numbers if names_layers else ''}: " if kind else ""), own
+
+
+def _assistant_facts(head: HeadConfig, target: DecoderConfig | None) -> dict[str, str]:
+    from ..models.gemma_assistant import layer_read
+
+    facts = {"Keys and values": "the target's, of its last layer of the same kind"}
+    scale = "as the target has it"
+    if target is not None:
+        read = [(i, layer_read(head.decoder, i, target)) for i in range(head.decoder.num_layers)]
+        facts["Layers read"] = ", ".join(
+            f"{i} → {'none' if layer is None else layer} "
+            f"({'full' if head.decoder.window(i) is None else 'sliding'})"
+            for i, layer in read
+        )
+        factor = target.embedding_scale
+        scale = "not scaled" if factor is None else f"scaled by {factor:.6g}"
+    facts["Input"] = (
+        f"the target's embedding ({scale}), hidden state; fed on: post_projection of the state "
+        f"{'after' if head.norm_output else 'before'} the final norm"
+    )
+    facts["Position"] = "the last token's own, the same for all drafts of a step"
+    return facts
+
+
+def _mask_state(mask_hidden: Tensor, num_captured: int) -> str:
+    state = mask_hidden.float()
+    if not bool(state.any()):
+        return "mask_hidden is zero everywhere, which a trained one is not"
+    parts = ", ".join(f"{float(part.norm()):.4g}" for part in state.chunk(num_captured, dim=-1))
+    return f"mask_hidden of norm {float(state.norm()):.4g} (by captured layer {parts})"
+
+
 def _attention(decoder: DecoderConfig) -> str:
+    windows = sorted(window for window in decoder.layer_windows if window is not None)
+    also = f", window {', '.join(map(str, windows))}" if windows else ""
+    if windows and None in decoder.layer_windows:
+        also += " in some layers"
     if decoder.mla is not None:
         return (
             f"{decoder.num_heads} heads on a latent of {decoder.mla.kv_lora_rank} and "
-            f"{decoder.mla.qk_rope_head_dim} rotated"
+            f"{decoder.mla.qk_rope_head_dim} rotated{also}"
         )
     return (
         f"{decoder.num_heads} heads, {decoder.num_kv_heads} KV heads, head_dim "
-        f"{decoder.head_dim}, bias {_yes(decoder.qkv_bias)}, q/k norm {_yes(decoder.qk_norm)}"
+        f"{decoder.head_dim}, bias {_yes(decoder.qkv_bias)}, q/k norm {_yes(decoder.qk_norm)}{also}"
     )
 
 
@@ -138,10 +196,14 @@ def _vocabulary(report: HeadReport) -> str:
     return f"{vocab}, of which {drafted} ({drafted / vocab:.0%}) are drafted, by d2t"
 
 
-def _rope(parameters: dict[str, Any]) -> str:
+def _rope(decoder: DecoderConfig) -> str:
+    parameters, turned = decoder.rope_parameters, decoder.rotary_dim
     kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
+    part = parameters.get("partial_rotary_factor", 1)
     factor = f", factor {parameters['factor']:g}" if "factor" in parameters else ""
-    return f"{kind}, theta {theta:g}{factor}"
+    rotates = "" if turned is None else f", rotates {turned} of {decoder.head_dim} dimensions"
+    rotates += f", rotates {part:g} of a head" if part != 1 and turned is None else ""
+    return f"{kind}, theta {theta:g}{factor}{rotates}"
 
 
 def _size(shape: tuple[int, ...]) -> int:

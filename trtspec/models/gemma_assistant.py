@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..cache.manager import KVGroupSpec
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.embedding import embed
@@ -90,6 +90,7 @@ class GemmaAssistant(DraftHead):
                 self._attention(i),
             )
             assert source is not None
+            attention.kv_layer = source
             attention.kv_group = places[source].group  # the target's groups come first
             attention.cache_layer = places[source].index
 
@@ -117,18 +118,14 @@ class GemmaAssistant(DraftHead):
         step: int,
         inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(attn_metadata, DensePass):
-            raise ConfigError(
-                "An assistant reads the target's KV cache and cannot run along whole texts. "
-                "Measure it in the engine: trtspec acceptance."
-            )
         hidden = linear((self.embed(input_ids, inputs_embeds), hidden_states), self.pre_projection)
         for layer, rope in zip(
             self.layers, self.rope_tables.at(position_ids, attn_metadata), strict=True
         ):
             hidden = layer(hidden, rope, attn_metadata)
         out = self.norm(hidden)
-        return out, linear((out,), self.post_projection)
+        fed_on = out if self.config.norm_output else hidden
+        return out, linear((fed_on,), self.post_projection)
 
 
 def layer_read(assistant: DecoderConfig, layer: int, target: DecoderConfig) -> int | None:
@@ -186,6 +183,7 @@ def read_assistant(
         target_hidden_size=size,
         draft_vocab_size=decoder.vocab_size,
         own_lm_head=True,
+        norm_output=True,
         lm_head_clusters=clusters,
     )
     return config, tensors

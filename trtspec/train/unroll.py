@@ -4,7 +4,11 @@ Row t of a text x, at step s: the head reads token x[t+1+s] and proposes x[t+2+s
 choice for that place is its logits at row t+1+s. At step 0 the head reads the target's hidden
 states at t, later what its own step before returned. It stands at position t+s if it is used again
 and again; at t if its layers are used once each (vanilla MTP), whose steps are passes over the same
-rows (docs/decisions/005).
+rows (docs/decisions/005), or if it reads the target's keys (Gemma-4 assistants).
+
+A head that drafts in parallel (P-EAGLE) reads, at step s > 0, its mask token and its mask state in
+place of a token and of what it returned. One pass then has the rows of all steps: a mask sees the
+text up to row t and the masks before it, which is what step s sees of the steps before.
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ from torch import Tensor
 
 from ..attention.dense import DensePass
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
+from ..models.clustered_head import ClusteredHead
 from ..models.decoder import Decoder
 from ..models.draft_head import DraftHead
+from ..models.eagle import Eagle3Head
 from ..models.mtp import MTPHead
 from ..ops.soft_cross_entropy import ROWS, linear_soft_cross_entropy
+
+CLUSTERED_ROWS = 64
+"""Rows that are judged at once where each gathers an lm_head of its own, 2 MiB in bf16."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,20 @@ class Teacher:
     choices: Tensor  # [T] int64, the greedy token after each row
     logits: Tensor  # [T, Vd], over the head's vocabulary, model dtype
     draftable: Tensor  # [T] bool, whether the head can propose the choice
+    keys: DensePass | None = None  # of the target's layers, for a head that reads them
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a head is used along texts: the defaults as drafting does, the rest for the doctor."""
+
+    shift: int = 1  # row t reads token t + shift + s at step s
+    position_offset: int = 0
+    advances: bool | None = None  # step s stands s positions further; None is the head's way
+    feeds_back: bool = True  # otherwise each step reads the target's states again
+
+
+DRAFTING = Use()
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,8 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
         size = target.config.hidden_size
         buffer = target.embed_tokens.weight.new_empty(len(ids), len(layers) * size)
         spec.captured = CapturedHiddenStates(layers, buffer)
-    final = target(ids, positions, DensePass(texts.document_ids), capture=spec)
+    keys = DensePass(texts.document_ids)
+    final = target(ids, positions, keys, capture=spec)
     kept = None if head.d2t is None else torch.arange(len(head.d2t), device=ids.device) + head.d2t
     choices, logits = [], []
     for part in final.split(ROWS):
@@ -94,26 +118,39 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
         in_draft = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=ids.device)
         in_draft[kept] = True
         draftable = in_draft[chosen]
-    return Teacher(hidden, chosen, torch.cat(logits), draftable)
+    read = None if head.advances_positions else keys
+    return Teacher(hidden, chosen, torch.cat(logits), draftable, read)
 
 
 def unroll(
-    head: DraftHead, texts: Texts, hidden: Tensor, num_steps: int, shift: int = 1
-) -> Iterator[DraftStep]:
+    head: DraftHead, texts: Texts, hidden: Tensor, num_steps: int,
+    target_keys: DensePass | None = None, use: Use = DRAFTING,
+) -> Iterator[DraftStep]:  # fmt: skip
     """The head's steps, 0 … num_steps - 1. Differentiable where gradients are on.
 
     Args:
         hidden: [T, n * D], `Teacher.hidden`.
-        shift: row t reads token t + shift + s; other than 1 is a mistake, for the doctor to try.
+        target_keys: `Teacher.keys`.
+        use: other than as drafting does it is a mistake, for the doctor to try.
     """
-    advances = not (isinstance(head, MTPHead) and len(head.layers) > 1)
+    advances = use.advances
+    if advances is None:
+        is_vanilla = isinstance(head, MTPHead) and len(head.layers) > 1
+        advances = head.advances_positions and not is_vanilla
     length = texts.input_ids.shape[1]
     last_position = head.rope_tables.num_positions - 1
-    keys, state = DensePass(texts.document_ids), head.project_target_hidden(hidden)
+    keys = DensePass(texts.document_ids) if target_keys is None else target_keys
+    state = first = head.project_target_hidden(hidden)
     for step in range(num_steps):
-        ids = _ahead(texts.input_ids, step + shift, 0).flatten()
-        positions = (texts.positions + (step if advances else 0)).clamp_max(last_position)
-        out, state = head(ids, positions.flatten(), state, keys, step)
+        ids = _ahead(texts.input_ids, step + use.shift, 0).flatten()
+        if step and isinstance(head, Eagle3Head) and head.mask_hidden is not None:
+            assert head.config.mask_token_id is not None
+            ids = torch.full_like(ids, head.config.mask_token_id)
+            state = head.mask_hidden.expand(len(ids), -1)
+        offset = use.position_offset + (step if advances else 0)
+        positions = (texts.positions + offset).clamp(0, last_position)
+        out, fed_back = head(ids, positions.flatten(), state, keys, step)
+        state = fed_back if use.feeds_back else first
         rows = texts.rows_of_step(step)
         if length > 1:
             yield DraftStep(step, out, rows, rows + step + 1)
@@ -148,7 +185,9 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
         loss, proposals = linear_soft_cross_entropy(hidden, weight, teacher.logits, judges, counts)
         loss = loss / counts.sum().clamp_min(1)
     else:
-        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(ROWS)]
+        is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
+        at_once = CLUSTERED_ROWS if is_clustered else ROWS
+        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(at_once)]
         proposals = torch.cat(parts)
     if head.d2t is not None:
         proposals = proposals + head.d2t[proposals]

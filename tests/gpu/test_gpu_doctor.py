@@ -1,0 +1,65 @@
+"""Drafters along whole texts on CUDA, as the doctor runs them: the CPU's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+from tiny_gemma import assistant_dir, gemma_dir
+from tiny_heads import MASK_TOKEN, p_eagle_dir, pard_dir
+from torch import Tensor
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.doctor import diagnose, texts_of
+from trtspec.doctor.draft_model import DraftModel, unroll_model
+from trtspec.models.head_weights import load_head
+from trtspec.models.weights import load_decoder
+from trtspec.train.unroll import teach, unroll
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PROMPTS = [[i + 1, 2 * i + 3, 50 + i] for i in range(8)]
+WRITTEN = [[(11 * i + 5 * j) % 97 for j in range(12)] for i in range(8)]
+
+
+def _pair(kind: str, path: Path) -> tuple[Path, Path]:
+    if kind.startswith("gemma"):
+        return gemma_dir(path, kind, seed=1), assistant_dir(path, kind)
+    drafter = p_eagle_dir(path) if kind == "p_eagle" else pard_dir(path)
+    return tiny_model_dir(path, seed=1, num_hidden_layers=8), drafter
+
+
+@torch.no_grad()
+def _logits(kind: str, pair: tuple[Path, Path], device: torch.device) -> list[Tensor]:
+    options = torch.float32, device, TorchAttention()
+    target, texts = load_decoder(pair[0], *options), texts_of(PROMPTS, WRITTEN, device)
+    if kind == "pard":
+        model = DraftModel(load_decoder(pair[1], *options), MASK_TOKEN)
+        steps = unroll_model(model, texts, 3)
+        return [model.compute_logits(s.hidden[s.rows], s.step).cpu() for s in steps]
+    head_kind = "mtp" if kind.startswith("gemma") else "eagle"
+    head = load_head(pair[1], target, *options, kv_group=1, kind=head_kind)
+    teacher = teach(target, head, texts)
+    steps = unroll(head, texts, teacher.hidden, 3, teacher.keys)
+    return [head.compute_logits(s.hidden[s.rows], s.step).cpu() for s in steps]
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "pard", "gemma3_text", "gemma4_text"])
+def test_steps_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
+    pair = _pair(kind, tmp_path)
+    ours, theirs = (_logits(kind, pair, torch.device(name)) for name in ("cuda", "cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "pard", "gemma4_text"])
+def test_an_examination(kind: str, tmp_path: Path) -> None:
+    directory, drafter = _pair(kind, tmp_path)
+    device = torch.device("cuda")
+    target = load_decoder(directory, torch.float32, device, TorchAttention(), pack=False)
+    diagnosis = diagnose(target, drafter, None, texts_of(PROMPTS, WRITTEN, device))
+    assert not diagnosis.problems and diagnosis.as_loaded is not None and diagnosis.tried

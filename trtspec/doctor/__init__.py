@@ -1,0 +1,140 @@
+"""Why a draft head is accepted so little: the known mistakes, tried one by one.
+
+The target writes some texts. Along them, teacher-forced, the drafter's proposals are compared with
+the target's own choices, as the drafter is loaded and then with one setting changed at a time. A
+change that brings acceptance back names the mistake. Where none does and the head does as well as
+when it was trained, it is simply weak.
+
+    diagnosis.py   findings, and the verdict in words
+    trials.py      a setting to try; those of every head
+    heads.py       those of each kind of head; masks.py of heads that draft in parallel
+    exam.py        the target's states and a head along them; the search
+    draft_model.py draft models
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..attention.torch_sdpa import TorchAttention
+from ..errors import CheckpointError
+from ..models.checkpoint import open_checkpoint
+from ..models.decoder import Decoder
+from ..models.head_weights import load_head, read_head
+from ..models.hf_config import load_config
+from ..models.json_object import read_json_object
+from ..models.parallel_head import pard_token
+from ..models.tokenizer import load_tokenizer
+from ..models.weights import load_decoder
+from ..models.zoo import resolve_head
+from ..train.unroll import Texts
+from .diagnosis import Diagnosis, Finding
+from .draft_model import DraftModel, DraftModelExam, is_language_model, vocabulary_problems
+from .exam import NUM_STEPS, HeadExam, examine
+from .heads import notes_on, suspicion_of
+from .masks import special_tokens
+from .texts import texts_of
+
+__all__ = ["NUM_STEPS", "Diagnosis", "Finding", "diagnose", "texts_of"]
+
+
+def diagnose(
+    target: Decoder,
+    head_dir: Path,
+    kind: str | None,
+    texts: Texts,
+    progress: Callable[[str], None] | None = None,
+    tokenizer: Any = None,
+) -> Diagnosis:
+    """Examines a head or a draft model along texts that the target wrote.
+
+    Args:
+        target: its weights not packed (`load_decoder(pack=False)`).
+        kind: "eagle", "mtp" (also Gemma-4 assistants), "draft" for a draft model; None is what the
+            directory holds.
+        texts: on the target's device; `loss_mask` marks what the target wrote.
+        tokenizer: the target's, whose special tokens may be the mask that a drafter was trained
+            with, and with which a draft model's is compared.
+    """
+    tell, head_dir = progress or (lambda text: None), resolve_head(head_dir)
+    if kind == "draft" or (kind is None and _holds_language_model(head_dir)):
+        return _diagnose_model(target, head_dir, texts, tell, tokenizer)
+    device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
+    diagnosis = Diagnosis()
+    with ExitStack() as stack:
+        report = read_head(head_dir, target.config, stack, kind=kind)
+    diagnosis.problems = report.problems
+    if report.problems or report.config is None:
+        return diagnosis
+    head = load_head(
+        head_dir, target, dtype, device, TorchAttention(), kv_group=1,
+        kind=kind or ("mtp" if report.config.kind not in ("eagle", "eagle3") else "eagle"),
+        num_mtp_layers=max(1, min(report.num_mtp_layers, NUM_STEPS)), pack=False,
+    )  # fmt: skip
+    raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
+    notes = raw.get("training")
+    if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):
+        diagnosis.trained = [float(rate) for rate in notes["held_out_conditional"]]
+    diagnosis.reads_masks = head.config.mask_token_id is not None
+    tokens: dict[str, int] = {}
+    if diagnosis.reads_masks:
+        tokens, left_out = special_tokens(
+            raw, head.config.decoder.vocab_size, target.config, tokenizer
+        )
+        diagnosis.notes += left_out
+    exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
+    diagnosis.notes += notes_on(exam.patient)
+    diagnosis.suspicion = suspicion_of(exam.patient)
+    examine(exam, diagnosis, tell)
+    return diagnosis
+
+
+def _holds_language_model(directory: Path) -> bool:
+    try:
+        with ExitStack() as stack:
+            return is_language_model(set(open_checkpoint(directory, stack, pickle=True)))
+    except CheckpointError:  # what is wrong is told by `read_head`
+        return False
+
+
+def _diagnose_model(
+    target: Decoder, draft_dir: Path, texts: Texts, tell: Callable[[str], None], tokenizer: Any
+) -> Diagnosis:
+    diagnosis = Diagnosis(drafter="draft model")
+    try:
+        config, own = load_config(draft_dir), load_tokenizer(draft_dir)
+        mask = pard_token(config.raw, draft_dir / "config.json", config.vocab_size)
+        diagnosis.problems = vocabulary_problems(config, target.config, (own, tokenizer), draft_dir)
+        if diagnosis.problems:
+            return diagnosis
+        weight = target.embed_tokens.weight
+        model = load_decoder(draft_dir, weight.dtype, weight.device, TorchAttention(), pack=False)
+        model.keep_logits(target.config.vocab_size)
+    except CheckpointError as error:
+        diagnosis.problems.append(str(error))
+        return diagnosis
+    diagnosis.reads_masks = mask is not None
+    tokens, left_out = special_tokens(config.raw, config.vocab_size, target.config, tokenizer)
+    diagnosis.notes.append(
+        "A draft model's own settings (RoPE, norms) are not tried: they are right if the text that "
+        "it writes alone is good (trtspec generate)."
+    )
+    if mask is None:
+        diagnosis.notes.append(
+            "It was examined one token a pass; with a pard_token in its config.json the doctor "
+            "examines drafts from one pass."
+        )
+    else:
+        diagnosis.notes += left_out
+    if own is None or tokenizer is None:
+        diagnosis.notes.append(
+            "The tokenizers were not compared: "
+            + ("the draft model's" if own is None else "the target's")
+            + " directory holds none, or it was not given."
+        )
+    drafter = DraftModel(model, mask)
+    examine(DraftModelExam(target, drafter, texts, tokens), diagnosis, tell)
+    return diagnosis

@@ -1,0 +1,120 @@
+"""Draft models (DRAFT_TARGET), also those that propose all drafts in one pass (PARD).
+
+A draft model is a language model with weights and a config of its own, so what can be wrong between
+it and its target is the vocabulary and, of PARD, the mask token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.dense import DensePass
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..models.mtp import mtp_layout
+from ..train.unroll import DraftStep, StepScore, Texts, score, teach
+from .exam import NUM_STEPS, Exam
+from .masks import mask_token_trials
+from .trials import Setting, Trial
+
+
+class DraftModel(nn.Module):
+    """A language model with what `teach` and `score` ask of a head."""
+
+    d2t: Tensor | None = None
+    layers_to_capture: tuple[int, ...] = ()
+    advances_positions = True
+
+    def __init__(self, model: Decoder, mask_token_id: int | None):
+        super().__init__()
+        self.model, self.mask_token_id = model, mask_token_id
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+        return self.model.compute_logits(hidden)
+
+
+class DraftModelExam(Exam):
+    def __init__(
+        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[str, int]
+    ):
+        super().__init__(drafter)
+        self.model, self.texts, self.special_tokens = drafter, texts, special_tokens
+        self.teacher = teach(target, drafter, texts)  # type: ignore[arg-type]
+
+    def trials(self) -> list[Trial]:
+        now = self.model.mask_token_id
+        if now is None:
+            return []
+
+        def use(token: int) -> Any:
+            def change(drafter: DraftModel) -> None:
+                drafter.mask_token_id = token
+
+            return change
+
+        return mask_token_trials(now, self.special_tokens, use)
+
+    def scores(self, setting: Setting) -> list[StepScore]:
+        model: Any = self.model
+        steps = unroll_model(self.model, self.texts, NUM_STEPS)
+        return [score(model, step, self.teacher, with_loss=False) for step in steps]
+
+
+def unroll_model(drafter: DraftModel, texts: Texts, num_steps: int) -> Iterator[DraftStep]:
+    """A draft model's steps, counted as `unroll` counts a head's: row t of step s proposes token
+    t + 2 + s, having read the text up to t + 1 and then drafts, or masks, before it."""
+    model, mask = drafter.model, drafter.mask_token_id
+    ids, keys = texts.input_ids.flatten(), DensePass(texts.document_ids)
+    last_position = model.rope_tables.num_positions - 1
+    out = model(ids, texts.positions.flatten(), keys)
+    for step in range(num_steps):
+        if step and mask is not None:
+            positions = (texts.positions + step).clamp_max(last_position).flatten()
+            out = model(torch.full_like(ids, mask), positions, keys)
+        # The model proposes from its own last row: of the last token's, or of the last draft's.
+        ahead = 1 if mask is not None else 1 + step
+        rows = texts.rows_of_step(step)
+        yield DraftStep(step, out.roll(-ahead, 0), rows, rows + step + 1)
+
+
+def is_language_model(names: set[str]) -> bool:
+    """Whether tensors of these names are a whole model's, without draft layers in it."""
+    ends = tuple(name.rsplit(".", 2)[-2:] for name in names if name.count("."))
+    has_layers = any(name.endswith("layers.0.input_layernorm.weight") for name in names)
+    heads = ["fc", "weight"] in ends or ["pre_projection", "weight"] in ends
+    return has_layers and ["embed_tokens", "weight"] in ends and not heads and not mtp_layout(names)
+
+
+def vocabulary_problems(
+    draft: DecoderConfig, target: DecoderConfig, tokenizers: tuple[Any, Any], draft_dir: Path
+) -> list[str]:
+    """Why the two do not speak the same tokens. Embeddings may be padded differently, which
+    tokenizers that agree show.
+
+    Args:
+        tokenizers: the draft model's and the target's, None where unknown.
+    """
+    cure = "Choose a draft model of the target's own family, with the same tokenizer."
+    ours, theirs = tokenizers
+    if ours is None or theirs is None:
+        if draft.vocab_size == target.vocab_size:
+            return []
+        return [
+            f"The draft model's vocab_size is {draft.vocab_size}, the target's "
+            f"{target.vocab_size}, and there are no two tokenizers to show that this is padding. "
+            f"Put each model's tokenizer beside it. {cure}"
+        ]
+    mine, its = ours.get_vocab(), theirs.get_vocab()
+    other = sorted(t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t))
+    if not other:
+        return []
+    examples = ", ".join(f"{t!r} {mine.get(t)} and {its.get(t)}" for t in other[:3])
+    return [
+        f"The tokenizer of {draft_dir} and the target's map {len(other)} tokens to different ids "
+        f"({examples}). {cure}"
+    ]

@@ -1,0 +1,220 @@
+"""The target's texts and states, made once, and a drafter that is tried along them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.decoder import Decoder
+from ..models.draft_head import DraftHead
+from ..models.mtp import MTPHead
+from ..train.trainer import Evaluation
+from ..train.unroll import StepScore, Texts, score, teach, unroll
+from .diagnosis import FEWEST_JUDGED, Diagnosis, Finding
+from .heads import Patient, trials_of
+from .trials import Setting, Trial, pairs
+
+NUM_STEPS = 3
+LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
+"""Drafts that a change must add to a step, on average, to be named. Less is enough where it brings
+the usual setting: another RoPE base may gain a little on short texts with nothing wrong."""
+CERTAIN, UNCERTAIN = 3.0, 2.0
+"""Standard errors, place by place: a gain of that many is no accident, or may well be one."""
+MAP_MAY_BE_WRONG = 0.25
+"""A head whose first draft is accepted more often than this has the right vocabulary map."""
+_CHANGEABLE = (
+    "config", "rope_tables", "d2t", "norm_before_residual", "mask_hidden", "embedding_scale",
+    "mask_token_id",
+)  # fmt: skip
+"""Attributes that a trial may change, of any module of a drafter, besides its weights and the
+drafter's layers."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the drafter does with a setting."""
+
+    result: Evaluation
+    accepted: Tensor  # [R] float64, drafts accepted at each place the target wrote
+
+    def gain_over(self, other: Outcome) -> tuple[float, float]:
+        """(mean, standard error) of the drafts gained, place by place."""
+        gain = self.accepted - other.accepted
+        return float(gain.mean()), float(gain.std()) / math.sqrt(len(gain))
+
+
+class Exam(ABC):
+    """A drafter along texts; `trials` and `scores` are its kind's."""
+
+    def __init__(self, drafter: nn.Module):
+        self.drafter, self.setting = drafter, Setting()
+        self.d2t: Tensor | None = None
+
+    @abstractmethod
+    def trials(self) -> list[Trial]:
+        """What can be tried, as the drafter is now."""
+
+    @abstractmethod
+    def scores(self, setting: Setting) -> list[StepScore]:
+        """How each step does."""
+
+    @torch.no_grad()
+    def evaluate(self, trial: Trial | None) -> Outcome:
+        result, setting = Evaluation(), self.setting
+        with unchanged_after(self.drafter):
+            if trial is not None:
+                trial.change(self.drafter)
+                setting = replace(setting, **trial.sets)
+            scores = self.scores(setting)
+        result.add(scores)
+        right = torch.stack([each.is_right for each in scores])[:, scores[0].is_counted]
+        return Outcome(result, right.double().cumprod(0).sum(0))
+
+    def keep(self, trial: Trial) -> None:
+        trial.change(self.drafter)
+        self.setting = replace(self.setting, **trial.sets)
+
+
+class HeadExam(Exam):
+    """A head that reads the target's states.
+
+    Args:
+        mask_hidden: [1, n * Ht], what a P-EAGLE head's checkpoint has.
+        special_tokens: that may be meant by a mask token, by name.
+    """
+
+    def __init__(
+        self, target: Decoder, head: DraftHead, texts: Texts, mask_hidden: Tensor | None,
+        special_tokens: Mapping[str, int],
+    ):  # fmt: skip
+        super().__init__(head)
+        self.target, self.head, self.texts = target, head, texts
+        self.captures = bool(head.layers_to_capture)
+        num_layers = target.config.num_layers
+        every = range(num_layers) if self.captures else range(num_layers - 1, num_layers)
+        with _capturing(head, tuple(every)):
+            self.teacher = teach(target, head, texts)
+        self.states = self.teacher.hidden.view(len(self.teacher.hidden), len(every), -1)
+        self.d2t, self.num_steps = head.d2t, NUM_STEPS
+        if head.config.mask_token_id is not None:
+            self.num_steps = min(NUM_STEPS, head.config.trained_draft_len or NUM_STEPS)
+        self.all_layers = head.layers if isinstance(head, MTPHead) else None
+        if self.all_layers is not None and len(self.all_layers) > 1:
+            self.num_steps = min(NUM_STEPS, len(self.all_layers))
+            head.layers = self.all_layers[:1]  # as use_mtp_vanilla=False serves them
+        size = float(self._hidden(self.setting).float().square().mean().sqrt())
+        self.patient = Patient(head, target.config, mask_hidden, size, special_tokens)
+
+    def _hidden(self, setting: Setting) -> Tensor:
+        """[T, n * D], what the head reads of the target."""
+        if self.captures:
+            layers = self.head.layers_to_capture if setting.layers is None else setting.layers
+            return self.states[:, list(layers)].flatten(1)
+        return self.states[:, 0] if setting.before_norm else self.target.norm(self.states[:, 0])
+
+    def trials(self) -> list[Trial]:
+        found = trials_of(self.patient)
+        every = self.all_layers
+        if every is not None and len(every) > 1:
+
+            def use_all(head: MTPHead) -> None:
+                head.layers = every
+
+            found.append(
+                Trial(
+                    "each draft has an MTP layer of its own",
+                    f"MTPDecodingConfig(use_mtp_vanilla=True), for up to {len(every)} drafts",
+                    use_all,
+                )
+            )
+        return found
+
+    def scores(self, setting: Setting) -> list[StepScore]:
+        teacher = replace(self.teacher, hidden=self._hidden(setting))
+        steps = unroll(self.head, self.texts, teacher.hidden, self.num_steps, teacher.keys, setting)
+        return [score(self.head, step, teacher, with_loss=False) for step in steps]
+
+
+def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> None:
+    """Tries every setting alone, keeps the most telling, and tries again."""
+    best, made = exam.evaluate(None), list[Trial]()
+    diagnosis.as_loaded = best.result
+    if len(best.accepted) < FEWEST_JUDGED:
+        return
+    for _ in range(2):  # a second mistake may hide behind the first
+        trials = [trial for trial in exam.trials() if trial not in made]
+        if not trials:
+            return
+        found = []
+        for trial in trials:
+            tell(f"trying: {trial.name}")
+            found.append((trial, exam.evaluate(trial)))
+        diagnosis.tried += [Finding(t.name, t.cure, outcome.result) for t, outcome in found]
+        trial, outcome = _most_telling(found)
+        is_poor = best.result.conditional[0] <= MAP_MAY_BE_WRONG
+        if not _explains(trial, outcome, best) and not made and is_poor and exam.d2t is not None:
+            # A wrong map hides every other mistake, and every other mistake hides it.
+            tell("trying: two changes at once")
+            found = [(pair, exam.evaluate(pair)) for pair in pairs(trials, exam.d2t)]
+            trial, outcome = _most_telling(found)
+        if not _explains(trial, outcome, best):
+            return
+        best = outcome
+        made.append(trial)
+        diagnosis.changes.append(Finding(trial.name, trial.cure, outcome.result))
+        exam.keep(trial)
+
+
+def _most_telling(found: Sequence[tuple[Trial, Outcome]]) -> tuple[Trial, Outcome]:
+    """The best, or an earlier one that the best surpasses by chance at most (of RoPE's bases the
+    target's is the first)."""
+    _, best = max(found, key=lambda pair: pair[1].result.acceptance_length)
+    for trial, outcome in found:
+        gain, error = best.gain_over(outcome)
+        if gain <= UNCERTAIN * error:
+            return trial, outcome
+    raise AssertionError("the best does not surpass itself")
+
+
+def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
+    gain, error = new.gain_over(old)
+    least = LEAST_GAIN_OF_USUAL if trial.is_usual else LEAST_GAIN
+    return gain >= max(least, CERTAIN * error)
+
+
+@contextmanager
+def _capturing(head: DraftHead, layers: tuple[int, ...]) -> Iterator[None]:
+    config = head.config
+    head.config = replace(config, layers_to_capture=layers)
+    try:
+        yield
+    finally:
+        head.config = config
+
+
+@contextmanager
+def unchanged_after(drafter: nn.Module) -> Iterator[None]:
+    """Puts back what a trial may change."""
+    attributes: list[tuple[nn.Module, str, Any]] = [
+        (module, name, getattr(module, name))
+        for module in drafter.modules()
+        for name in _CHANGEABLE
+        if hasattr(module, name)
+    ]
+    if hasattr(drafter, "layers"):
+        attributes.append((drafter, "layers", drafter.layers))
+    weights = {name: p.data for name, p in drafter.named_parameters()}
+    try:
+        yield
+    finally:
+        for module, name, value in attributes:
+            setattr(module, name, value)
+        for name, parameter in drafter.named_parameters():
+            parameter.data = weights[name]

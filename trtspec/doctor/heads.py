@@ -1,0 +1,253 @@
+"""The mistakes that each kind of head is known for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+
+from torch import Tensor
+
+from ..models.config import DecoderConfig
+from ..models.draft_head import DraftHead
+from ..models.eagle import Eagle3Head, Eagle3Layer
+from ..models.gemma_assistant import GemmaAssistant
+from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..models.mtp import MTPHead
+from ..ops.norm import RMSNorm
+from .masks import mask_trials
+from .trials import (
+    Trial,
+    flip_norm_output,
+    rope_trials,
+    shift_trials,
+    swap_halves,
+    vocabulary_trials,
+)
+
+MOST_CAPTURED_TO_PERMUTE = 3
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A head, and what its trials are made from."""
+
+    head: DraftHead
+    target: DecoderConfig
+    mask_hidden: Tensor | None  # [1, n * Ht], as the checkpoint has it
+    state_size: float  # the root mean square of what the head reads of the target
+    special_tokens: Mapping[str, int]
+
+
+def trials_of(patient: Patient) -> list[Trial]:
+    """Everything that is tried with this head."""
+    head, trials = patient.head, list[Trial]()
+    if head.advances_positions:  # one that reads the target's keys must turn as they do
+        trials += rope_trials(head, patient.target)
+    trials += shift_trials()
+    for head_class, own in _TRIALS.items():
+        if isinstance(head, head_class):
+            trials += own(patient)
+    if head.d2t is not None:
+        trials += vocabulary_trials(head.d2t)
+    return trials
+
+
+def notes_on(patient: Patient) -> list[str]:
+    """What cannot be tried."""
+    head, notes = patient.head, []
+    if isinstance(head, GemmaAssistant):
+        notes.append(
+            "Another RoPE or window is not tried: the keys are the target's, and the assistant's "
+            "config was compared with the target's when it was loaded."
+        )
+    decoder = head.config.decoder
+    if head.advances_positions and any(
+        decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
+    ):
+        notes.append("How many dimensions of a head are rotated (rotary_dim) is not tried.")
+    return notes
+
+
+def suspicion_of(patient: Patient) -> str | None:
+    """What is plainly wrong, though no trial can undo it."""
+    if patient.mask_hidden is not None and not bool(patient.mask_hidden.any()):
+        return (
+            "mask_hidden is zero everywhere, which a trained one is not: copy the head again from "
+            "its source."
+        )
+    return None
+
+
+# -- EAGLE-3 and P-EAGLE -----------------------------------------------------------------------
+def _eagle3_trials(patient: Patient) -> list[Trial]:
+    head = patient.head
+    assert isinstance(head, Eagle3Head)
+    first = head.layers[0]
+    assert isinstance(first, Eagle3Layer)
+
+    def flip_residual(head: Eagle3Head) -> None:
+        layer = head.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        layer.norm_before_residual = not layer.norm_before_residual
+
+    trials = _capture_trials(head, patient.target)
+    trials.append(
+        Trial(
+            "norm_before_residual is wrong",
+            f'"norm_before_residual": {str(not first.norm_before_residual).lower()} in config.json',
+            flip_residual,
+        )
+    )
+    if head.mask_hidden is None:  # a head that drafts in parallel feeds nothing on
+        trials.append(
+            Trial(
+                _other_feedback(head),
+                f'"norm_output": {str(not head.config.norm_output).lower()} in config.json',
+                flip_norm_output,
+            )
+        )
+    trials.append(
+        Trial(
+            "embedding and hidden state are side by side in the other order",
+            "swap the two halves of the columns of q_proj, k_proj and v_proj of the first layer",
+            lambda head: swap_halves(head.layers[0].self_attn.qkv_proj.weight),
+        )
+    )
+    if patient.mask_hidden is not None:
+        trials += mask_trials(head, patient.mask_hidden, patient.state_size, patient.special_tokens)
+    return trials
+
+
+def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
+    now = head.layers_to_capture
+    usual: tuple[int, ...] = ()
+    if len(now) == 3 and target.num_layers >= MIN_LAYERS_FOR_DEFAULT:
+        usual = default_layers_to_capture(target.num_layers)
+    candidates = [
+        ("layers are captured one too early", tuple(i + 1 for i in now)),
+        ("layers are captured one too late", tuple(i - 1 for i in now)),
+        ("layers are captured two too early", tuple(i + 2 for i in now)),
+        ("layers are captured two too late", tuple(i - 2 for i in now)),
+        ("captured layers are in reverse order", tuple(reversed(now))),
+        ("captured layers are not EAGLE-3's own", usual),
+    ]
+    if len(now) <= MOST_CAPTURED_TO_PERMUTE:
+        candidates += [
+            (f"captured layers should be in the order {list(order)}", order)
+            for order in permutations(now)
+        ]
+    trials, tried = [], {now, ()}
+    for name, layers in candidates:
+        if layers not in tried and all(0 <= i < target.num_layers for i in layers):
+            cure = f"eagle3_layers_to_capture={list(layers)} (0-based outputs), now {list(now)}"
+            trials.append(
+                Trial(name, cure, sets={"layers": layers}, is_usual=layers == usual)
+            )  # fmt: skip
+            tried.add(layers)
+    return trials
+
+
+# -- MTP layers --------------------------------------------------------------------------------
+def _mtp_trials(patient: Patient) -> list[Trial]:
+    head = patient.head
+    assert isinstance(head, MTPHead)
+    is_around_0 = head.config.zero_centered_norms or head.config.decoder.norm_offset != 0
+
+    def reverse(head: MTPHead) -> None:
+        for layer in head.layers:
+            swap_halves(layer.eh_proj.weight)  # type: ignore[union-attr, arg-type]
+
+    def shift_norms(head: MTPHead) -> None:
+        for module in head.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.data = module.weight.data + (-1 if is_around_0 else 1)
+
+    return [
+        Trial(
+            "embedding and hidden state are concatenated in the other order",
+            "swap the two halves of the columns of eh_proj (input_proj)",
+            reverse,
+        ),
+        Trial(
+            _other_feedback(head),
+            f"MTPDecodingConfig(mtp_feeds_post_norm={not head.config.norm_output})",
+            flip_norm_output,
+        ),
+        Trial(
+            "norms are written " + ("around 1" if is_around_0 else "around 0"),
+            f"{'subtract 1 from' if is_around_0 else 'add 1 to'} the weights of its norms: in "
+            f"{head.config.format} they are {'minus 1' if is_around_0 else 'as they are'}",
+            shift_norms,
+        ),
+    ]
+
+
+def _other_feedback(head: DraftHead) -> str:
+    where = "before" if head.config.norm_output else "after"
+    return f"the hidden state should be fed on {where} the final norm"
+
+
+# -- Gemma-4 assistants ------------------------------------------------------------------------
+def _assistant_trials(patient: Patient) -> list[Trial]:
+    head = patient.head
+    assert isinstance(head, GemmaAssistant)
+    scale = head.embedding_scale
+    other = None if scale else math.sqrt(patient.target.hidden_size)
+
+    def scale_embedding(head: GemmaAssistant) -> None:
+        head.embedding_scale = other
+
+    factor = 1 / scale if scale else other
+    retrain = "here, as in transformers,"
+    return [
+        Trial(
+            "embedding and hidden state are concatenated in the other order",
+            "swap the two halves of the columns of pre_projection",
+            lambda head: swap_halves(head.pre_projection.weight),
+        ),
+        Trial(
+            f"the target's embedding should {'not ' if scale else ''}be scaled",
+            f"multiply the first half of the columns of pre_projection by {factor:.6g}",
+            scale_embedding,
+        ),
+        Trial(
+            "the target's hidden state should be read before its final norm",
+            f"{retrain} it is read after the norm: train the assistant so",
+            sets={"before_norm": True},
+        ),
+        Trial(
+            _other_feedback(head),
+            f"{retrain} post_projection reads the state after the final norm: train it so",
+            flip_norm_output,
+        ),
+        Trial(
+            "the target's hidden state should be read at every draft",
+            f"{retrain} post_projection's output takes its place: train the assistant so",
+            sets={"feeds_back": False},
+        ),
+        Trial(
+            "queries are rotated one position too far",
+            f"{retrain} queries turn by the place of the last token, which the target has not "
+            "read: train the assistant so",
+            sets={"position_offset": -1},
+        ),
+        Trial(
+            "queries are rotated one position too little",
+            f"{retrain} queries turn by the place of the last token: train the assistant so",
+            sets={"position_offset": 1},
+        ),
+        Trial(
+            "positions should advance with the drafts",
+            f"{retrain} all drafts of a step stand at one position: train the assistant so",
+            sets={"advances": True},
+        ),
+    ]
+
+
+_TRIALS: dict[type[DraftHead], Callable[[Patient], list[Trial]]] = {
+    Eagle3Head: _eagle3_trials,
+    MTPHead: _mtp_trials,
+    GemmaAssistant: _assistant_trials,
+}

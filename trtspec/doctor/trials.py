@@ -1,0 +1,183 @@
+"""Settings that the doctor tries, and those that concern every head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.config import DecoderConfig
+from ..models.draft_head import DraftHead
+from ..models.rope import RopeTables
+from ..train.unroll import Use
+
+Change = Callable[[Any], None]
+Rope = dict[str, Any]
+_USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
+
+
+@dataclass(frozen=True)
+class Setting(Use):
+    """How the drafter is used, and what it is given of the target."""
+
+    layers: tuple[int, ...] | None = None  # captured; None is what the head says
+    before_norm: bool = False  # the target's last states without its final norm
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting to try: changes the drafter for a while, or how it is used."""
+
+    name: str
+    cure: str
+    change: Change = lambda drafter: None
+    sets: Mapping[str, Any] = field(default_factory=dict)  # fields of `Setting`
+    is_usual: bool = False  # the setting that a head has unless somebody chose otherwise
+
+
+def pairs(trials: Sequence[Trial], d2t: Tensor) -> list[Trial]:
+    """Each change of the vocabulary's map together with each other change."""
+    maps = vocabulary_trials(d2t)
+    names = {trial.name for trial in maps}
+
+    def both(one: Trial, other: Trial) -> Trial:
+        def change(head: DraftHead) -> None:
+            one.change(head)
+            other.change(head)
+
+        return Trial(
+            f"{one.name} and {other.name}", f"{one.cure}; {other.cure}", change,
+            {**one.sets, **other.sets},
+        )  # fmt: skip
+
+    return [both(one, other) for one in maps for other in trials if other.name not in names]
+
+
+def shift_trials() -> list[Trial]:
+    return [
+        Trial(
+            "the head reads a row's own token, not the next one",
+            "the head was trained on unshifted ids: train it with ids shifted left by one",
+            sets={"shift": 0},
+        ),
+        Trial(
+            "the head reads the token after the next one",
+            "the head was trained on ids shifted by two: train it with ids shifted left by one",
+            sets={"shift": 2},
+        ),
+    ]
+
+
+def vocabulary_trials(d2t: Tensor) -> list[Trial]:
+    rows = torch.arange(len(d2t), device=d2t.device)
+
+    def use(new: Tensor) -> Change:
+        def change(head: DraftHead) -> None:
+            head.d2t = new
+
+        return change
+
+    return [
+        Trial("d2t holds ids in place of offsets", "subtract arange from d2t", use(d2t - rows)),
+        Trial("d2t maps one token too high", "subtract 1 from d2t", use(d2t - 1)),
+        Trial("d2t maps one token too low", "add 1 to d2t", use(d2t + 1)),
+        Trial(
+            "draft ids are the target's own",
+            "remove d2t and t2d, or set d2t to zeros",
+            use(torch.zeros_like(d2t)),
+        ),
+    ]
+
+
+def flip_norm_output(head: DraftHead) -> None:
+    head.config = replace(head.config, norm_output=not head.config.norm_output)
+
+
+def swap_halves(weight: torch.nn.Parameter) -> None:
+    """Of its columns: what reads two things side by side reads them in the other order."""
+    half = weight.shape[1] // 2
+    weight.data = torch.cat([weight.data[:, half:], weight.data[:, :half]], dim=1)
+
+
+# -- RoPE --------------------------------------------------------------------------------------
+def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
+    """Other rotations, for each kind of the head's layers where there are several."""
+    decoder = head.config.decoder
+    kinds = list(dict.fromkeys(decoder.layer_types[: decoder.num_layers])) or [""]
+    trials = [trial for kind in kinds for trial in _rope_trials_of(kind, decoder, target)]
+    if len(kinds) == 2:
+        one, other = (_rope_of(decoder, kind) for kind in kinds)
+        if one != other:
+            trials.append(
+                Trial(
+                    "RoPE of the head's two kinds of layers is swapped",
+                    f"rope_parameters in config.json: {kinds[0]} {other}, {kinds[1]} {one}",
+                    _turn_by({kinds[0]: other, kinds[1]: one}),
+                )
+            )
+    return trials
+
+
+def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) -> list[Trial]:
+    """kind: "" where all layers are alike."""
+    now, whose = _rope_of(decoder, kind), f" of its {kind} layers" if kind else ""
+    trials, bases = [], {now.get("rope_theta")}
+    for name, parameters in _candidates(target, kind):
+        theta, is_theirs = parameters["rope_theta"], bool(name)
+        if parameters == now or (not is_theirs and theta in bases):
+            continue
+        bases.add(theta)
+        trials.append(
+            Trial(
+                f"rope_theta{whose} should be {name or 'another'}, {theta:g}",
+                f'"rope_theta"{whose}: {theta:g} in config.json, now {now.get("rope_theta"):g}'
+                + (f" ({parameters})" if _is_scaled(parameters) or _is_scaled(now) else ""),
+                _turn_by({kind: parameters}),
+                is_usual=is_theirs and (not kind or f" {kind} " in name),
+            )
+        )
+    return trials
+
+
+def _candidates(target: DecoderConfig, kind: str) -> Iterator[tuple[str, Rope]]:
+    """(whose it is, "" if nobody's; the parameters). The target's come first, of the same kind
+    before others."""
+    kinds = list(dict.fromkeys(target.layer_types[: target.num_layers]))
+    seen: list[Rope] = []
+    for theirs in sorted(kinds, key=lambda k: k != kind) or [""]:
+        parameters = dict(_rope_of(target, theirs))
+        if parameters not in seen:
+            seen.append(parameters)
+            yield (f"the target's {theirs} layers'" if theirs else "the target's"), parameters
+    for theta in _USUAL_BASES:
+        yield "", {"rope_type": "default", "rope_theta": theta}
+
+
+def _is_scaled(parameters: Rope) -> bool:
+    return parameters.get("rope_type", "default") != "default"
+
+
+def _rope_of(config: DecoderConfig, kind: str) -> Rope:
+    return config.type_fields.get(kind, {}).get("rope_parameters", config.rope_parameters)
+
+
+def _turn_by(ropes: Mapping[str, Rope]) -> Change:
+    """ropes: kind of layers -> its parameters."""
+
+    def change(head: DraftHead) -> None:
+        decoder = head.config.decoder
+        types = {kind: dict(fields) for kind, fields in decoder.type_fields.items()}
+        for kind, parameters in ropes.items():
+            if kind:
+                types.setdefault(kind, {})["rope_parameters"] = parameters
+            else:
+                decoder = replace(decoder, rope_parameters=parameters)
+        decoder = replace(decoder, type_fields=types)
+        head.config = replace(head.config, decoder=decoder)
+        now = head.rope_tables
+        head.rope_tables = RopeTables(decoder, now.num_positions).to(next(now.buffers()).device)
+
+    return change
