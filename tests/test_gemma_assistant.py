@@ -178,7 +178,10 @@ def test_drafting_from_a_few_clusters(pairs: dict[str, tuple[Path, Path]], rule:
     [
         (lambda t: t.pop("masked_embedding.token_ordering"), "token_ordering is missing"),
         (lambda t: t["masked_embedding.token_ordering"].fill_(3), "each token of 0 … 95 once"),
-        (lambda t: t.pop("masked_embedding.centroids.weight"), "missing: lm_head.centroids.weight"),
+        (
+            lambda t: t.pop("masked_embedding.centroids.weight"),
+            "missing: masked_embedding.centroids.weight",
+        ),
     ],
 )
 def test_clusters_refused(
@@ -190,6 +193,27 @@ def test_clusters_refused(
     save_file(tensors, assistant / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         LLM(pairs["clustered"][0], _config(assistant, 2), device="cpu")
+
+
+def test_an_lm_head_that_is_the_targets_keeps_its_clusters(
+    tmp_path: Path, pairs: dict[str, tuple[Path, Path]]
+) -> None:
+    """Of an assistant as wide as its target; here the file has the tied weight twice."""
+    target, _ = pairs["clustered"]
+    assistant = assistant_dir(
+        tmp_path, "gemma4_small", clusters=(12, 3), vocab_size=96, hidden_size=BACKBONE
+    )
+    tensors = load_file(assistant / "model.safetensors")
+    theirs = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = theirs
+    tensors["lm_head.weight"] = theirs.clone()
+    save_file(tensors, assistant / "model.safetensors", metadata={"format": "pt"})
+    head: Any = LLM(target, _config(assistant, 2), device="cpu", dtype="float32").executor
+    logits = head.draft_model.compute_logits(torch.ones(1, BACKBONE), 0)
+    assert int((logits > LOWEST).sum()) == 3 * 8
+    edit_config(assistant, use_ordered_embeddings=False)
+    with pytest.raises(CheckpointError, match="use_ordered_embeddings"):
+        LLM(target, _config(assistant, 2), device="cpu")
 
 
 RECOMPUTED = [*product(FAMILIES[:2], [True, False], [1, 2, 4]), ("gemma4_small", True, 4)]

@@ -75,7 +75,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "RoPE": "\n".join(f"{label}{_rope(own)}" for label, own in _kinds(decoder)),
         "Vocabulary": _vocabulary(report),
     }
-    moe = decoder.moe_of_layer(decoder.num_layers - 1)
+    layers = range(decoder.num_layers)
+    moe = next(filter(None, (decoder.moe_of_layer(i) for i in layers)), None)
     if moe is not None:
         facts["Experts"] = (
             f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -15,6 +17,8 @@ from ..metadata.sampling import rows_to_tensor, to_device
 from ..models.decoder import Decoder
 from ..multimodal import EmbedsPrompt
 from .request import ContextChunk
+
+logger = logging.getLogger(__name__)
 
 
 def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -> None:
@@ -31,6 +35,8 @@ def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
             "token's id too, and the padding token's at an image's places. Say with is_embed where "
             "the vectors stand, and leave text to its ids."
         )
+    if target.config.images_attend_both_ways:
+        _warn_of_images()
     if prompt.mrope_positions is not None:
         if not tables.has_axes:
             raise RequestError(
@@ -43,6 +49,15 @@ def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
                 f"mrope_positions goes to {int(prompt.mrope_positions.max())}, and output follows: "
                 f"the model has {tables.num_positions} positions. Shorten the prompt or max_tokens."
             )
+
+
+@cache
+def _warn_of_images() -> None:
+    """Once: text and sound are attended as here."""
+    logger.warning(
+        "This model was trained to attend in both directions within an image; here each vector of "
+        "a prompt attends to what stands before it alone. What the model says of images differs."
+    )
 
 
 def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:

@@ -116,7 +116,8 @@ class PyExecutor:
         )
         vocab = target.config.vocab_size
         drafter = getattr(draft_model, "config", target.config)
-        own = getattr(drafter, "draft_vocab_size", None) or min(drafter.vocab_size, vocab)
+        sizes = (getattr(drafter, name, None) for name in ("draft_vocab_size", "vocab_size"))
+        own = min(next(filter(None, sizes), vocab), vocab)
         d2t = getattr(draft_model, "d2t", None)
         if d2t is None and own != vocab:  # the target's first tokens, which needs no table
             d2t = torch.zeros(own, dtype=torch.int64, device=device)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from ..ops.linear import Linear
 from .checkpoint import TensorSource
+from .placement import Placement
 
 LOWEST = -1e4
 """A finite logit in every dtype whose token no softmax chooses beside an ordinary one."""
 ORDERING = "masked_embedding.token_ordering"
-RENAMED = {"masked_embedding.centroids.weight": "lm_head.centroids.weight"}
 
 
 class ClusteredHead(nn.Module):
@@ -43,6 +43,16 @@ class ClusteredHead(nn.Module):
         logits = (self.weight[tokens] @ hidden[:, :, None])[..., 0]
         others = logits.new_full((len(hidden), len(self.weight)), LOWEST)
         return others.scatter_(1, tokens, logits)
+
+    def placements(self, name: str) -> dict[str, Placement]:
+        """Checkpoint name -> its place."""
+        centroids = self.centroids.out_features, self.centroids.in_features
+        return {
+            f"{name}.weight": Placement(name, "weight", 0, tuple(self.weight.shape)),
+            "masked_embedding.centroids.weight": Placement(
+                f"{name}.centroids", "weight", 0, centroids
+            ),
+        }
 
 
 def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[int, int]:

@@ -24,7 +24,8 @@ class MoENames:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts that takes the MLP's place from layer `first_k_dense_replace` on."""
+    """The mixture of experts in the MLP's place, or beside it: of layers whose type has one, from
+    layer `first_k_dense_replace` on."""
 
     num_experts: int
     experts_per_token: int
@@ -84,6 +85,7 @@ class DecoderConfig:
     value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)
     values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
     layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)
+    images_attend_both_ways: bool = False  # in training; here not, which is said (Gemma)
     reads_kv_of: str | None = None
     """A layer type: keys and values are those of its last layer, none are kept (Gemma-4)."""
     per_layer_input_size: int = 0  # of what each layer is told of the token (Gemma-4); 0 is nothing

@@ -41,7 +41,7 @@ from ..ops.fused import linear
 from ..ops.linear import Linear
 from ..ops.norm import RMSNorm
 from .checkpoint import TensorSource
-from .clustered_head import RENAMED, ClusteredHead, cluster_counts
+from .clustered_head import ClusteredHead, cluster_counts
 from .config import DecoderConfig
 from .decoder import SandwichLayer
 from .draft_head import DraftHead, HeadConfig, HeadTarget
@@ -171,11 +171,9 @@ def read_assistant(
             f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
         )
     tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
-    if "lm_head.weight" not in tensors and "embed_tokens.weight" in tensors:  # they are tied
+    own, tied = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    if tied is not None and (own is None or _are_equal(own, tied)):
         tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
-    clusters = cluster_counts(raw, decoder.vocab_size, where)
-    if clusters[0]:
-        tensors = {RENAMED.get(name, name): source for name, source in tensors.items()}
     config = HeadConfig(
         kind=KIND,
         format="Gemma-4 assistant",
@@ -184,9 +182,13 @@ def read_assistant(
         draft_vocab_size=decoder.vocab_size,
         own_lm_head=True,
         norm_output=True,
-        lm_head_clusters=clusters,
+        lm_head_clusters=cluster_counts(raw, decoder.vocab_size, where),
     )
     return config, tensors
+
+
+def _are_equal(one: TensorSource, other: TensorSource) -> bool:
+    return one.shape == other.shape and torch.equal(one.read(), other.read())
 
 
 def assistant_problems(config: HeadConfig, target: DecoderConfig) -> list[str]:

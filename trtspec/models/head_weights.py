@@ -414,6 +414,8 @@ def _check_tensors(report: HeadReport) -> None:
                 "config.json lacks a flag (norm_before_fc has input_norm, fc_norm has "
                 "fc_norm.0 …; num_hidden_layers), or "
             )
+        elif config.kind == KIND:
+            flags = "use_ordered_embeddings (it has masked_embedding.…), or "
         report.problems.append(
             f"{len(surplus)} tensors have no place in {config.format}: {some(surplus)}. Check: "
             f"{flags}the tensors of two heads are mixed."
@@ -477,6 +479,8 @@ def _drop_what_the_target_has(
         for name, theirs in (("embed_tokens", embedding), ("lm_head", lm_head)):
             own = sources.get(f"{prefix}{name}.weight")
             if own is None or theirs is None or own.shape != tuple(theirs.shape):
+                continue
+            if isinstance(getattr(owner, name), ClusteredHead):
                 continue
             if torch.equal(own.read().to(dtype), theirs.cpu()):
                 setattr(owner, name, None)

@@ -251,6 +251,7 @@ def _of_mtp_layers(
         raise CheckpointError(
             f"The target's layers are of several kinds ({name}: {list(per_layer)}), and its "
             f"config.json does not say which of them the {count} MTP layers are. Give "
-            f"layer_types for {first} + {count} layers, as Step-3.5 does, or draft otherwise."
+            f"num_nextn_predict_layers, and layer_types for {first} + {count} layers, as Step-3.5 "
+            "does, or draft otherwise."
         )
     return tuple(kinds) * count

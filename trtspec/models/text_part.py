@@ -37,7 +37,8 @@ _OTHER_PARTS = re.compile(
 
 
 def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
-    """The config of the text model: `raw` itself, unless it is of a model with more parts.
+    """The config of the text model: `raw` itself, unless it is of a model with more parts; then it
+    says `is_text_part`.
 
     Raises:
         CheckpointError: it has no `text_config`.
@@ -54,7 +55,7 @@ def text_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
             "there, as an object. Copy the file again from the model's source."
         )
     outer = {name: raw[name] for name in _OF_BOTH if raw.get(name) is not None}
-    return {"model_type": TEXT_TYPES[model_type], **inner, **outer}
+    return {"model_type": TEXT_TYPES[model_type], **inner, **outer, "is_text_part": True}
 
 
 def text_tensors(sources: dict[str, Source], model_dir: Path) -> dict[str, Source]:

@@ -55,6 +55,7 @@ _CONFIG_FIELDS = {
     "gate": "n_routed_experts and hidden_size",
     "router": "num_experts and hidden_size",
     "proj": "num_experts and hidden_size",
+    "centroids": "num_centroids and hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
 
@@ -70,7 +71,8 @@ def load_decoder(
     """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
 
     Args:
-        pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted.
+        pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
+            the weights are to be cut first (`finish` packs them then).
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.

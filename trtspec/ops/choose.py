@@ -48,7 +48,7 @@ def accept_greedy(
     relaxed: RelaxedRule | None = None,
 ) -> Accepted | None:
     """The greedy choice at every row and the drafts that agree with it; None: not served here, and
-    the caller (`SpecWorkerBase.sample_and_accept_draft_tokens`) does it step by step.
+    the caller (`Verification.sample_and_accept_draft_tokens`) does it step by step.
 
     Args:
         logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 never matches.

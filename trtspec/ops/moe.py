@@ -57,9 +57,10 @@ def route(
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, D] times weight [E, D], [T, E] in float32, as transformers computes it whatever the
-    model's dtype. On the CPU few rows are filled up, so that a row's logits do not depend on their
-    number (`ops/linear.py` says why)."""
+    """x [T, D] times weight [E, D], [T, E] in float32 whatever the model's dtype: as transformers
+    computes DeepSeek's. (Gemma's it rounds, so that near-ties in bf16 may go another way.) On the
+    CPU few rows are filled up, so that a row's logits do not depend on their number
+    (`ops/linear.py` says why)."""
     rows, kernels = x.shape[0], moe_kernels(x)
     if kernels is not None and 0 < rows <= MAX_ROUTER_ROWS:
         return kernels.router_logits(x, weight)
@@ -69,7 +70,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks. `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]; after `pack()` on CPU
+    """E gated networks. `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]; after `pack()` on CPU
     each expert's packed `Linear`s replace them.
 
     Args:

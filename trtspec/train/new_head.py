@@ -250,14 +250,15 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
 
 
 def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
-    if target.moe is not None:
+    decoder = mtp_decoder_config(target, spec.num_layers)
+    if any(decoder.moe_of_layer(i) is not None for i in range(spec.num_layers)):
         raise ConfigError(
             "kind='mtp' makes layers of the target's own kind, and training a mixture of experts "
             "is not supported. Train kind='eagle3', or MTP layers for a dense target."
         )
     return HeadConfig(
         kind="mtp", format="DeepSeek-style MTP layers",
-        decoder=mtp_decoder_config(target, spec.num_layers),
+        decoder=decoder,
         target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size,
         norm_output=target.mtp_feeds_post_norm is not False,
     )  # fmt: skip

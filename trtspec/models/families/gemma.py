@@ -39,6 +39,7 @@ def gemma3(hf: Any, where: Path) -> dict[str, Any]:
         "norm_offset": 1.0,
         "qk_norm": True,
         "attention_scale": _scale(hf, where),
+        "images_attend_both_ways": getattr(hf, "is_text_part", False),
     }
 
 
@@ -54,6 +55,7 @@ def gemma4(hf: Any, where: Path) -> dict[str, Any]:
         "layer_scalar": True,
         "attention_scale": 1.0,
         "moe": gemma_moe(hf, where),
+        "images_attend_both_ways": getattr(hf, "use_bidirectional_attention", None) == "vision",
     }
 
 

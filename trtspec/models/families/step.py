@@ -77,14 +77,15 @@ def _layer_types(raw: dict[str, Any], count: int, num_mtp: int, where: Path) -> 
     """Of the layers, and where the file goes on after them, of the MTP layers."""
     types = raw.get("layer_types") or [FULL] * (count + num_mtp)
     unknown = sorted({str(kind) for kind in types} - {FULL, SLIDING})
-    if unknown or len(types) not in (count, count + num_mtp):
+    total = count + num_mtp
+    if unknown or (len(types) < total and len(types) != count):
         raise CheckpointError(
             f"{where}: layer_types has {len(types)} entries for {count} layers and {num_mtp} MTP "
             f"layers, unknown ones: {unknown}. Give {FULL!r} or {SLIDING!r} for every layer."
         )
     if len(types) == count and len(set(types)) == 1:  # no other kind that MTP layers could be
-        types = types[:1] * (count + num_mtp)
-    return tuple(types)
+        types = types[:1] * total
+    return tuple(types[:total])  # more of them where fewer MTP layers are used than there were
 
 
 def _feed_forwards(
@@ -132,16 +133,16 @@ def _limits(
     """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
     said = raw.get(name)
     limits = [None] * count if said is None else said
-    if not isinstance(limits, list) or not count <= len(limits) <= total or any(
+    if not isinstance(limits, list) or len(limits) < count or any(
         isinstance(n, bool) or not isinstance(n, int | float | None) or not 0 <= (n or 0) < 1e30
         for n in limits
     ):  # fmt: skip
         raise CheckpointError(
-            f"{where}: {name}={said!r}; it must be null or a list of {count} to {total} numbers, "
+            f"{where}: {name}={said!r}; it must be null or a list of at least {count} numbers, "
             "one a layer: what it clamps at, 0 or null for nothing. Copy the file again from the "
             "model's source."
         )
-    return [float(n) if n else None for n in limits] + [None] * (total - len(limits))
+    return ([float(n) if n else None for n in limits] + [None] * (total - len(limits)))[:total]
 
 
 def _refuse(raw: dict[str, Any], where: Path) -> None:
