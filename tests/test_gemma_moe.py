@@ -27,9 +27,10 @@ MOE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def moe_dir(tmp_path: Path, seed: int = 0, **overrides: Any) -> Path:
+def moe_dir(tmp_path: Path, seed: int = 0, layers_weigh: float = 1, **overrides: Any) -> Path:
     """As `gemma_dir`, with scales that make routers choose clearly and weigh experts apart."""
-    path = gemma_dir(tmp_path, "gemma4_text", seed=seed, **{**MOE, **overrides})
+    path = gemma_dir(tmp_path, "gemma4_text", seed=seed, layers_weigh=layers_weigh,
+                     **{**MOE, **overrides})  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith("router.scale"):
@@ -76,7 +77,7 @@ def spec_of(mode: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = moe_dir(tmp_path_factory.mktemp("gemma"), seed=1)
+    path = moe_dir(tmp_path_factory.mktemp("gemma"), seed=3, layers_weigh=4)
     return path, Oracle(path)
 
 
@@ -94,6 +95,7 @@ def test_greedy_equals_transformers(target: Any, tmp_path: Path, mode: str, chun
     outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
+        assert len(set(output.outputs[0].token_ids)) > 4  # a text that the layers make
     llm.executor.kv_cache.check_integrity()
 
 

@@ -14,9 +14,7 @@ LENGTH = 150
 
 def start(executor: PyExecutor, temperature: float = 0.0) -> None:
     """Brings two requests to the middle of their texts."""
-    params = SamplingParams(
-        max_tokens=LENGTH, temperature=temperature, seed=1, ignore_eos=True
-    )  # fmt: skip
+    params = SamplingParams(max_tokens=LENGTH, temperature=temperature, seed=1, ignore_eos=True)
     for i in range(2):
         executor.enqueue([3, 4, 5 + i], params)
     for _ in range(6):

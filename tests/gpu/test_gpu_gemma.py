@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gemma")
     small: dict[str, Any] = {"vocab_size": 96, "vocab_size_per_layer_input": 96}
     for family in FAMILIES:
-        options = {"layers_weigh": 4, **small} if family == "gemma4_small" else {}
-        gemma_dir(path, family, seed=1, **options).rename(path / family)
+        options = small if family == "gemma4_small" else {}
+        gemma_dir(path, family, seed=1, layers_weigh=4, **options).rename(path / family)
         if family != "gemma2":  # the small one's has logits of a few clusters of tokens
             options = {"clusters": (12, 3), "vocab_size": 96} if options else {}
             assistant_dir(path, family, **options).rename(path / f"{family}-assistant")
@@ -87,6 +87,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path, family: str, mode: str, pool:
         assert (captured is not None) == (config is not None)
         assert captured is None or captured.num_graphs > 0
     assert texts[1:] == texts[:1] * 3
+    assert sum(len(set(text)) for text in texts[0]) > 12  # not each of a single token
     assert pool == 112 or stats[1] == stats[2]
 
 

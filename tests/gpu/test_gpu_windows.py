@@ -120,7 +120,7 @@ def test_steps_that_give_blocks_back_are_one_launch_and_wait_for_nothing(
     for request in executor.scheduler.running:
         tables = cache.block_tables([request.request_id])
         assert all(int(tables[g][0, 0]) == NULL_BLOCK for g in windowed), "nothing was given back"
-    executor.run_until_done()
+    steady.finish(executor)
 
 
 @pytest.mark.parametrize(("contexts", "generations", "rows"), [
