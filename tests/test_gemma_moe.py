@@ -77,7 +77,9 @@ def spec_of(mode: str, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = moe_dir(tmp_path_factory.mktemp("gemma"), seed=3, layers_weigh=4)
+    path = moe_dir(
+        tmp_path_factory.mktemp("gemma"), seed=5, layers_weigh=4, final_logit_softcapping=30.0
+    )
     return path, Oracle(path)
 
 

@@ -98,7 +98,7 @@ CASES = [("step", "plain"), ("step", "mtp"), ("step", "ngram"),
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("experts")
     step_dir(path, **MOE).rename(path / "step")
-    moe_dir(path, seed=3, layers_weigh=4).rename(path / "gemma")
+    moe_dir(path, seed=5, layers_weigh=4, final_logit_softcapping=30.0).rename(path / "gemma")
     return path
 
 
