@@ -1,7 +1,7 @@
 """`SpecWorkerBase`: the template of a speculative step's second half.
 
     logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
-              `-------------- verify (verification.py) -----------'
+              `------------- verify, by verification.py ----------'
 
 A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
 Nothing here reads a device value on the host, so the same code runs eagerly and captured.
