@@ -68,7 +68,8 @@ def run_doctor(
             ),
             "judged": diagnosis.as_loaded.judged if diagnosis.as_loaded else None,
             "tried": {f.name: f.result.conditional for f in diagnosis.tried},
-            "notes": diagnosis.notes,
+            "suspicion": diagnosis.suspicion,
+            "notes": diagnosis.remarks,
         })  # fmt: skip
         return 0 if is_well else EXIT_FAILED
     console = make_console()
@@ -91,6 +92,6 @@ def run_doctor(
         console.print(Text(diagnosis.verdict, style=style), soft_wrap=True)
     for finding in diagnosis.changes:
         console.print(Text(f"  change: {finding.cure}", style="bold"), soft_wrap=True)
-    for note in diagnosis.notes:
+    for note in diagnosis.remarks:
         console.print(Text(f"  note: {note}"), soft_wrap=True)
     return 0 if is_well else EXIT_FAILED

@@ -79,7 +79,7 @@ def diagnose(
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):
         diagnosis.trained = [float(rate) for rate in notes["held_out_conditional"]]
     diagnosis.reads_masks = head.config.mask_token_id is not None
-    tokens: dict[str, int] = {}
+    tokens: dict[int, str] = {}
     if diagnosis.reads_masks:
         tokens, left_out = special_tokens(
             raw, head.config.decoder.vocab_size, target.config, tokenizer
@@ -87,8 +87,13 @@ def diagnose(
         diagnosis.notes += left_out
     exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
+    if report.num_mtp_layers > NUM_STEPS:
+        diagnosis.notes.append(
+            f"Of its {report.num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
+        )
     diagnosis.suspicion = suspicion_of(exam.patient)
     examine(exam, diagnosis, tell)
+    diagnosis.notes += exam.notes()
     return diagnosis
 
 

@@ -40,7 +40,7 @@ class DraftModel(nn.Module):
 
 class DraftModelExam(Exam):
     def __init__(
-        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[str, int]
+        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[int, str]
     ):
         super().__init__(drafter)
         self.model, self.texts, self.special_tokens = drafter, texts, special_tokens
