@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_heads import MASK_TOKEN
+from tiny import tiny_model_dir
+from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir
+from tiny_trained import load_target
 from torch import nn
 
+from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.doctor.diagnosis import Diagnosis
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
+from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
+from trtspec.models.head_weights import load_head
 from trtspec.train.trainer import Evaluation
 from trtspec.train.unroll import StepScore
 
@@ -155,3 +161,18 @@ def test_pairs_are_told_and_are_the_last_change() -> None:
     assert [change.name for change in diagnosis.changes] == [pair]
     names = [finding.name for finding in diagnosis.tried]
     assert pair in names and not any(name.startswith("with") for name in names)
+
+
+# -- notes -------------------------------------------------------------------------------------
+def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]}}
+    notes = []
+    for directory in (eagle1_dir(tmp_path), eagle3_dir(tmp_path, captured=4, config=layers)):
+        head = load_head(directory, target, torch.float32, torch.device("cpu"), TorchAttention(),
+                         kv_group=1, kind="eagle", pack=False)  # fmt: skip
+        notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))
+    assert "Of an EAGLE-1 head only RoPE" in notes[0] and "fc_norm" not in notes[0]
+    assert "norm_before_fc and fc_norm are not tried" in notes[1]
+    assert "orders of its 4 captured layers only the reverse" in notes[1]
+    assert _Exam({}, "a").notes() == ["Drafts after number 3 were not examined."]

@@ -184,5 +184,7 @@ def _diagnose_model(
             + " directory holds none, or it was not given."
         )
     drafter = DraftModel(model, mask)
-    examine(DraftModelExam(target, drafter, texts, tokens), diagnosis, tell)
+    exam = DraftModelExam(target, drafter, texts, tokens)
+    examine(exam, diagnosis, tell)
+    diagnosis.notes += exam.notes()
     return diagnosis

@@ -18,7 +18,7 @@ from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
-from .exam import NUM_STEPS, Exam
+from .exam import Exam
 from .masks import mask_token_trials
 from .trials import Setting, Trial
 
@@ -61,7 +61,7 @@ class DraftModelExam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         model: Any = self.model
-        steps = unroll_model(self.model, self.texts, NUM_STEPS)
+        steps = unroll_model(self.model, self.texts, self.num_steps)
         return [score(model, step, self.teacher, with_loss=False) for step in steps]
 
 

@@ -56,6 +56,12 @@ class Exam(ABC):
         self.drafter, self.setting = drafter, Setting()
         self.parts = drafter  # what a trial may change: also layers that are not in use
         self.d2t: Tensor | None = None
+        self.num_steps = NUM_STEPS
+
+    def notes(self) -> list[str]:
+        """What was not examined, and how the drafter is used as it is now."""
+        later = f"Drafts after number {NUM_STEPS} were not examined."
+        return [later] if self.num_steps == NUM_STEPS else []
 
     @abstractmethod
     def trials(self) -> list[Trial]:
@@ -102,7 +108,7 @@ class HeadExam(Exam):
         with _capturing(head, tuple(every)):
             self.teacher = teach(target, head, texts)
         self.states = self.teacher.hidden.view(len(self.teacher.hidden), len(every), -1)
-        self.d2t, self.num_steps = head.d2t, NUM_STEPS
+        self.d2t = head.d2t
         if head.config.mask_token_id is not None:
             self.num_steps = min(NUM_STEPS, head.config.trained_draft_len or NUM_STEPS)
         self.all_layers: nn.ModuleList | None = None  # of an MTP head that has several
@@ -143,15 +149,15 @@ class HeadExam(Exam):
         )
 
     def notes(self) -> list[str]:
-        """How the head is used, as it is now."""
         if self.all_layers is None:
-            return []
+            return super().notes()
         assert isinstance(self.head, MTPHead)
         is_vanilla = len(self.head.layers) > 1
         how = "one for each draft" if is_vanilla else "the first for all drafts"
         return [
+            *super().notes(),
             f"Of its MTP layers it does best with {how}: serve it with "
-            f"MTPDecodingConfig(use_mtp_vanilla={is_vanilla})."
+            f"MTPDecodingConfig(use_mtp_vanilla={is_vanilla}).",
         ]
 
     def _hidden(self, setting: Setting) -> Tensor:

@@ -68,6 +68,15 @@ def notes_on(patient: Patient) -> list[str]:
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):
         notes.append("How many dimensions of a head are rotated (rotary_dim) is not tried.")
+    if head.config.kind == "eagle":
+        notes.append("Of an EAGLE-1 head only RoPE and the shift of the ids are tried.")
+    if isinstance(head, Eagle3Head):
+        notes.append("norm_before_fc and fc_norm are not tried.")
+        if (count := len(head.layers_to_capture)) > MOST_CAPTURED_TO_PERMUTE:
+            notes.append(
+                f"Of the orders of its {count} captured layers only the reverse is tried: up to "
+                f"{MOST_CAPTURED_TO_PERMUTE} are permuted."
+            )
     return notes
 
 
