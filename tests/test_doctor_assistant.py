@@ -21,7 +21,7 @@ from trtspec.doctor import diagnose
 from trtspec.doctor.diagnosis import Diagnosis
 
 Pair = tuple[Path, Path]
-DOCUMENTS = 40
+DOCUMENTS = 70
 
 
 @pytest.fixture(scope="module")

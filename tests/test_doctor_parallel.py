@@ -191,7 +191,7 @@ def test_a_pard_model_with_another_mask(tmp_path: Path, monkeypatch: pytest.Monk
     from tiny_copied import Copied
 
     directory = pard_dir(tmp_path, pad_token_id=MASK_TOKEN)
-    copied = Copied(load_target(tiny_model_dir(tmp_path, seed=1)), 40)
+    copied = Copied(load_target(tiny_model_dir(tmp_path, seed=1)), 70)
     copied.follow_model(directory, MASK_TOKEN)
     monkeypatch.setattr("trtspec.doctor.draft_model.teach", copied.teach)
     good = diagnose(copied.target, directory, None, copied.texts)

@@ -49,8 +49,8 @@ def test_later_drafts_are_compared_with_training_too() -> None:
     assert "the second draft is accepted 0.30 of the time, after right ones, when it was trained " \
         "it was 0.70" in short.verdict  # fmt: skip
     assert _diagnosis(800, 560, 390, trained=[0.8, 0.7, 0.6]).is_well
-    few = _diagnosis(60, 30, 0, judged=80, trained=[0.8, 0.5, 0.6])
-    assert few.is_well, "the third draft was judged 30 times"
+    few = _diagnosis(400, 190, 0, judged=500, trained=[0.8, 0.5, 0.6])
+    assert few.is_well, "the third draft was judged 190 times"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def _outcome(share: float, seed: int = 0) -> Outcome:
     """Drafts accepted at a share of the places, the same ones for the same seed."""
     order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(seed))
     accepted = (order < share * PLACES).double()
-    return Outcome(Evaluation([int(accepted.sum())], [PLACES]), accepted)
+    return Outcome(Evaluation([int(accepted.sum())], [PLACES]), accepted, torch.arange(PLACES))
 
 
 class _Exam(Exam):
@@ -143,6 +143,22 @@ def test_an_unusual_setting_does_not_hide_a_usual_one() -> None:
     trials = Trial("unusual", ""), Trial("usual", "", is_usual=True)
     found = best_explanation(list(zip(trials, (unusual, usual), strict=True)), old)
     assert found is not None and found[0].name == "usual"
+
+
+def test_a_few_texts_are_no_proof() -> None:
+    """A gain at all places of two texts of ten."""
+    texts = torch.arange(PLACES) % 10
+    old, new = (replace(_outcome(0.0), texts=texts) for _ in range(2))
+    new = replace(new, accepted=(texts < 2).double())
+    gain, error = new.gain_over(old)
+    assert gain == pytest.approx(0.2) and error == pytest.approx(0.4 / 3)
+    assert best_explanation([(Trial("by chance", ""), new)], old) is None
+
+
+def test_too_little_text() -> None:
+    assert "too short to judge by: 190 places" in _diagnosis(100, 50, 30, judged=190).verdict
+    one = _diagnosis(800, 600, 500, num_texts=1)
+    assert "1000 places of 1, 200 of 2 are the least" in one.verdict and not one.is_well
 
 
 def test_two_mistakes_one_behind_the_other() -> None:

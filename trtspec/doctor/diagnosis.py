@@ -10,8 +10,8 @@ from ..train.trainer import Evaluation
 
 CERTAIN = 3.0
 """Standard errors that chance does not make."""
-FEWEST_JUDGED = 50
-"""Fewer judged places than this show nothing."""
+FEWEST_JUDGED, FEWEST_TEXTS = 200, 2
+"""Fewer judged places, or places of fewer texts, show nothing."""
 TELLING_GAIN = 0.10
 """The verdict tells of the first draft whose acceptance a change raises by this much."""
 SHORT_OF_TRAINING = 0.10
@@ -52,6 +52,7 @@ class Diagnosis:
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
+    num_texts: int = FEWEST_TEXTS
 
     @property
     def verdict(self) -> str:
@@ -69,16 +70,23 @@ class Diagnosis:
         spoken = self.suspicion is None or self.suspicion in self.verdict
         return self.notes if spoken else [*self.notes, str(self.suspicion)]
 
+    @property
+    def is_short(self) -> bool:
+        """There is too little text to judge by."""
+        assert self.as_loaded is not None
+        return self.as_loaded.judged[0] < FEWEST_JUDGED or self.num_texts < FEWEST_TEXTS
+
     def _judge(self) -> tuple[str, bool]:
         """(the verdict, whether the drafter is well)."""
         if self.problems:
             return f"The {self.drafter} does not fit its target: {self.problems[0]}", False
         result = self.as_loaded
         assert result is not None
-        if result.judged[0] < FEWEST_JUDGED:
+        if self.is_short:
             return (
-                f"The texts are too short to judge by: {result.judged[0]} places, "
-                f"{FEWEST_JUDGED} are the least. Give more prompts, or more tokens of each."
+                f"The texts are too short to judge by: {result.judged[0]} places of "
+                f"{self.num_texts}, {FEWEST_JUDGED} of {FEWEST_TEXTS} are the least. Give more "
+                "prompts, or more tokens of each."
             ), False
         if self.changes:
             return self._what_changes(), False

@@ -17,7 +17,7 @@ from ..models.draft_head import DraftHead
 from ..models.mtp import MTPHead
 from ..train.trainer import Evaluation
 from ..train.unroll import StepScore, Texts, score, teach, unroll
-from .diagnosis import CERTAIN, FEWEST_JUDGED, Diagnosis, Finding
+from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs
 
@@ -42,15 +42,23 @@ class Outcome:
 
     result: Evaluation
     accepted: Tensor  # [R] float64, drafts accepted at each place the target wrote
+    texts: Tensor  # [R] int64, which text each place is of, 0 … N - 1
 
     def gain_over(self, other: Outcome) -> tuple[float, float]:
-        """(mean, standard error) of the drafts gained, place by place."""
+        """(mean, standard error) of the drafts gained at a place. The error is that of sums by
+        text, since the places of a text are alike."""
         gain = self.accepted - other.accepted
-        return float(gain.mean()), float(gain.std()) / math.sqrt(len(gain))
+        mean, num_texts = gain.mean(), int(self.texts.max()) + 1
+        assert num_texts > 1
+        sums = gain.new_zeros(num_texts).index_add(0, self.texts, gain - mean)
+        variance = float(sums.square().sum()) * num_texts / (num_texts - 1)
+        return float(mean), math.sqrt(variance) / len(gain)
 
 
 class Exam(ABC):
     """A drafter along texts; `trials` and `scores` are its kind's."""
+
+    texts: Texts
 
     def __init__(self, drafter: nn.Module):
         self.drafter, self.setting = drafter, Setting()
@@ -80,8 +88,13 @@ class Exam(ABC):
                 setting = replace(setting, **trial.sets)
             scores = self.scores(setting)
         result.add(scores)
-        right = torch.stack([each.is_right for each in scores])[:, scores[0].is_counted]
-        return Outcome(result, right.double().cumprod(0).sum(0))
+        counted = scores[0].is_counted
+        right = torch.stack([each.is_right for each in scores])[:, counted]
+        documents = self.texts.document_ids
+        rows = torch.arange(len(documents), device=documents.device)[:, None]
+        names = documents + rows * (int(documents.max()) + 1)  # of different rows differ
+        texts = names.flatten()[counted].unique(return_inverse=True)[1]
+        return Outcome(result, right.double().cumprod(0).sum(0), texts)
 
     def keep(self, trial: Trial) -> None:
         trial.change(self.drafter)
@@ -183,7 +196,8 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
     """Tries every setting alone, keeps the most telling, and tries again: up to two changes."""
     best, made = exam.evaluate(None), set[str]()
     diagnosis.as_loaded = best.result
-    if len(best.accepted) < FEWEST_JUDGED:
+    diagnosis.num_texts = len(best.texts.unique())
+    if diagnosis.is_short:
         return
 
     def evaluate(trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
