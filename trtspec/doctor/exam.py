@@ -26,7 +26,7 @@ LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
 """Drafts that a change must add to a step, on average, to be named. Less is enough where it brings
 the usual setting: another RoPE base may gain a little on short texts with nothing wrong."""
 UNCERTAIN = 2.0
-"""A gain of fewer standard errors, place by place, may well be an accident."""
+"""A gain of fewer standard errors may well be an accident."""
 MAP_MAY_BE_WRONG = 0.25
 """A head whose first draft is accepted more often than this has the right vocabulary map."""
 _CHANGEABLE = (
