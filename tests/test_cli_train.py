@@ -30,8 +30,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "learning_rate" in capsys.readouterr().err
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
-    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "4",
-              "--max-tokens", "20", "--device", "cpu", "--json"]  # fmt: skip
+    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "8",
+              "--max-tokens", "30", "--device", "cpu", "--json"]  # fmt: skip
     assert cli.main(doctor) == 1
     verdict = json.loads(capsys.readouterr().out)
     assert "next to nothing" in verdict["verdict"] and verdict["problems"] == []

@@ -121,7 +121,7 @@ def test_the_verdict_names_the_draft_that_suffers(p_eagle: Trained, tmp_path: Pa
 
 def test_masks_that_cannot_be_mended(p_eagle: Trained, tmp_path: Path) -> None:
     lost = diagnose(p_eagle.target, p_eagle.sabotaged(tmp_path, _scale(0)), None, p_eagle.texts)
-    assert lost.verdict.startswith("mask_hidden is zero everywhere") and not lost.is_well
+    assert any(note.startswith("mask_hidden is zero everywhere") for note in lost.remarks)
     untrained = Diagnosis(as_loaded=Evaluation([280, 30, 0], [280, 270, 30]), reads_masks=True)
     assert untrained.verdict.startswith("Something is wrong at the masks: the first draft")
     assert "accepted 1.00 of the time, and after a right one the second 0.11" in untrained.verdict
@@ -191,7 +191,7 @@ def test_a_pard_model_with_another_mask(tmp_path: Path, monkeypatch: pytest.Monk
     from tiny_copied import Copied
 
     directory = pard_dir(tmp_path, pad_token_id=MASK_TOKEN)
-    copied = Copied(load_target(tiny_model_dir(tmp_path, seed=1)), 40)
+    copied = Copied(load_target(tiny_model_dir(tmp_path, seed=1)), 70)
     copied.follow_model(directory, MASK_TOKEN)
     monkeypatch.setattr("trtspec.doctor.draft_model.teach", copied.teach)
     good = diagnose(copied.target, directory, None, copied.texts)

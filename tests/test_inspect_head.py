@@ -112,7 +112,10 @@ def test_what_is_no_head(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target_dir: Path
 ) -> None:
     missing = tmp_path / "none"
-    for directory, word in ((target_dir, "no fc.weight"), (missing, "neither a directory")):
+    for directory, word in (
+        (target_dir, "is a whole model, not a head. Let it draft with DRAFT_TARGET"),
+        (missing, "neither a directory"),
+    ):
         code, text = _inspect(capsys, directory)
         assert code == 1 and word in text and "Traceback" not in text
     code, text = _inspect(capsys, eagle3_dir(tmp_path), "--target", tmp_path / "nothing")

@@ -40,7 +40,8 @@ class Copied:
         self.choices = torch.full((num_documents * WIDTH,), -1)
 
     def teach(self, target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
-        return replace(self.real_teach(target, head, texts), choices=self.choices)
+        choices = self.choices.to(texts.input_ids.device)
+        return replace(self.real_teach(target, head, texts), choices=choices)
 
     def follow(self, chain: Callable[[list[int], Any, list[int]], list[Tensor]]) -> None:
         """The choices are those of `NaiveHead.chain`."""
@@ -53,8 +54,8 @@ class Copied:
     def follow_head(self, directory: Path, kind: str, num_mtp_layers: int = 1) -> None:
         head = load_head(directory, self.target, F32, CPU, TorchAttention(), kv_group=1, kind=kind,
                          num_mtp_layers=num_mtp_layers)  # fmt: skip
-        hidden = self.real_teach(self.target, head, self.texts).hidden
-        for step in module.unroll(head, self.texts, hidden, STEPS):
+        teacher = self.real_teach(self.target, head, self.texts)
+        for step in module.unroll(head, self.texts, teacher.hidden, STEPS, teacher.keys):
             proposals = head.compute_logits(step.hidden, step.step).argmax(-1)
             self._follow(
                 step.step, proposals if head.d2t is None else proposals + head.d2t[proposals]

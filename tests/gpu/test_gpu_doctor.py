@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny_model_dir
+from tiny_copied import Copied
 from tiny_gemma import assistant_dir, gemma_dir
 from tiny_heads import MASK_TOKEN, p_eagle_dir, pard_dir
+from tiny_trained import load_target
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.doctor import diagnose, texts_of
+from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_decoder
@@ -56,10 +58,28 @@ def test_steps_are_those_of_the_cpu(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
 
 
+def _examined(pair: tuple[Path, Path], copied: Copied, device: torch.device) -> Diagnosis:
+    target = load_decoder(pair[0], torch.float32, device, TorchAttention(), pack=False)
+    return diagnose(target, pair[1], None, copied.texts.to(device))
+
+
 @pytest.mark.parametrize("kind", ["p_eagle", "pard", "gemma4_text"])
-def test_an_examination(kind: str, tmp_path: Path) -> None:
-    directory, drafter = _pair(kind, tmp_path)
-    device = torch.device("cuda")
-    target = load_decoder(directory, torch.float32, device, TorchAttention(), pack=False)
-    diagnosis = diagnose(target, drafter, None, texts_of(PROMPTS, WRITTEN, device))
-    assert not diagnosis.problems and diagnosis.as_loaded is not None and diagnosis.tried
+def test_an_examination(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a drafter that is accepted: every trial does as on the CPU."""
+    pair = _pair(kind, tmp_path)
+    copied = Copied(load_target(pair[0]), num_documents=70)
+    if kind == "pard":
+        copied.follow_model(pair[1], MASK_TOKEN)
+    else:
+        copied.follow_head(pair[1], "mtp" if kind.startswith("gemma") else "eagle")
+    for place in ("exam", "draft_model"):
+        monkeypatch.setattr(f"trtspec.doctor.{place}.teach", copied.teach)
+    ours, theirs = (_examined(pair, copied, torch.device(name)) for name in ("cuda", "cpu"))
+    assert ours.as_loaded is not None and theirs.as_loaded is not None and ours.is_well
+    assert min(ours.as_loaded.conditional[1:]) > 0.8
+    assert ours.changes == theirs.changes == [] and ours.tried
+    assert [finding.name for finding in ours.tried] == [finding.name for finding in theirs.tried]
+    places = theirs.as_loaded.judged[0]
+    for one, other in zip(ours.tried, theirs.tried, strict=True):
+        for right, expected in zip(one.result.right, other.result.right, strict=True):
+            assert abs(right - expected) <= 0.02 * places, one.name  # near ties may fall otherwise

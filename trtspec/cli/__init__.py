@@ -289,17 +289,19 @@ def train(
 def doctor(
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")],
     head: Annotated[
-        Path, typer.Option("--head", help="Directory of a draft head or draft model, or a name.")
+        Path, typer.Option("--head", help="Directory or name of a draft head or a draft model.")
     ],
     num_prompts: Annotated[
         int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
     ] = 24,
-    max_tokens: MaxTokensOption = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Most new tokens per prompt.")
+    ] = 64,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     json_output: JsonOption = False,
 ) -> None:
-    """Find out why a draft head is accepted so little: try the known mistakes, one by one."""
+    """Find out why a draft head or a draft model is accepted so little: try the known mistakes."""
     from .doctor import run_doctor
 
     raise typer.Exit(run_doctor(target, head, num_prompts, max_tokens, dtype, device, json_output))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -13,64 +15,100 @@ from .generate import write_json
 from .render import make_console
 from .status import Progress
 
+if TYPE_CHECKING:
+    from ..doctor import Diagnosis
+
+Ids = list[list[int]]
+
 
 def run_doctor(
     target: str, head: Path, num_prompts: int, max_tokens: int, dtype: str, device: str,
     as_json: bool,
 ) -> int:  # fmt: skip
     """Returns the exit code: 0 if nothing is wrong, else 1."""
-    from ..acceptance_prompts import load_prompts
+    import torch
+
     from ..attention.torch_sdpa import TorchAttention
-    from ..doctor import diagnose, texts_of
+    from ..doctor import check, diagnose, texts_of
     from ..executor.build import resolve_device, resolve_dtype
-    from ..llm import LLM
     from ..models.hf_config import load_config
+    from ..models.tokenizer import load_tokenizer
     from ..models.weights import load_decoder
-    from ..models.zoo import HEADS, resolve_head
+
+    with Progress() as progress:
+        head = _resolve_drafter(head, progress)
+        target_dir = Path(resolve_model(target, progress))
+        config, tokenizer = load_config(target_dir), load_tokenizer(target_dir)
+        where = resolve_device(device)
+        diagnosis = check(config, head, tokenizer=tokenizer)
+        if not diagnosis.problems:  # otherwise the target need not write anything
+            progress("the target writes texts")
+            prompts, written = _write(target_dir, num_prompts, max_tokens, dtype, device)
+            gc.collect()  # the engine refers to itself; its cache's memory is wanted
+            if where.type == "cuda":
+                torch.cuda.empty_cache()
+            model = load_decoder(
+                target_dir, resolve_dtype(dtype, config, where), where, TorchAttention(), pack=False
+            )
+            texts = texts_of(prompts, written, where)
+            diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
+    if as_json:
+        write_json({"target": target, "head": str(head), **_as_json(diagnosis)})
+    else:
+        _print(diagnosis, head)
+    return 0 if diagnosis.is_well else EXIT_FAILED
+
+
+def _resolve_drafter(head: Path, progress: Progress) -> Path:
+    """The directory of a head or a draft model, by its name too."""
+    from ..models.zoo import HEADS, MODELS, resolve_head
+
+    if (found := resolve_head(head)).is_dir():
+        return found
+    if str(head) in MODELS or head.suffix.lower() == ".gguf":
+        return Path(resolve_model(str(head), progress))
+    raise CliError(
+        f"{head} is neither a directory nor a known head or model. Give the directory of a head or "
+        f"a draft model, a .gguf file, or one of: {', '.join((*HEADS, *MODELS))}."
+    )
+
+
+def _write(
+    target_dir: Path, num_prompts: int, max_tokens: int, dtype: str, device: str
+) -> tuple[Ids, Ids]:
+    """(ids of prompts, ids of what the target wrote after each)."""
+    from ..acceptance_prompts import load_prompts
+    from ..llm import LLM
     from ..sampling.params import SamplingParams
 
-    if not (found := resolve_head(head)).is_dir():
-        raise CliError(
-            f"{head} is neither a directory nor a known head. Give the directory of a head or a "
-            f"draft model, or one of: {', '.join(HEADS)}."
-        )
-    head = found
-    with Progress() as progress:
-        target_dir = Path(resolve_model(target, progress))
-        config = load_config(target_dir)
-        where = resolve_device(device)
-        progress("the target writes texts")
-        llm = LLM(target_dir, device=device, dtype=dtype, max_batch_size=16, max_seq_len=1024)
-        prompts = load_prompts()
-        chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]
-        outputs = llm.chat(
-            [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
-        )
-        tokenizer = llm.tokenizer
-        del llm
-        model = load_decoder(
-            target_dir, resolve_dtype(dtype, config, where), where, TorchAttention(), pack=False
-        )
-        texts = texts_of(
-            [output.prompt_token_ids for output in outputs],
-            [output.outputs[0].token_ids for output in outputs],
-            where,
-        )
-        diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
-    is_well = diagnosis.is_well
-    if as_json:
-        write_json({
-            "target": target, "head": str(head), "verdict": diagnosis.verdict,
-            "problems": diagnosis.problems,
-            "changes": [{"name": f.name, "change": f.cure} for f in diagnosis.changes],
-            "conditional_acceptance": (
-                diagnosis.as_loaded.conditional if diagnosis.as_loaded else None
-            ),
-            "judged": diagnosis.as_loaded.judged if diagnosis.as_loaded else None,
-            "tried": {f.name: f.result.conditional for f in diagnosis.tried},
-            "notes": diagnosis.notes,
-        })  # fmt: skip
-        return 0 if is_well else EXIT_FAILED
+    llm = LLM(target_dir, device=device, dtype=dtype, max_batch_size=16, max_seq_len=1024)
+    prompts = load_prompts()
+    chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]
+    outputs = llm.chat(
+        [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
+    )
+    return (
+        [list(output.prompt_token_ids) for output in outputs],
+        [list(output.outputs[0].token_ids) for output in outputs],
+    )
+
+
+def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
+    loaded = diagnosis.as_loaded
+    return {
+        "verdict": diagnosis.verdict,
+        "is_well": diagnosis.is_well,
+        "problems": diagnosis.problems,
+        "changes": [{"name": f.name, "change": f.cure} for f in diagnosis.changes],
+        "conditional_acceptance": loaded.conditional if loaded else None,
+        "judged": loaded.judged if loaded else None,
+        "tried": {f.name: f.result.conditional for f in diagnosis.tried},
+        "suspicion": diagnosis.suspicion,
+        "notes": diagnosis.remarks,
+    }
+
+
+def _print(diagnosis: Diagnosis, head: Path) -> None:
     console = make_console()
     if diagnosis.as_loaded is not None:
         table = Table(title=str(head), title_justify="left")
@@ -87,10 +125,9 @@ def run_doctor(
     for problem in diagnosis.problems:
         console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
     if not diagnosis.problems:
-        style = "green" if is_well else "yellow"
+        style = "green" if diagnosis.is_well else "yellow"
         console.print(Text(diagnosis.verdict, style=style), soft_wrap=True)
     for finding in diagnosis.changes:
         console.print(Text(f"  change: {finding.cure}", style="bold"), soft_wrap=True)
-    for note in diagnosis.notes:
+    for note in diagnosis.remarks:
         console.print(Text(f"  note: {note}"), soft_wrap=True)
-    return 0 if is_well else EXIT_FAILED

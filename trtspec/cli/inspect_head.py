@@ -24,18 +24,28 @@ if TYPE_CHECKING:
     from ..models.draft_head import HeadConfig
     from ..models.head_weights import HeadReport
 
+_WHOLE_MODEL = (
+    "{0} is a whole model, not a head. Let it draft with DRAFT_TARGET "
+    "(DraftTargetDecodingConfig, --speculative draft_target); trtspec doctor --target MODEL_DIR "
+    "--head {0} examines it."
+)
+
 
 def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
     """Returns the exit code: 0 if the head can be used, else 1."""
-    from ..models.head_weights import read_head
+    from ..doctor import holds_language_model
+    from ..models.head_weights import HeadReport, read_head
     from ..models.hf_config import load_config
 
     config = None
     if target is not None:
         with Progress() as progress:
             config = load_config(Path(resolve_model(target, progress)))
-    with ExitStack() as stack:
-        report = read_head(directory, config, stack)
+    if holds_language_model(directory):
+        report = HeadReport(directory, problems=[_WHOLE_MODEL.format(directory)])
+    else:
+        with ExitStack() as stack:
+            report = read_head(directory, config, stack)
     facts = describe_head(report, config)
     if as_json:
         found = {name.lower().replace(" ", "_"): value for name, value in facts.items()}

@@ -22,6 +22,7 @@ from typing import Any
 from ..attention.torch_sdpa import TorchAttention
 from ..errors import CheckpointError
 from ..models.checkpoint import open_checkpoint
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.head_weights import load_head, read_head
 from ..models.hf_config import load_config
@@ -38,7 +39,35 @@ from .heads import notes_on, suspicion_of
 from .masks import special_tokens
 from .texts import texts_of
 
-__all__ = ["NUM_STEPS", "Diagnosis", "Finding", "diagnose", "texts_of"]
+__all__ = [
+    "NUM_STEPS",
+    "Diagnosis",
+    "Finding",
+    "check",
+    "diagnose",
+    "holds_language_model",
+    "texts_of",
+]
+
+
+def check(
+    target: DecoderConfig, head_dir: Path, kind: str | None = None, tokenizer: Any = None
+) -> Diagnosis:
+    """What is wrong with a directory before anything runs: `problems` alone.
+
+    Args:
+        kind, tokenizer: as in `diagnose`.
+    """
+    head_dir = resolve_head(head_dir)
+    if _is_model(kind, head_dir):
+        diagnosis = Diagnosis(drafter="draft model")
+        try:
+            _read_model(target, head_dir, tokenizer)
+        except CheckpointError as error:
+            diagnosis.problems.append(str(error))
+        return diagnosis
+    with ExitStack() as stack:
+        return Diagnosis(read_head(head_dir, target, stack, kind=kind).problems)
 
 
 def diagnose(
@@ -60,7 +89,7 @@ def diagnose(
             with, and with which a draft model's is compared.
     """
     tell, head_dir = progress or (lambda text: None), resolve_head(head_dir)
-    if kind == "draft" or (kind is None and _holds_language_model(head_dir)):
+    if _is_model(kind, head_dir):
         return _diagnose_model(target, head_dir, texts, tell, tokenizer)
     device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
     diagnosis = Diagnosis()
@@ -79,7 +108,7 @@ def diagnose(
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):
         diagnosis.trained = [float(rate) for rate in notes["held_out_conditional"]]
     diagnosis.reads_masks = head.config.mask_token_id is not None
-    tokens: dict[str, int] = {}
+    tokens: dict[int, str] = {}
     if diagnosis.reads_masks:
         tokens, left_out = special_tokens(
             raw, head.config.decoder.vocab_size, target.config, tokenizer
@@ -87,12 +116,22 @@ def diagnose(
         diagnosis.notes += left_out
     exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
+    if report.num_mtp_layers > NUM_STEPS:
+        diagnosis.notes.append(
+            f"Of its {report.num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
+        )
     diagnosis.suspicion = suspicion_of(exam.patient)
     examine(exam, diagnosis, tell)
+    diagnosis.notes += exam.notes()
     return diagnosis
 
 
-def _holds_language_model(directory: Path) -> bool:
+def _is_model(kind: str | None, directory: Path) -> bool:
+    return kind == "draft" or (kind is None and holds_language_model(directory))
+
+
+def holds_language_model(directory: Path) -> bool:
+    """Whether a directory holds a whole model, which can draft as it is."""
     try:
         with ExitStack() as stack:
             return is_language_model(set(open_checkpoint(directory, stack, pickle=True)))
@@ -100,16 +139,25 @@ def _holds_language_model(directory: Path) -> bool:
         return False
 
 
+def _read_model(
+    target: DecoderConfig, draft_dir: Path, tokenizer: Any
+) -> tuple[DecoderConfig, Any, int | None]:
+    """(config, tokenizer, mask token of a PARD model). Raises CheckpointError if it cannot draft
+    for the target."""
+    config, own = load_config(draft_dir), load_tokenizer(draft_dir)
+    mask = pard_token(config.raw, draft_dir / "config.json", config.vocab_size)
+    problems = vocabulary_problems(config, target, (own, tokenizer), draft_dir)
+    if problems:
+        raise CheckpointError(" ".join(problems))
+    return config, own, mask
+
+
 def _diagnose_model(
     target: Decoder, draft_dir: Path, texts: Texts, tell: Callable[[str], None], tokenizer: Any
 ) -> Diagnosis:
     diagnosis = Diagnosis(drafter="draft model")
     try:
-        config, own = load_config(draft_dir), load_tokenizer(draft_dir)
-        mask = pard_token(config.raw, draft_dir / "config.json", config.vocab_size)
-        diagnosis.problems = vocabulary_problems(config, target.config, (own, tokenizer), draft_dir)
-        if diagnosis.problems:
-            return diagnosis
+        config, own, mask = _read_model(target.config, draft_dir, tokenizer)
         weight = target.embed_tokens.weight
         model = load_decoder(draft_dir, weight.dtype, weight.device, TorchAttention(), pack=False)
         model.keep_logits(target.config.vocab_size)
@@ -136,5 +184,7 @@ def _diagnose_model(
             + " directory holds none, or it was not given."
         )
     drafter = DraftModel(model, mask)
-    examine(DraftModelExam(target, drafter, texts, tokens), diagnosis, tell)
+    exam = DraftModelExam(target, drafter, texts, tokens)
+    examine(exam, diagnosis, tell)
+    diagnosis.notes += exam.notes()
     return diagnosis

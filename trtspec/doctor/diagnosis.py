@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from ..executor.dead_drafter import is_dead
 from ..train.trainer import Evaluation
 
-SIGNIFICANT_GAIN = 0.10
-"""How far acceptance of the first draft may lie below training's on texts of another kind."""
-FEWEST_JUDGED = 50
-"""Fewer judged places than this show nothing."""
+CERTAIN = 3.0
+"""Standard errors that chance does not make."""
+FEWEST_JUDGED, FEWEST_TEXTS = 200, 2
+"""Fewer judged places, or places of fewer texts, show nothing."""
+TELLING_GAIN = 0.10
+"""The verdict tells of the first draft whose acceptance a change raises by this much."""
+SHORT_OF_TRAINING = 0.10
+"""How far acceptance may lie below training's on texts of another kind."""
+LEARNED_NOTHING = 0.10
+"""A head whose first draft was accepted less often when its training ended has learned nothing."""
 LOST_AT_MASKS = 0.5
 """Of drafts from one pass, the second's share of the first's acceptance below which something is
 wrong with the masks: the first draft reads none."""
+LEAST_BEFORE_MASKS = 0.1
+"""The masks are blamed only if the first draft is accepted so often."""
 _ORDINALS = ("first", "second", "third")
 
 
@@ -42,31 +52,46 @@ class Diagnosis:
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
+    num_texts: int = FEWEST_TEXTS
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        if self.problems:
-            return f"The {self.drafter} does not fit its target: {self.problems[0]}"
+        return self._judge()[0]
+
+    @property
+    def is_well(self) -> bool:
+        """The drafter does what it can: no mistake found, none hidden by too little text."""
+        return self._judge()[1]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the verdict does not say."""
+        spoken = self.suspicion is None or self.suspicion in self.verdict
+        return self.notes if spoken else [*self.notes, str(self.suspicion)]
+
+    @property
+    def is_short(self) -> bool:
+        """There is too little text to judge by."""
         assert self.as_loaded is not None
-        if self.as_loaded.judged[0] < FEWEST_JUDGED:
+        return self.as_loaded.judged[0] < FEWEST_JUDGED or self.num_texts < FEWEST_TEXTS
+
+    def _judge(self) -> tuple[str, bool]:
+        """(the verdict, whether the drafter is well)."""
+        if self.problems:
+            return f"The {self.drafter} does not fit its target: {self.problems[0]}", False
+        result = self.as_loaded
+        assert result is not None
+        if self.is_short:
             return (
-                f"The texts are too short to judge by: {self.as_loaded.judged[0]} places, "
-                f"{FEWEST_JUDGED} are the least. Give more prompts, or more tokens of each."
-            )
+                f"The texts are too short to judge by: {result.judged[0]} places of "
+                f"{self.num_texts}, {FEWEST_JUDGED} of {FEWEST_TEXTS} are the least. Give more "
+                "prompts, or more tokens of each."
+            ), False
         if self.changes:
-            return self._what_changes()
-        if self.suspicion:
-            rates = ", ".join(f"{rate:.2f}" for rate in self.as_loaded.conditional)
-            return f"{self.suspicion} As it is, drafts are accepted {rates} of the time."
+            return self._what_changes(), False
         if self._fails_at_masks():
-            first, second = self.as_loaded.conditional[:2]
-            return (
-                f"Something is wrong at the masks: the first draft, which reads none, is accepted "
-                f"{first:.2f} of the time, and after a right one the second {second:.2f}. None of "
-                "the mask tokens and states tried does better: copy the weights and the mask "
-                "token again from their source, or train it longer with masks."
-            )
+            return self._what_fails_at_masks(), False
         return self._nothing_found()
 
     def _what_changes(self) -> str:
@@ -76,7 +101,7 @@ class Diagnosis:
         gains = [b - a for a, b in zip(old.conditional, new.conditional, strict=True)]
         # A later draft is judged where those before were right: hardly anywhere if none was.
         judged = [min(pair) >= FEWEST_JUDGED for pair in zip(old.judged, new.judged, strict=True)]
-        telling = (i for i, gain in enumerate(gains) if judged[i] and gain >= SIGNIFICANT_GAIN)
+        telling = (i for i, gain in enumerate(gains) if judged[i] and gain >= TELLING_GAIN)
         place = next(telling, 0)
         return (
             f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ORDINALS[place]} "
@@ -84,41 +109,75 @@ class Diagnosis:
             f"the change (length {old.acceptance_length:.2f} and {new.acceptance_length:.2f})."
         )
 
+    def _upper_bound(self, place: int) -> float:
+        """The highest conditional acceptance of a draft that what was judged allows."""
+        result = self.as_loaded
+        assert result is not None
+        right, judged = result.right[place], result.judged[place]
+        likely = (right + 1) / (judged + 2)  # also 0 of n has an error
+        return result.conditional[place] + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
+
     def _fails_at_masks(self) -> bool:
         result = self.as_loaded
         if not self.reads_masks or result is None or len(result.conditional) < 2:
             return False
-        first, second = result.conditional[:2]
-        return result.judged[1] >= FEWEST_JUDGED and second < LOST_AT_MASKS * first
-
-    def _nothing_found(self) -> str:
-        assert self.as_loaded is not None
-        before = self.as_loaded.conditional[0]
-        if self.trained and self.trained[0] < SIGNIFICANT_GAIN:
-            return (
-                "The head had learned next to nothing when its training ended: the first draft "
-                f"was accepted {self.trained[0]:.2f} of the time. Train it longer, on more text."
-            )
-        if self.trained:
-            kept = f"when it was trained it was {self.trained[0]:.2f}"
-            if before >= self.trained[0] - SIGNIFICANT_GAIN:
-                return (
-                    f"Nothing is wrong: the first draft is accepted {before:.2f} of the time, "
-                    f"{kept}. If that is too little, the head is weak for these texts: train it "
-                    "on text of this kind."
-                )
-            return (
-                f"No known mistake explains it: the first draft is accepted {before:.2f} of the "
-                f"time, {kept}. Is this the target that it was trained for, and text of that kind?"
-            )
+        first = result.conditional[0]
         return (
-            f"No known mistake was found: the first draft is accepted {before:.2f} of the time "
-            f"(length {self.as_loaded.acceptance_length:.2f} with "
-            f"{len(self.as_loaded.conditional)} drafts). How it did in training it does not say; "
-            "if this is too little, it is weak for these texts."
+            result.judged[1] >= FEWEST_JUDGED
+            and first >= LEAST_BEFORE_MASKS
+            and self._upper_bound(1) < LOST_AT_MASKS * first
         )
 
-    @property
-    def is_well(self) -> bool:
-        """The drafter does what it can: no mistake found, none hidden by too little text."""
-        return self.verdict.startswith(("Nothing is wrong", "No known mistake was found"))
+    def _what_fails_at_masks(self) -> str:
+        assert self.as_loaded is not None
+        first, second = self.as_loaded.conditional[:2]
+        why = self.suspicion or (
+            f"None of the mask tokens and states tried does better: the {self.drafter} was trained "
+            "too little with masks, or the weights it has for them or the mask token are wrong "
+            "ones. Copy both again from their source."
+        )
+        return (
+            f"Something is wrong at the masks: the first draft, which reads none, is accepted "
+            f"{first:.2f} of the time, and after a right one the second {second:.2f}. {why}"
+        )
+
+    def _nothing_found(self) -> tuple[str, bool]:
+        result, trained = self.as_loaded, self.trained or []
+        assert result is not None
+        first = f"the first draft is accepted {result.conditional[0]:.2f} of the time"
+        if trained and trained[0] < LEARNED_NOTHING:
+            return (
+                "The head had learned next to nothing when its training ended: the first draft "
+                f"was accepted {trained[0]:.2f} of the time. Train it longer, on more text."
+            ), False
+        if is_dead(result.judged[0], result.right[0]):
+            return (
+                f"No known mistake explains it: {first}, hardly ever. Is this the target that the "
+                f"{self.drafter} is for?"
+            ), False
+        for place, rate in enumerate(trained[: len(result.judged)]):
+            if result.judged[place] < FEWEST_JUDGED:
+                break
+            if self._upper_bound(place) < rate - SHORT_OF_TRAINING:
+                after = ", after right ones" if place else ""
+                return (
+                    f"No known mistake explains it: the {_ORDINALS[place]} draft is accepted "
+                    f"{result.conditional[place]:.2f} of the time{after}, when it was trained it "
+                    f"was {rate:.2f}. Is this the target that it was trained for, and text of that "
+                    "kind?"
+                ), False
+        if trained:
+            return (
+                f"Nothing is wrong: {first}, when it was trained it was {trained[0]:.2f}. If that "
+                "is too little, the head is weak for these texts: train it on text of this kind."
+            ), True
+        weak = (
+            "If this is too little, it guesses this target badly: use another of its family."
+            if self.drafter == "draft model"
+            else "How it did in training it does not say; if this is too little, it is weak for "
+            "these texts."
+        )
+        return (
+            f"No known mistake was found: {first} (length {result.acceptance_length:.2f} with "
+            f"{len(result.conditional)} drafts). {weak}"
+        ), True

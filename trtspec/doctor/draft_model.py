@@ -18,7 +18,7 @@ from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
-from .exam import NUM_STEPS, Exam
+from .exam import Exam
 from .masks import mask_token_trials
 from .trials import Setting, Trial
 
@@ -40,7 +40,7 @@ class DraftModel(nn.Module):
 
 class DraftModelExam(Exam):
     def __init__(
-        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[str, int]
+        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[int, str]
     ):
         super().__init__(drafter)
         self.model, self.texts, self.special_tokens = drafter, texts, special_tokens
@@ -61,7 +61,7 @@ class DraftModelExam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         model: Any = self.model
-        steps = unroll_model(self.model, self.texts, NUM_STEPS)
+        steps = unroll_model(self.model, self.texts, self.num_steps)
         return [score(model, step, self.teacher, with_loss=False) for step in steps]
 
 

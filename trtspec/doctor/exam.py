@@ -17,7 +17,7 @@ from ..models.draft_head import DraftHead
 from ..models.mtp import MTPHead
 from ..train.trainer import Evaluation
 from ..train.unroll import StepScore, Texts, score, teach, unroll
-from .diagnosis import FEWEST_JUDGED, Diagnosis, Finding
+from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs
 
@@ -25,16 +25,15 @@ NUM_STEPS = 3
 LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
 """Drafts that a change must add to a step, on average, to be named. Less is enough where it brings
 the usual setting: another RoPE base may gain a little on short texts with nothing wrong."""
-CERTAIN, UNCERTAIN = 3.0, 2.0
-"""Standard errors, place by place: a gain of that many is no accident, or may well be one."""
+UNCERTAIN = 2.0
+"""A gain of fewer standard errors may well be an accident."""
 MAP_MAY_BE_WRONG = 0.25
 """A head whose first draft is accepted more often than this has the right vocabulary map."""
 _CHANGEABLE = (
     "config", "rope_tables", "d2t", "norm_before_residual", "mask_hidden", "embedding_scale",
-    "mask_token_id",
+    "mask_token_id", "layers",
 )  # fmt: skip
-"""Attributes that a trial may change, of any module of a drafter, besides its weights and the
-drafter's layers."""
+"""Attributes that a trial may change, of any module of a drafter, besides its weights."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,34 @@ class Outcome:
 
     result: Evaluation
     accepted: Tensor  # [R] float64, drafts accepted at each place the target wrote
+    texts: Tensor  # [R] int64, which text each place is of, 0 … N - 1
 
     def gain_over(self, other: Outcome) -> tuple[float, float]:
-        """(mean, standard error) of the drafts gained, place by place."""
+        """(mean, standard error) of the drafts gained at a place. The error is that of sums by
+        text, since the places of a text are alike."""
         gain = self.accepted - other.accepted
-        return float(gain.mean()), float(gain.std()) / math.sqrt(len(gain))
+        mean, num_texts = gain.mean(), int(self.texts.max()) + 1
+        assert num_texts > 1
+        sums = gain.new_zeros(num_texts).index_add(0, self.texts, gain - mean)
+        variance = float(sums.square().sum()) * num_texts / (num_texts - 1)
+        return float(mean), math.sqrt(variance) / len(gain)
 
 
 class Exam(ABC):
     """A drafter along texts; `trials` and `scores` are its kind's."""
 
+    texts: Texts
+
     def __init__(self, drafter: nn.Module):
         self.drafter, self.setting = drafter, Setting()
+        self.parts = drafter  # what a trial may change: also layers that are not in use
         self.d2t: Tensor | None = None
+        self.num_steps = NUM_STEPS
+
+    def notes(self) -> list[str]:
+        """What was not examined, and how the drafter is used as it is now."""
+        later = f"Drafts after number {NUM_STEPS} were not examined."
+        return [later] if self.num_steps == NUM_STEPS else []
 
     @abstractmethod
     def trials(self) -> list[Trial]:
@@ -68,14 +82,19 @@ class Exam(ABC):
     @torch.no_grad()
     def evaluate(self, trial: Trial | None) -> Outcome:
         result, setting = Evaluation(), self.setting
-        with unchanged_after(self.drafter):
+        with unchanged_after(self.parts):
             if trial is not None:
                 trial.change(self.drafter)
                 setting = replace(setting, **trial.sets)
             scores = self.scores(setting)
         result.add(scores)
-        right = torch.stack([each.is_right for each in scores])[:, scores[0].is_counted]
-        return Outcome(result, right.double().cumprod(0).sum(0))
+        counted = scores[0].is_counted
+        right = torch.stack([each.is_right for each in scores])[:, counted]
+        documents = self.texts.document_ids
+        rows = torch.arange(len(documents), device=documents.device)[:, None]
+        names = documents + rows * (int(documents.max()) + 1)  # of different rows differ
+        texts = names.flatten()[counted].unique(return_inverse=True)[1]
+        return Outcome(result, right.double().cumprod(0).sum(0), texts)
 
     def keep(self, trial: Trial) -> None:
         trial.change(self.drafter)
@@ -87,12 +106,12 @@ class HeadExam(Exam):
 
     Args:
         mask_hidden: [1, n * Ht], what a P-EAGLE head's checkpoint has.
-        special_tokens: that may be meant by a mask token, by name.
+        special_tokens: that may be meant by a mask token: id -> name.
     """
 
     def __init__(
         self, target: Decoder, head: DraftHead, texts: Texts, mask_hidden: Tensor | None,
-        special_tokens: Mapping[str, int],
+        special_tokens: Mapping[int, str],
     ):  # fmt: skip
         super().__init__(head)
         self.target, self.head, self.texts = target, head, texts
@@ -102,15 +121,57 @@ class HeadExam(Exam):
         with _capturing(head, tuple(every)):
             self.teacher = teach(target, head, texts)
         self.states = self.teacher.hidden.view(len(self.teacher.hidden), len(every), -1)
-        self.d2t, self.num_steps = head.d2t, NUM_STEPS
+        self.d2t = head.d2t
         if head.config.mask_token_id is not None:
             self.num_steps = min(NUM_STEPS, head.config.trained_draft_len or NUM_STEPS)
-        self.all_layers = head.layers if isinstance(head, MTPHead) else None
-        if self.all_layers is not None and len(self.all_layers) > 1:
+        self.all_layers: nn.ModuleList | None = None  # of an MTP head that has several
+        if isinstance(head, MTPHead) and len(head.layers) > 1:
+            self.all_layers = head.layers
             self.num_steps = min(NUM_STEPS, len(self.all_layers))
-            head.layers = self.all_layers[:1]  # as use_mtp_vanilla=False serves them
+            self.parts = nn.ModuleList([head, self.all_layers])
         size = float(self._hidden(self.setting).float().square().mean().sqrt())
-        self.patient = Patient(head, target.config, mask_hidden, size, special_tokens)
+        self.patient = Patient(
+            head, target.config, mask_hidden, size, special_tokens, parts=self.parts
+        )
+        if isinstance(head, MTPHead) and self.all_layers is not None:
+            head.layers = self.all_layers[:1]
+            self._choose_layers()
+
+    def _choose_layers(self) -> None:
+        """Nothing in a checkpoint says whether its MTP layers draft a token each: what does better
+        is right."""
+        other = self._other_layers()
+        if self.evaluate(other).gain_over(self.evaluate(None))[0] > 0:
+            self.keep(other)
+
+    def _other_layers(self) -> Trial:
+        every = self.all_layers
+        assert every is not None and isinstance(self.head, MTPHead)
+        is_vanilla = len(self.head.layers) == 1  # so it is the change to it
+        layers = every if is_vanilla else every[:1]
+
+        def use(head: MTPHead) -> None:
+            head.layers = layers
+
+        return Trial(
+            "each draft has an MTP layer of its own"
+            if is_vanilla
+            else "the first MTP layer makes every draft",
+            f"MTPDecodingConfig(use_mtp_vanilla={is_vanilla})",
+            use,
+        )
+
+    def notes(self) -> list[str]:
+        if self.all_layers is None:
+            return super().notes()
+        assert isinstance(self.head, MTPHead)
+        is_vanilla = len(self.head.layers) > 1
+        how = "one for each draft" if is_vanilla else "the first for all drafts"
+        return [
+            *super().notes(),
+            f"Of its MTP layers it does best with {how}: serve it with "
+            f"MTPDecodingConfig(use_mtp_vanilla={is_vanilla}).",
+        ]
 
     def _hidden(self, setting: Setting) -> Tensor:
         """[T, n * D], what the head reads of the target."""
@@ -121,19 +182,8 @@ class HeadExam(Exam):
 
     def trials(self) -> list[Trial]:
         found = trials_of(self.patient)
-        every = self.all_layers
-        if every is not None and len(every) > 1:
-
-            def use_all(head: MTPHead) -> None:
-                head.layers = every
-
-            found.append(
-                Trial(
-                    "each draft has an MTP layer of its own",
-                    f"MTPDecodingConfig(use_mtp_vanilla=True), for up to {len(every)} drafts",
-                    use_all,
-                )
-            )
+        if self.all_layers is not None:
+            found.append(self._other_layers())
         return found
 
     def scores(self, setting: Setting) -> list[StepScore]:
@@ -143,44 +193,53 @@ class HeadExam(Exam):
 
 
 def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> None:
-    """Tries every setting alone, keeps the most telling, and tries again."""
-    best, made = exam.evaluate(None), list[Trial]()
+    """Tries every setting alone, keeps the most telling, and tries again: up to two changes."""
+    best, made = exam.evaluate(None), set[str]()
     diagnosis.as_loaded = best.result
-    if len(best.accepted) < FEWEST_JUDGED:
+    diagnosis.num_texts = len(best.texts.unique())
+    if diagnosis.is_short:
         return
-    for _ in range(2):  # a second mistake may hide behind the first
-        trials = [trial for trial in exam.trials() if trial not in made]
-        if not trials:
-            return
-        found = []
+
+    def evaluate(trials: list[Trial]) -> list[tuple[Trial, Outcome]]:
+        found, before = [], "".join(f"with {name}: " for name in made)
         for trial in trials:
-            tell(f"trying: {trial.name}")
+            tell(f"trying: {before}{trial.name}")
             found.append((trial, exam.evaluate(trial)))
-        diagnosis.tried += [Finding(t.name, t.cure, outcome.result) for t, outcome in found]
-        trial, outcome = _most_telling(found)
+            diagnosis.tried.append(Finding(before + trial.name, trial.cure, found[-1][1].result))
+        return found
+
+    while len(made) < 2:  # a second mistake may hide behind the first
+        trials = [trial for trial in exam.trials() if trial.name not in made]
+        choice, is_pair = best_explanation(evaluate(trials), best), False
         is_poor = best.result.conditional[0] <= MAP_MAY_BE_WRONG
-        if not _explains(trial, outcome, best) and not made and is_poor and exam.d2t is not None:
+        if choice is None and not made and is_poor and exam.d2t is not None:
             # A wrong map hides every other mistake, and every other mistake hides it.
-            tell("trying: two changes at once")
-            found = [(pair, exam.evaluate(pair)) for pair in pairs(trials, exam.d2t)]
-            trial, outcome = _most_telling(found)
-        if not _explains(trial, outcome, best):
+            choice, is_pair = best_explanation(evaluate(pairs(trials, exam.d2t)), best), True
+        if choice is None:
             return
-        best = outcome
-        made.append(trial)
-        diagnosis.changes.append(Finding(trial.name, trial.cure, outcome.result))
+        trial, best = choice
+        made.add(trial.name)
+        diagnosis.changes.append(Finding(trial.name, trial.cure, best.result))
         exam.keep(trial)
+        if is_pair:
+            return
 
 
-def _most_telling(found: Sequence[tuple[Trial, Outcome]]) -> tuple[Trial, Outcome]:
-    """The best, or an earlier one that the best surpasses by chance at most (of RoPE's bases the
-    target's is the first)."""
-    _, best = max(found, key=lambda pair: pair[1].result.acceptance_length)
-    for trial, outcome in found:
+def best_explanation(
+    found: Sequence[tuple[Trial, Outcome]], old: Outcome
+) -> tuple[Trial, Outcome] | None:
+    """Of the changes that explain what is lost the best, or an earlier one that the best surpasses
+    by chance at most (of RoPE's bases the target's is the first)."""
+    telling = [(trial, outcome) for trial, outcome in found if _explains(trial, outcome, old)]
+    if not telling:
+        return None
+    _, best = max(telling, key=lambda pair: float(pair[1].accepted.mean()))
+
+    def is_as_good(outcome: Outcome) -> bool:
         gain, error = best.gain_over(outcome)
-        if gain <= UNCERTAIN * error:
-            return trial, outcome
-    raise AssertionError("the best does not surpass itself")
+        return outcome is best or gain <= UNCERTAIN * error
+
+    return next((trial, outcome) for trial, outcome in telling if is_as_good(outcome))
 
 
 def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
@@ -208,8 +267,6 @@ def unchanged_after(drafter: nn.Module) -> Iterator[None]:
         for name in _CHANGEABLE
         if hasattr(module, name)
     ]
-    if hasattr(drafter, "layers"):
-        attributes.append((drafter, "layers", drafter.layers))
     weights = {name: p.data for name, p in drafter.named_parameters()}
     try:
         yield

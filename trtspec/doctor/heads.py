@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import permutations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.config import DecoderConfig
 from ..models.draft_head import DraftHead
 from ..models.eagle import Eagle3Head, Eagle3Layer
 from ..models.gemma_assistant import GemmaAssistant
 from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..models.mtp import MTPHead
+from ..models.mtp import MTPHead, MTPLayer
 from ..ops.norm import RMSNorm
 from .masks import mask_trials
 from .trials import (
@@ -37,7 +37,8 @@ class Patient:
     target: DecoderConfig
     mask_hidden: Tensor | None  # [1, n * Ht], as the checkpoint has it
     state_size: float  # the root mean square of what the head reads of the target
-    special_tokens: Mapping[str, int]
+    special_tokens: Mapping[int, str]
+    parts: nn.Module  # the head, and MTP layers that it does not use now
 
 
 def trials_of(patient: Patient) -> list[Trial]:
@@ -67,6 +68,15 @@ def notes_on(patient: Patient) -> list[str]:
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):
         notes.append("How many dimensions of a head are rotated (rotary_dim) is not tried.")
+    if head.config.kind == "eagle":
+        notes.append("Of an EAGLE-1 head only RoPE and the shift of the ids are tried.")
+    if isinstance(head, Eagle3Head):
+        notes.append("norm_before_fc and fc_norm are not tried.")
+        if (count := len(head.layers_to_capture)) > MOST_CAPTURED_TO_PERMUTE:
+            notes.append(
+                f"Of the orders of its {count} captured layers only the reverse is tried: up to "
+                f"{MOST_CAPTURED_TO_PERMUTE} are permuted."
+            )
     return notes
 
 
@@ -156,11 +166,13 @@ def _mtp_trials(patient: Patient) -> list[Trial]:
     is_around_0 = head.config.zero_centered_norms or head.config.decoder.norm_offset != 0
 
     def reverse(head: MTPHead) -> None:
-        for layer in head.layers:
-            swap_halves(layer.eh_proj.weight)  # type: ignore[union-attr, arg-type]
+        for layer in patient.parts.modules():
+            if isinstance(layer, MTPLayer):
+                assert layer.eh_proj.weight is not None, "the head's weights are packed"
+                swap_halves(layer.eh_proj.weight)
 
     def shift_norms(head: MTPHead) -> None:
-        for module in head.modules():
+        for module in patient.parts.modules():
             if isinstance(module, RMSNorm):
                 module.weight.data = module.weight.data + (-1 if is_around_0 else 1)
 

@@ -18,7 +18,7 @@ MOST_TRIED = 32
 
 
 def mask_token_trials(
-    now: int, tokens: Mapping[str, int], use: Callable[[int], Change]
+    now: int, tokens: Mapping[int, str], use: Callable[[int], Change]
 ) -> list[Trial]:
     """Other tokens in the masks' place; `use` makes the change to one."""
     return [
@@ -28,13 +28,13 @@ def mask_token_trials(
             f"now {now}",
             use(token),
         )
-        for name, token in tokens.items()
+        for token, name in tokens.items()
         if token != now
     ]
 
 
 def mask_trials(
-    head: Eagle3Head, raw: Tensor, state_size: float, tokens: Mapping[str, int]
+    head: Eagle3Head, raw: Tensor, state_size: float, tokens: Mapping[int, str]
 ) -> list[Trial]:
     """Of a P-EAGLE head: the token and the state that it reads at its masks.
 
@@ -70,7 +70,7 @@ def _other_states(
     """(what is wrong, the cure, the state)."""
     yield (
         "is not what it was trained to be: zeros do better",
-        "copy mask_hidden again from the head's source; if there is no other, fill it with zeros",
+        "copy mask_hidden again from the head's source",
         torch.zeros_like(raw),
     )
     if num_captured > 1:
@@ -94,8 +94,8 @@ def _other_states(
 
 def special_tokens(
     raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any = None
-) -> tuple[dict[str, int], list[str]]:
-    """Special tokens by name, each id once, and a note where there are too many to try.
+) -> tuple[dict[int, str], list[str]]:
+    """The names of special tokens by id, and a note where there are too many to try.
 
     Args:
         raw, vocab_size: the drafter's config.json and vocabulary. tokenizer: the target's.
@@ -104,7 +104,7 @@ def special_tokens(
     for name, token in _named(raw, vocab_size, target, tokenizer):
         if 0 <= token < vocab_size:
             found.setdefault(token, name)
-    chosen = {name: token for token, name in list(found.items())[:MOST_TRIED]}
+    chosen = dict(list(found.items())[:MOST_TRIED])
     notes = []
     if len(found) > MOST_TRIED:
         notes.append(
@@ -122,6 +122,8 @@ def _named(
         for fields in (config, *nested):
             for name, value in fields.items():
                 if not str(name).endswith(("_token_id", "_token", "_token_ids")):
+                    continue
+                if str(name).startswith("num_"):  # num_experts_per_token
                     continue
                 for token in value if isinstance(value, list) else [value]:
                     if isinstance(token, int) and not isinstance(token, bool):
