@@ -25,7 +25,7 @@ from trtspec.ops.noise import NoiseStream, uniform_noise
 from trtspec.ops.sample import filter_logits
 from trtspec.sampling import draft
 from trtspec.sampling.draft import DraftSampler
-from trtspec.workers import base
+from trtspec.workers import verification
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
@@ -271,7 +271,7 @@ def test_an_engine_says_the_same_with_kernels(
     texts = []
     for served in (False, True):
         if served:
-            for module in (base, draft):
+            for module in (verification, draft):
                 monkeypatch.setattr(module, "sampling_kernels", lambda logits: kernels)
         llm = engine(folder, config_of(folder, "eagle3", rule), max_batch_size=2)
         outputs = llm.generate([[5, 6, 7], [8], [9, 3]], params)
