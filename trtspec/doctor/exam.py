@@ -54,6 +54,11 @@ class Outcome:
         variance = float(sums.square().sum()) * num_texts / (num_texts - 1)
         return float(mean), math.sqrt(variance) / len(gain)
 
+    def error_by_place(self, other: Outcome) -> float:
+        """The standard error of the same mean, were each place a text of its own."""
+        gain = self.accepted - other.accepted
+        return float(gain.std()) / math.sqrt(len(gain))
+
 
 class Exam(ABC):
     """A drafter along texts; `trials` and `scores` are its kind's."""
@@ -244,8 +249,11 @@ def best_explanation(
 
 def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
     gain, error = new.gain_over(old)
-    least = LEAST_GAIN_OF_USUAL if trial.is_usual else LEAST_GAIN
-    return gain >= max(least, CERTAIN * error)
+    if (
+        trial.is_usual
+    ):  # likely beforehand, and a wrong RoPE base costs some texts much, others none
+        return gain >= max(LEAST_GAIN_OF_USUAL, CERTAIN * new.error_by_place(old))
+    return gain >= max(LEAST_GAIN, CERTAIN * error)
 
 
 @contextmanager
