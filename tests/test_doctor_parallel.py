@@ -160,7 +160,7 @@ def test_a_draft_model(tmp_path: Path) -> None:
     assert other.as_loaded is not None and other.as_loaded.conditional[0] < 0.3
     wide = diagnose(target, tiny_model_dir(tmp_path, vocab_size=101), None, texts)
     assert (
-        "draft model does not fit its target: The draft model's vocab_size is 101" in wide.verdict
+        "draft model does not fit its target: The draft model's vocabulary has 101" in wide.verdict
     )
     assert "Choose a draft model" in wide.verdict and not wide.is_well
 

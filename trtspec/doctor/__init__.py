@@ -28,12 +28,12 @@ from ..models.head_weights import load_head, read_head
 from ..models.hf_config import load_config
 from ..models.json_object import read_json_object
 from ..models.parallel_head import pard_token
-from ..models.tokenizer import load_tokenizer
+from ..models.tokenizer import load_tokenizer, token_problem
 from ..models.weights import load_decoder
 from ..models.zoo import resolve_head
 from ..train.unroll import Texts
 from .diagnosis import Diagnosis, Finding
-from .draft_model import DraftModel, DraftModelExam, is_language_model, vocabulary_problems
+from .draft_model import DraftModel, DraftModelExam, is_language_model
 from .exam import NUM_STEPS, HeadExam, examine
 from .heads import notes_on, suspicion_of
 from .masks import special_tokens
@@ -146,9 +146,9 @@ def _read_model(
     for the target."""
     config, own = load_config(draft_dir), load_tokenizer(draft_dir)
     mask = pard_token(config.raw, draft_dir / "config.json", config.vocab_size)
-    problems = vocabulary_problems(config, target, (own, tokenizer), draft_dir)
-    if problems:
-        raise CheckpointError(" ".join(problems))
+    problem = token_problem(config.vocab_size, target.vocab_size, own, tokenizer)
+    if problem:
+        raise CheckpointError(problem)
     return config, own, mask
 
 

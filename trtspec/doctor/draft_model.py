@@ -7,14 +7,12 @@ it and its target is the vocabulary and, of PARD, the mask token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.dense import DensePass
-from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
@@ -88,33 +86,3 @@ def is_language_model(names: set[str]) -> bool:
     has_layers = any(name.endswith("layers.0.input_layernorm.weight") for name in names)
     heads = ["fc", "weight"] in ends or ["pre_projection", "weight"] in ends
     return has_layers and ["embed_tokens", "weight"] in ends and not heads and not mtp_layout(names)
-
-
-def vocabulary_problems(
-    draft: DecoderConfig, target: DecoderConfig, tokenizers: tuple[Any, Any], draft_dir: Path
-) -> list[str]:
-    """Why the two do not speak the same tokens. Embeddings may be padded differently, which
-    tokenizers that agree show.
-
-    Args:
-        tokenizers: the draft model's and the target's, None where unknown.
-    """
-    cure = "Choose a draft model of the target's own family, with the same tokenizer."
-    ours, theirs = tokenizers
-    if ours is None or theirs is None:
-        if draft.vocab_size == target.vocab_size:
-            return []
-        return [
-            f"The draft model's vocab_size is {draft.vocab_size}, the target's "
-            f"{target.vocab_size}, and there are no two tokenizers to show that this is padding. "
-            f"Put each model's tokenizer beside it. {cure}"
-        ]
-    mine, its = ours.get_vocab(), theirs.get_vocab()
-    other = sorted(t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t))
-    if not other:
-        return []
-    examples = ", ".join(f"{t!r} {mine.get(t)} and {its.get(t)}" for t in other[:3])
-    return [
-        f"The tokenizer of {draft_dir} and the target's map {len(other)} tokens to different ids "
-        f"({examples}). {cure}"
-    ]

@@ -33,7 +33,7 @@ from ..models.decoder import Decoder, keep_kv_finite
 from ..models.draft_head import DraftHead
 from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..models.head_weights import load_head
-from ..models.tokenizer import load_tokenizer
+from ..models.tokenizer import load_tokenizer, token_problem
 from ..models.weights import finish, load_decoder
 from ..models.zoo import resolve_model
 from ..workers import create_worker
@@ -318,34 +318,15 @@ def _load_draft_model(
     """The draft model, once its tokens are known to be the target's."""
     from ..models.hf_config import load_config
 
-    _check_tokens(load_config(draft_dir).vocab_size, draft_dir, target.vocab_size, target_dir)
+    tokenizers = load_tokenizer(draft_dir), load_tokenizer(target_dir)
+    problem = token_problem(load_config(draft_dir).vocab_size, target.vocab_size, *tokenizers)
+    if problem:
+        raise ConfigError(problem)
     draft = load_decoder(draft_dir, dtype, device, backend, kv_group=first_group, pack=False)
     draft.keep_logits(target.vocab_size)
     finish(draft, device)
     keep_kv_finite(draft)
     return draft
-
-
-def _check_tokens(size: int, draft_dir: Path, target_size: int, target_dir: Path) -> None:
-    """Embeddings may be padded differently, as Qwen2.5's are, where all true tokens are the same.
-
-    Raises:
-        ConfigError: they are not, or differ in number without tokenizers to show that they are.
-    """
-    ours, theirs = load_tokenizer(target_dir), load_tokenizer(draft_dir)
-    if ours is None or theirs is None:
-        if size != target_size:
-            raise ConfigError(
-                f"The draft model's vocabulary has {size} entries, the target's {target_size}, and "
-                "there are no two tokenizers to show that this is padding. DRAFT_TARGET needs the "
-                "same tokens: put each model's tokenizer beside it, or choose another draft."
-            )
-        return
-    if ours.get_vocab() != theirs.get_vocab():
-        raise ConfigError(
-            f"The tokenizers of {draft_dir} and {target_dir} map text to different ids. "
-            "DRAFT_TARGET needs the same tokenizer: choose another draft."
-        )
 
 
 def _load_head(

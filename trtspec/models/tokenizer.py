@@ -27,3 +27,32 @@ def load_tokenizer(model_dir: Path) -> Any | None:
             f"The tokenizer in {model_dir} cannot be loaded ({error}). Copy tokenizer.json and "
             "tokenizer_config.json again from the model's source."
         ) from error
+
+
+def token_problem(
+    draft_size: int, target_size: int, draft: Any | None, target: Any | None
+) -> str | None:
+    """Why a draft model's tokens are not the target's, and the cure; None if they are. Embeddings
+    may be padded to different lengths, as Qwen2.5's are: tokenizers that agree show it.
+
+    Args:
+        draft_size, target_size: their vocabularies. draft, target: their tokenizers, if known.
+    """
+    cure = "Choose a draft model of the target's own family, with the same tokenizer."
+    if draft is None or target is None:
+        if draft_size == target_size:
+            return None
+        return (
+            f"The draft model's vocabulary has {draft_size} entries, the target's {target_size}, "
+            "and there are no two tokenizers to show that this is padding. Put each model's "
+            f"tokenizer beside it. {cure}"
+        )
+    ours, theirs = draft.get_vocab(), target.get_vocab()
+    if ours == theirs:
+        return None
+    other = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    examples = ", ".join(f"{t!r} {ours.get(t)} and {theirs.get(t)}" for t in other[:3])
+    return (
+        f"The tokenizers of the draft model and the target map {len(other)} tokens to different "
+        f"ids ({examples}). {cure}"
+    )
