@@ -76,7 +76,7 @@ def test_a_wrong_directory_is_told_before_the_target_writes(
     target, other = tiny_model_dir(tmp_path), tiny_model_dir(tmp_path, vocab_size=101)
     empty = tmp_path / "empty"
     empty.mkdir()
-    for head, word in ((empty, "empty"), (other, "vocab_size is 101")):
+    for head, word in ((empty, "empty"), (other, "vocabulary has 101 entries")):
         assert _doctor("--target", target, "--head", head) == 1
         assert word in " ".join(capsys.readouterr().out.split())
     assert _doctor("--target", target, "--head", "nowhere") == 2
