@@ -800,10 +800,10 @@ def test_prompts_start_together(
     scheduler, starts = llm.executor.scheduler, []
     schedule = scheduler._schedule_contexts
 
-    def watch(budget: int) -> list[Any]:
+    def watch(started: Any, budget: int) -> list[Any]:
         free = len(scheduler._free_slots)
         generating = any(r.is_generation for r in scheduler.running)
-        chunks = schedule(budget)
+        chunks = schedule(started, budget)
         if any(chunk.start == 0 for chunk in chunks):
             starts.append((free, generating))
         return chunks

@@ -18,7 +18,6 @@ from tiny_heads import eagle3_dir
 from trtspec import (
     LLM,
     EagleDecodingConfig,
-    EmbedsPrompt,
     KvCacheConfig,
     NGramDecodingConfig,
     SamplingParams,
@@ -26,7 +25,6 @@ from trtspec import (
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.executor.embeds import _warn_of_images, check_embeds
 from trtspec.models.hf_config import load_config
 from trtspec.models.weights import load_decoder
 from trtspec.ops.embedding import embed
@@ -138,26 +136,16 @@ def test_the_text_model_of_a_larger_checkpoint(
     save_file(tensors | {other: torch.zeros(2)}, path / "model.safetensors")
     ours = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
     assert "text model is used alone, 1 tensors are left out" in caplog.text
-    is_gemma3 = whole == "gemma3"  # whose images attend both ways
-    assert ours.config == replace(plain.config, images_attend_both_ways=is_gemma3)
+    is_both = whole == "gemma3"  # test_gemma_images.py
+    assert ours.config == replace(plain.config, images_attend_both_ways=is_both)
     for (name, one), two in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, two), name
-    _warn_of_images.cache_clear()
-    vectors = EmbedsPrompt(prompt_token_ids=[5, 6], prompt_embeds=torch.zeros(2, 48))
-    check_embeds(vectors, ours, 8)
-    assert ("both directions within an image" in caplog.text) == is_gemma3
     save_file(tensors | {"model.unknown": torch.zeros(2)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.unknown"):
         load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
     edit_config(path, text_config=None)
     with pytest.raises(CheckpointError, match="text_config=None"):
         load_config(path)
-
-
-def test_gemma4_says_in_its_config_how_images_attend(tmp_path: Path) -> None:
-    for said, is_both in ((None, False), ("vision", True)):
-        path = gemma_dir(tmp_path, "gemma4_text", use_bidirectional_attention=said)
-        assert load_config(path).images_attend_both_ways == is_both
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma4_text", "gemma4_small"])

@@ -15,7 +15,8 @@ from .errors import RequestError
 class EmbedsPrompt:
     """Token ids with the vectors that an encoder made, as a multimodal model's processor gives
     them. Target and draft heads read the vectors; whoever looks at ids (penalties, n-grams, a draft
-    model of its own) reads the placeholders. Attention stays causal, within an image too.
+    model of its own) reads the placeholders. Within an image attention goes both ways in models
+    that were trained so (Gemma 3, the larger Gemma 4), and is causal in the others.
 
     Args:
         prompt_token_ids: n ids; at an image's places its placeholder.
@@ -24,6 +25,9 @@ class EmbedsPrompt:
             with per-layer inputs refuses: its layers read ids too, the padding token's here.
         mrope_positions: [3, n] int, time, height and width of each token, for models with M-RoPE
             (transformers' `get_rope_index`); None counts the tokens. Output follows the largest.
+        mm_token_type_ids: [n] int, what stands at each place: 0 text, 1 image, 2 video, 3 sound, as
+            transformers' processors say (Gemma 3's says `token_type_ids`). Only attention within
+            images asks, of which each run of 1 and 2 is one. None: each run of vectors.
 
     Raises:
         RequestError: shapes or dtypes do not fit each other.
@@ -33,6 +37,7 @@ class EmbedsPrompt:
     prompt_embeds: Tensor
     is_embed: Tensor | None = None
     mrope_positions: Tensor | None = None
+    mm_token_type_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_token_ids, Sequence):
@@ -57,11 +62,15 @@ class EmbedsPrompt:
                 f"prompt_embeds has {len(embeds)} rows for {places} places: give one for each "
                 "token, or say with is_embed where they stand."
             )
+        types = self.mm_token_type_ids
+        if types is not None and not (_is_int(types, (count,)) and bool((types >= 0).all())):
+            raise RequestError(
+                f"mm_token_type_ids={_form(types)}: give an int tensor [{count}], of 0 for text, 1 "
+                "for an image, 2 for a video's, 3 for sound."
+            )
         if positions is None:
             return
-        kinds = (torch.int32, torch.int64)
-        is_int = isinstance(positions, Tensor) and positions.dtype in kinds
-        if not is_int or positions.shape != (3, count) or bool((positions < 0).any()):
+        if not _is_int(positions, (3, count)) or bool((positions < 0).any()):
             raise RequestError(
                 f"mrope_positions={_form(positions)}: give an int tensor [3, {count}] of "
                 "positions >= 0."
@@ -75,11 +84,28 @@ class EmbedsPrompt:
         return self.is_embed.cpu().nonzero().flatten()
 
     @property
+    def images(self) -> tuple[tuple[int, int], ...]:
+        """First place and end of each; of vectors alone, without types, it cannot be said: none."""
+        kinds, mask = self.mm_token_type_ids, self.is_embed
+        if kinds is not None:
+            mask = (kinds == 1) | (kinds == 2)
+        if mask is None:
+            return ()
+        edges = torch.diff(mask.cpu().int(), prepend=torch.zeros(1), append=torch.zeros(1))
+        starts, ends = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        return tuple(zip(starts, ends, strict=True))
+
+    @property
     def rope_delta(self) -> int:
         """Rotary position of the first output token, less its place in the text."""
         if self.mrope_positions is None:
             return 0
         return int(self.mrope_positions.max()) + 1 - len(self.prompt_token_ids)
+
+
+def _is_int(value: object, shape: tuple[int, ...]) -> bool:
+    kinds = (torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in kinds and value.shape == shape
 
 
 def _form(value: object) -> str:

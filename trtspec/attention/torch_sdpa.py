@@ -146,9 +146,11 @@ class TorchAttention(AttentionBackend):
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, softcap: float | None
-) -> Tensor:
-    """q [B, Hq, R, D], k and v [B, Hkv, S, D], mask [B or 1, 1, R, S], added or bool -> as q."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """q [B, Hq, R, D], k and v [B, Hkv, S, D], mask [B or 1, 1, R, S], added or bool, None shows
+    all -> as q."""
     is_grouped = q.shape[1] != k.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -158,8 +160,9 @@ def masked_attention(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap)
-    is_added = mask.dtype != torch.bool
-    scores = scores + mask if is_added else scores.masked_fill(~mask, float("-inf"))
+    if mask is not None:
+        is_added = mask.dtype != torch.bool
+        scores = scores + mask if is_added else scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1).to(v.dtype) @ v
 
 

@@ -104,5 +104,5 @@ def check_prompt(
         )
     if embeds is not None:
         total = min(len(prompt) + max_tokens, config.max_seq_len)
-        check_embeds(embeds, target, total)
+        check_embeds(embeds, target, total, config.max_num_tokens)
     return prompt

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..errors import RequestError
+from ..metadata.attention import ImageRows
 from ..metadata.embeds import RowEmbeds
 from ..metadata.sampling import rows_to_tensor, to_device
 from ..models.decoder import Decoder
 from ..multimodal import EmbedsPrompt
 from .request import ContextChunk
 
-logger = logging.getLogger(__name__)
 
-
-def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -> None:
+def check_embeds(
+    prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int, max_num_tokens: int
+) -> None:
     """Raises RequestError where the prompt does not fit the target."""
     weight, tables = target.embed_tokens.weight, target.rope_tables
     if prompt.prompt_embeds.shape[1] != weight.shape[1]:
@@ -35,8 +34,8 @@ def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
             "token's id too, and the padding token's at an image's places. Say with is_embed where "
             "the vectors stand, and leave text to its ids."
         )
-    if target.config.images_attend_both_ways:
-        _warn_of_images()
+    if target.config.reads_images_whole:
+        _check_images(prompt, max_num_tokens)
     if prompt.mrope_positions is not None:
         if not tables.has_axes:
             raise RequestError(
@@ -51,24 +50,30 @@ def check_embeds(prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int) -
             )
 
 
-@cache
-def _warn_of_images() -> None:
-    """Once: text and sound are attended as here."""
-    logger.warning(
-        "This model was trained to attend in both directions within an image; here each vector of "
-        "a prompt attends to what stands before it alone. What the model says of images differs."
-    )
+def _check_images(prompt: EmbedsPrompt, max_num_tokens: int) -> None:
+    if prompt.is_embed is None and prompt.mm_token_type_ids is None:
+        raise RequestError(
+            "is_embed and mm_token_type_ids are not given, but this model attends in both "
+            "directions within an image: say with one of them where the images are."
+        )
+    largest = max((end - start for start, end in prompt.images), default=0)
+    if largest > max_num_tokens:
+        raise RequestError(
+            f"An image of the prompt has {largest} tokens, which see each other in both directions "
+            f"and so need one pass; a pass takes max_num_tokens={max_num_tokens}. Raise it."
+        )
 
 
 def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
     """A copy on the host, in the target's dtype: each pass is sent its part."""
     dtype = target.embed_tokens.weight.dtype
-    mask, positions = prompt.is_embed, prompt.mrope_positions
+    mask, positions, kinds = prompt.is_embed, prompt.mrope_positions, prompt.mm_token_type_ids
     return replace(
         prompt,
         prompt_embeds=prompt.prompt_embeds.detach().to("cpu", dtype, copy=True),
         is_embed=None if mask is None else mask.cpu().clone(),
         mrope_positions=None if positions is None else positions.cpu().clone(),
+        mm_token_type_ids=None if kinds is None else kinds.cpu().clone(),
     )
 
 
@@ -91,6 +96,17 @@ def row_embeds(
         return None
     return RowEmbeds(
         rows_to_tensor(rows, torch.int64, device), to_device(torch.cat(values), device)
+    )
+
+
+def image_rows(chunks: Sequence[ContextChunk]) -> tuple[ImageRows, ...]:
+    """The images that the model reads whole, of which chunks have all or nothing."""
+    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
+    return tuple(
+        ImageRows(i, first + start - chunk.start, end - start, position=start)
+        for i, (chunk, first) in enumerate(zip(chunks, firsts, strict=False))
+        for start, end in chunk.request.images
+        if chunk.start <= start < chunk.end
     )
 
 

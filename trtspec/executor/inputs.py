@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
-from ..metadata.attention import AttentionMetadata
+from ..metadata.attention import AttentionMetadata, ImageRows
 from ..metadata.embeds import RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.drafting import StepRows, gather_step_inputs
-from .embeds import context_rope_positions, row_embeds
+from .embeds import context_rope_positions, image_rows, row_embeds
 from .request import ScheduledBatch
 
 
@@ -50,6 +50,7 @@ class StepInputs:
     inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
     next_inputs_embeds: RowEmbeds | None = None
     context_rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is context_positions
+    images: tuple[ImageRows, ...] = ()  # as in AttentionMetadata
 
 
 def build_inputs(
@@ -91,6 +92,7 @@ def build_inputs(
         inputs_embeds=row_embeds(chunks, 0, device),
         next_inputs_embeds=row_embeds(chunks, 1, device),
         context_rope_positions=context_rope_positions(chunks, device),
+        images=image_rows(chunks),
     )
 
 
@@ -141,6 +143,7 @@ def assemble(
         position_ids=step.position_ids,
         rope_position_ids=_rope_positions(step, inputs, deltas),
         rope_deltas=deltas,
+        images=inputs.images,
         kv_lens=step.kv_lens,
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,

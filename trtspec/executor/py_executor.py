@@ -175,6 +175,7 @@ class PyExecutor:
             seed=seed,
             max_total_tokens=max_total_tokens,
             embeds=embeds,
+            images=embeds.images if embeds and self.target.config.reads_images_whole else (),
             steps=[] if self.record_steps else None,
         )
         self._requests[request.request_id] = request

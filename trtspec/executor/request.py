@@ -38,6 +38,7 @@ class Request:
     seed: int
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
     embeds: EmbedsPrompt | None = None  # of a prompt that is not all text
+    images: tuple[tuple[int, int], ...] = ()  # [start, end) of those that one pass must read whole
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1
@@ -81,6 +82,15 @@ class Request:
         """The steps in flight yield a token each at least, so another one would be wasted. (The
         pass over a preempted text yields none: then the next step comes one turn later.)"""
         return self.num_tokens + self.num_in_flight >= self.max_total_tokens
+
+    @property
+    def least_context_tokens(self) -> int:
+        """Tokens that its next context pass must read: those of an image which is next."""
+        return next((end - start for start, end in self.images if start == self.num_computed), 1)
+
+    def cut_before_image(self, end: int) -> int:
+        """`end`, or the start of the image that a chunk ending there would cut."""
+        return next((start for start, stop in self.images if start < end < stop), end)
 
     def record_step(self, num_accepted_tokens: int) -> None:
         """Counts one generation step: accepted drafts plus the bonus."""

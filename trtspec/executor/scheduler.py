@@ -46,11 +46,15 @@ class Scheduler:
         """
         if self.has_windows:
             self._release_behind_windows()
-        generations, budget = self._schedule_generations()
+        started = [
+            r for r in self.running
+            if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
+        ]  # fmt: skip
+        generations, budget = self._schedule_generations(self._set_aside(started))
         short = [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
         if short:
             return ScheduledBatch([], []), self.running[-1:]
-        contexts = self._schedule_contexts(budget)
+        contexts = self._schedule_contexts(started, budget)
         if not contexts and not generations:
             stuck = self._stuck_contexts()
             if stuck:
@@ -67,15 +71,10 @@ class Scheduler:
                 request.request_id, past - self.rewritten, request.num_computed
             )
 
-    def _schedule_generations(self) -> tuple[list[Request], int]:
-        """Generation requests in the token budget, and what is left of it for contexts.
-
-        Without chunking, a prompt must fit whole, so a waiting one goes first: its tokens are set
-        aside and generations take the rest.
-        """
-        budget, aside = self.config.max_num_tokens, 0
-        if not self.config.enable_chunked_prefill:
-            aside = self._next_prompt_tokens()
+    def _schedule_generations(self, aside: int) -> tuple[list[Request], int]:
+        """Generation requests in the token budget, of which `aside` is the next prompt's, and what
+        is left of it for contexts."""
+        budget = self.config.max_num_tokens
         chosen: list[Request] = []
         for request in self.running:
             ready = request.is_generation and not request.ends_with_what_is_in_flight
@@ -84,13 +83,22 @@ class Scheduler:
                 budget -= self.rows
         return chosen, budget
 
-    def _next_prompt_tokens(self) -> int:
-        """Tokens of the prompt that would be prefilled next, 0 if none can start."""
-        if not self.waiting or not self._may_start() or self._may_chunk(self.waiting[0]):
+    def _set_aside(self, started: list[Request]) -> int:
+        """Tokens that the next prompt must read in one pass, which generations leave to it: without
+        chunking all of it, else the image that is next. 0: any number will do, or none can start.
+        """
+        if started:
+            return self._least_tokens(started[0])
+        if not self.waiting or not self._may_start():
             return 0
-        request = self.waiting[0]
-        needed = request.num_context_tokens
-        return needed if self._can_admit(request, needed) else 0
+        needed = self._least_tokens(self.waiting[0])
+        return needed if needed and self._can_admit(self.waiting[0], needed) else 0
+
+    def _least_tokens(self, request: Request) -> int:
+        if not self._may_chunk(request):
+            return request.num_context_tokens
+        least = request.least_context_tokens
+        return least if least > 1 else 0
 
     def _may_start(self) -> bool:
         """Whether prompts may start now: enough of them could, or nothing would be held up.
@@ -114,12 +122,8 @@ class Scheduler:
         needed = self.kv_cache.blocks_for(self._held_after(num_tokens))
         return needed + len(self.running) <= self.kv_cache.num_free_blocks
 
-    def _schedule_contexts(self, budget: int) -> list[ContextChunk]:
+    def _schedule_contexts(self, started: list[Request], budget: int) -> list[ContextChunk]:
         chunks: list[ContextChunk] = []
-        started = [
-            r for r in self.running
-            if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
-        ]  # fmt: skip
         for request in started:
             chunk = self._chunk(request, budget)
             if chunk is None:
@@ -144,7 +148,7 @@ class Scheduler:
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
         """The request's next tokens within budget and free blocks, or None."""
         start, total = request.num_computed, request.num_context_tokens
-        end = min(total, start + budget)
+        end = request.cut_before_image(min(total, start + budget))
         if end <= start or (end < total and not self._may_chunk(request)):
             return None
         if not self._reserve(request, self._held_after(end)):

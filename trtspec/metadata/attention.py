@@ -8,7 +8,7 @@ draft step asks `for_rows` for a new one (DESIGN, decision D5).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,15 @@ class KVGroup:
         return self.k_cache.shape[2]
 
 
+class ImageRows(NamedTuple):
+    """An image in a context, all of it in this pass."""
+
+    context: int  # which of the pass's
+    first_row: int
+    num_rows: int
+    position: int  # of the first row
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """One pass over T rows of B requests (C contexts, then G generations)."""
@@ -68,6 +77,8 @@ class AttentionMetadata:
     rope_deltas: Tensor | None = None
     """[B] int64: what rotary positions after the prompt are ahead of `position_ids` (negative
     behind an image, whose many tokens take few positions)."""
+    images: tuple[ImageRows, ...] = ()
+    """Rows of contexts that see each other in both directions, in layers that are made so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Scratch of the attention backend: masks and gather indices, built once per pass."""
 
@@ -130,6 +141,7 @@ class AttentionMetadata:
             context_lens=(),
             context_starts=(),
             last_context_rows=None,
+            images=(),
             num_generations=num_seqs,
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),

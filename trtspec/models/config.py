@@ -85,7 +85,7 @@ class DecoderConfig:
     value_norm: bool = False  # values have the keys' norm too, without a weight (Gemma-4)
     values_are_keys: bool = False  # of one matrix, before norm and rotation (Gemma-4)
     layer_scalar: bool = False  # a learned number multiplies each layer's output (Gemma-4)
-    images_attend_both_ways: bool = False  # in training; here not, which is said (Gemma)
+    images_attend_both_ways: bool = False  # an image's rows see all of it (Gemma)
     reads_kv_of: str | None = None
     """A layer type: keys and values are those of its last layer, none are kept (Gemma-4)."""
     per_layer_input_size: int = 0  # of what each layer is told of the token (Gemma-4); 0 is nothing
@@ -111,6 +111,11 @@ class DecoderConfig:
     dtype: str = "float32"  # the checkpoint's
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The HF config as a dict: what a later feature needs without a new field here."""
+
+    @property
+    def reads_images_whole(self) -> bool:
+        """Some layer sees, at an image's rows, the rest of it too: no pass may have a part."""
+        return any(self.of_layer(i).images_attend_both_ways for i in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
         return self.layer_windows[layer] if self.layer_windows else None

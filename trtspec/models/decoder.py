@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..attention.images import attend
 from ..cache.manager import KVGroupSpec
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..metadata.embeds import RowEmbeds
@@ -65,6 +66,7 @@ class Attention(nn.Module):
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.norms_values = config.value_norm
+        self.images_attend_both_ways = config.images_attend_both_ways
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
@@ -115,9 +117,10 @@ class Attention(nn.Module):
             meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
             qk_norms=qk_norms, norms_values=self.norms_values, keeps_finite=self.keeps_kv_finite,
         )  # fmt: skip
-        return self.backend.attend(
-            q, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
-            scale=self.scale, softcap=self.softcap,
+        return attend(
+            self.backend, q, meta, kv_group=self.kv_group, layer=self.cache_layer,
+            window=self.window, scale=self.scale, softcap=self.softcap,
+            images_both_ways=self.images_attend_both_ways,
         )  # fmt: skip
 
     def _attend_densely(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..attention.images import attend
 from ..metadata.attention import AttentionMetadata
 from ..ops.fused import Inputs, Norms, linear
 from ..ops.linear import Linear
@@ -32,6 +33,7 @@ class QueryAttention(nn.Module):
         self.backend, self.window, own = backend, config.window(layer), config.of_layer(layer)
         self.num_heads, self.head_dim = own.num_heads, own.head_dim
         self.scale, self.softcap = own.attention_scale, own.attention_softcap
+        self.images_attend_both_ways = own.images_attend_both_ways
         width = own.num_heads * own.head_dim
         self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
         self.o_proj = Linear(width, own.hidden_size, own.o_bias)
@@ -51,8 +53,9 @@ class QueryAttention(nn.Module):
             q = apply_rope(self.q_norm(q), *rope.rotation(q.dtype))
             out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
         else:
-            out = self.backend.attend(
-                rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
+            out = attend(
+                self.backend, rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
                 layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
+                images_both_ways=self.images_attend_both_ways,
             )  # fmt: skip
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)

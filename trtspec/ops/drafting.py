@@ -437,6 +437,7 @@ def draft_step(
         context_lens=(),
         context_starts=(),
         last_context_rows=None,
+        images=(),
         num_generations=positions.shape[0],
         rows_per_generation=positions.shape[1],
         position_ids=guarded,

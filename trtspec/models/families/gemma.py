@@ -8,6 +8,9 @@ each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention h
 may have experts beside its MLPs. In its small models the last layers read an earlier layer's keys
 and values (`reads_kv_of`), behind an MLP that may be twice as wide, and all are told of the token
 (`per_layer.py`).
+
+Within an image attention goes both ways: in Gemma 3 in all layers, in the larger Gemma 4 in those
+with windows, in the others in none.
 """
 
 from __future__ import annotations
@@ -45,17 +48,23 @@ def gemma3(hf: Any, where: Path) -> dict[str, Any]:
 
 def gemma4(hf: Any, where: Path) -> dict[str, Any]:
     """The text model."""
-    heads = {name: _heads_of_type(hf, name) for name in _TYPES}
+    both_ways = getattr(hf, "use_bidirectional_attention", None) == "vision"
+    kinds = {
+        name: {
+            **_heads_of_type(hf, name),
+            "images_attend_both_ways": both_ways and name == "sliding_attention",
+        }
+        for name in _TYPES
+    }
     return {
         **_common(hf, where),
-        **_sharing(hf, where, _by_type(hf, where, heads)),
+        **_sharing(hf, where, _by_type(hf, where, kinds)),
         **_per_layer(hf, where),
         "qk_norm": True,
         "value_norm": True,
         "layer_scalar": True,
         "attention_scale": 1.0,
         "moe": gemma_moe(hf, where),
-        "images_attend_both_ways": getattr(hf, "use_bidirectional_attention", None) == "vision",
     }
 
 

@@ -1,0 +1,68 @@
+"""Attention within images that goes both ways, for every backend.
+
+A backend attends causally. Of an image the rows are few and the host knows where they are, so they
+are done again, in plain torch: each sees its text up to the image's end, behind the layer's window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..metadata.attention import AttentionMetadata, ImageRows
+from .base import AttentionBackend
+from .torch_sdpa import masked_attention
+
+
+def attend(
+    backend: AttentionBackend,
+    q: Tensor,
+    meta: AttentionMetadata,
+    *,
+    kv_group: int,
+    layer: int,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    images_both_ways: bool,
+) -> Tensor:
+    """`backend.attend`; with `images_both_ways` rows of `meta.images` see all of their image."""
+    out = backend.attend(
+        q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
+    )
+    if not images_both_ways:
+        return out
+    k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+    for image in meta.images:
+        key = "image", image, kv_group, window
+        if key not in meta.derived:
+            meta.derived[key] = _keys(image, meta, kv_group, window)
+        slots, mask = meta.derived[key]
+        rows = slice(image.first_row, image.first_row + image.num_rows)
+        attended = masked_attention(
+            q[rows].transpose(0, 1)[None],
+            k_slots[slots].transpose(0, 1)[None],
+            v_slots[slots].transpose(0, 1)[None],
+            mask,
+            scale,
+            softcap,
+        )
+        out[rows] = attended[0].transpose(0, 1)
+    return out
+
+
+def _keys(
+    image: ImageRows, meta: AttentionMetadata, kv_group: int, window: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Slots [S] int64 of the keys that some row sees, and which row sees which, [n, S] bool; None
+    where every row sees all."""
+    page, device = meta.kv_groups[kv_group].page_size, meta.position_ids.device
+    first, end = image.position, image.position + image.num_rows
+    begin = 0 if window is None else max(first - window + 1, 0)
+    keys = torch.arange(begin, end, device=device)
+    blocks = meta.block_tables[kv_group][image.context, keys // page].to(torch.int64)
+    mask = None
+    if window is not None and end > window:
+        positions = torch.arange(first, end, device=device)
+        mask = keys > positions[:, None] - window
+    return blocks * page + keys % page, mask
