@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gemma import F, S, gemma_dir
+from tiny_gemma import F, S, assistant_dir, gemma_dir
 from tiny_heads import eagle3_dir
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trtspec import (
     LLM,
+    DraftTargetDecodingConfig,
     EagleDecodingConfig,
     EmbedsPrompt,
     KvCacheConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
 )
@@ -140,6 +142,10 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[i
         EagleDecodingConfig(
             max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
         ),
+        MTPDecodingConfig(
+            num_nextn_predict_layers=3, speculative_model=assistant_dir(tmp_path, family)
+        ),
+        DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(path)),
     )
     for config in drafters:
         llm = _llm(path, config)
@@ -170,10 +176,13 @@ def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
     llm.executor.scheduler._chunk = watched  # type: ignore[method-assign]
     long = SamplingParams(max_tokens=40, ignore_eos=True)
     executor = llm.executor
-    executor.enqueue([11, 12, 13], long)
+    other = executor.enqueue([11, 12, 13], long)
     for _ in range(3):
         executor.step()
     request = executor.enqueue(given, SamplingParams(max_tokens=COUNT, ignore_eos=True))
+    while not request.output_token_ids:
+        executor.step()
+    assert not other.is_finished, "the images waited for the other text's end"
     while not request.is_finished:
         executor.step()
     assert request.output_token_ids == expected

@@ -8,9 +8,16 @@ import pytest
 import steady
 import torch
 from test_embeds_prompt import LAYERS, _configs, _mrope_positions, _oracle, _prompt, vl_dir
+from test_gemma_images import COUNT, WHOLE, Oracle, prompt, whole_dir
 from tiny_heads import mtp_model_dir
 
-from trtspec import LLM, CudaGraphConfig, MTPDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,3 +69,19 @@ def test_vectors_without_axes(tmp_path: Path) -> None:
     llm = LLM(target, config, device="cuda", dtype="float32", max_seq_len=64)
     output = llm.generate(prompt, PARAMS)
     assert output.outputs[0].token_ids == _oracle(target, prompt, 12)
+
+
+@pytest.mark.parametrize("family", list(WHOLE))
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_images_attend_both_ways(tmp_path: Path, family: str, backend: str) -> None:
+    path, given = whole_dir(tmp_path, family), prompt((6, 3))
+    expected = Oracle(path).extend(given, COUNT)
+    for chunked in (False, True):
+        llm = LLM(
+            path, NGramDecodingConfig(max_draft_len=3), device="cuda", dtype="float32",
+            attn_backend=backend, max_seq_len=64, max_batch_size=2, enable_chunked_prefill=chunked,
+            max_num_tokens=8 if chunked else None,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+        outputs = llm.generate([given, [11, 12, 13]], params)
+        assert outputs[0].outputs[0].token_ids == expected
