@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_executor import VOCAB, Oracle
 from tiny import tiny_model_dir
-from tiny_heads import NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir
+from tiny_heads import NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir
 from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
@@ -472,3 +472,33 @@ def test_a_head_that_overflows_hurts_nobody_else(tmp_path: Path, overlap: bool) 
     for group in executor.kv_cache.groups:
         assert torch.isfinite(group.k_cache).all() and torch.isfinite(group.v_cache).all()
     assert drafts_of([5, 6, 7]) == clean
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "mtp"])
+def test_one_tensor_is_used_twice(tmp_path: Path, kind: str) -> None:
+    """A draft model may return what its logits are computed from, to be fed on too."""
+    if kind == "mtp":
+        target, config = (
+            mtp_model_dir(tmp_path, num_mtp_layers=2),
+            MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True),
+        )
+    else:
+        target = tiny_model_dir(tmp_path, num_hidden_layers=6)
+        head = (eagle3_dir if kind == "eagle3" else p_eagle_dir)(tmp_path)
+        config = EagleDecodingConfig(max_draft_len=2, speculative_model=head)
+    read: list[list[Tensor]] = []
+    for pick in (lambda out: out[0], lambda out: (out[0], out[0])):
+        llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
+        model: Any = llm.executor.draft_model
+        forward, logits, seen = model.forward, model.compute_logits, []
+        model.forward = lambda *a, f=forward, p=pick, **k: p(f(*a, **k))
+
+        def compute(hidden: Tensor, step: int, logits: Any = logits, seen: Any = seen) -> Tensor:
+            seen.append(hidden)
+            return logits(hidden, step)
+
+        model.compute_logits = compute
+        llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=8, ignore_eos=True))
+        read.append(seen)
+    assert len(read[0]) == len(read[1]) > 4
+    assert all(torch.equal(one, two) for one, two in zip(*read, strict=True))

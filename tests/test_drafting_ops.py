@@ -100,7 +100,8 @@ def _tables(rng: random.Random, num_seqs: int) -> tuple[tuple[Tensor, ...], tupl
 def _slot(table: Tensor, seq: int, position: int, page_size: int, max_seq_len: int) -> int:
     if position >= max_seq_len:
         return -1
-    block = int(table[seq, min(position // page_size, table.shape[1] - 1)])
+    page = position // page_size
+    block = int(table[seq, page]) if page < table.shape[1] else NULL_BLOCK
     return -1 if block == NULL_BLOCK else block * page_size + position % page_size
 
 
@@ -139,6 +140,22 @@ def test_inputs_padded(seed: int, num_seqs: int) -> None:
 
 
 @CASES
+@given(SEEDS, st.integers(0, 200), st.integers(0, 3))
+def test_compact_rejected(seed: int, num_seqs: int, surplus: int) -> None:
+    rng = random.Random(seed)
+    rows = [rng.choice([0, 1, 1, 5, 9]) for _ in range(num_seqs)]
+    rejected = [rng.randint(0, n) for n in rows]
+    starts = [sum(rows[:b]) for b in range(num_seqs + 1)]
+    new_starts, left = run(
+        "compact_rejected", ints(starts), ints(rejected), starts[-1] + surplus
+    )  # fmt: skip
+    kept = [r for b, n in enumerate(rows) for r in range(starts[b], starts[b] + n - rejected[b])]
+    assert left.tolist() == kept + [-1] * (starts[-1] + surplus - len(kept))
+    left_of = [n - r for n, r in zip(rows, rejected, strict=True)]
+    assert new_starts.tolist() == [sum(left_of[:b]) for b in range(num_seqs + 1)]
+
+
+@CASES
 @given(SEEDS, st.integers(0, 5), st.integers(0, 3))
 def test_step_slots_and_lens(seed: int, num_seqs: int, padding: int) -> None:
     rng = random.Random(seed)
@@ -169,7 +186,7 @@ def test_expand_for_parallel_drafting(
 ) -> None:
     rng, mask = random.Random(seed), 77
     longest = rng.choice([6, 6, 6, 150])  # more rows than a program takes in one turn
-    rows = [rng.randint(1, longest) for _ in range(num_seqs)]
+    rows = [rng.randint(rng.choice([0, 1, 1]), longest) for _ in range(num_seqs)]
     starts = [sum(rows[:b]) for b in range(num_seqs + 1)]
     rejected = [rng.randint(0, min(n, 8)) for n in rows]  # all of a discarded request's
     firsts = [rng.randint(0, 50) for _ in range(num_seqs)]
@@ -182,8 +199,13 @@ def test_expand_for_parallel_drafting(
     )  # fmt: skip
 
     expected: list[tuple[int, int, bool, bool, int]] = []
-    samples = []
+    samples: list[list[int] | None] = []
     for b in range(num_seqs):
+        extra = proposals - 1 if shift else proposals
+        if not rows[b]:
+            expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * extra
+            samples.append(None)
+            continue
         valid, begin = max(rows[b] - rejected[b], 1), len(expected)
         text = ids[starts[b] : starts[b] + valid]
         tokens = (text[1:] if shift else text) + [bonus[b]] + [mask] * (proposals - 1)
@@ -193,11 +215,13 @@ def test_expand_for_parallel_drafting(
             expected.append((token, firsts[b] + j, False, is_masked, state))
         samples.append(list(range(len(expected) - proposals, len(expected))))
         expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * (rows[b] - valid)
-        assert len(expected) - begin == rows[b] + proposals - (1 if shift else 0)
+        assert len(expected) - begin == rows[b] + extra
     expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * surplus
     columns = [out.input_ids, out.position_ids, out.is_rejected, out.is_masked, out.hidden_rows]
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
-    assert out.rows_to_sample.tolist() == samples
+    for own, wanted in zip(out.rows_to_sample.tolist(), samples, strict=True):
+        assert own == wanted or wanted is None
+        assert all(0 <= row < max(len(expected), 1) for row in own)
 
 
 def test_expanding_an_empty_batch() -> None:
@@ -208,6 +232,14 @@ def test_expanding_an_empty_batch() -> None:
             shift=shift,
         )  # fmt: skip
         assert out.input_ids.shape == (0,) and out.rows_to_sample.shape == (0, 3)
+        surplus = ints([5, 6], torch.int64)
+        out = run(
+            "expand_for_parallel_drafting", surplus, surplus, ints([]), ints([]), ints([0]), 3, 7,
+            shift=shift,
+        )  # fmt: skip
+        assert out.input_ids.tolist() == [drafting.PADDING_TOKEN] * 2
+        assert out.position_ids.tolist() == [0, 0] and out.hidden_rows.tolist() == [-1, -1]
+        assert out.is_rejected.all() and not out.is_masked.any()
 
 
 @CASES

@@ -621,11 +621,21 @@ def test_forced_acceptance_in_the_engine(
         max_seq_len=64,
     )  # fmt: skip
     outputs = llm.generate(_prompts(3, 9), SamplingParams(max_tokens=25, ignore_eos=True))
-    assert llm.stats().forced_acceptance == float(forced)
+    assert llm.stats().forced_acceptance == min(float(forced), 3)
     for output in outputs:
+        assert output.spec_stats.forced_acceptance == min(float(forced), 3)
         assert output.spec_stats.acceptance_length == expected
         assert len(output.outputs[0].token_ids) == 25
         assert all(0 <= token < VOCAB for token in output.outputs[0].token_ids)
+
+
+def test_nothing_is_forced_without_drafts(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "2")
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    assert llm.stats().forced_acceptance is None
+    assert "Forced" not in caplog.text
 
 
 # -- streaming and cancelling ------------------------------------------------------------------

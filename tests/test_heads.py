@@ -174,6 +174,15 @@ def test_heads_of_the_speculators_package(tmp_path: Path, target: Decoder, flag:
     assert getattr(head.config, flag) and head.d2t is not None
 
 
+def test_the_speculators_format_s_own_default(
+    tmp_path: Path, target: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for given, value in (({}, True), ({"norm_before_residual": False}, False)):
+        head = _load(_speculators(eagle3_dir(tmp_path), **given), target)
+        assert head.config.norm_before_residual is value
+    assert caplog.text.count("norm_before_residual is not given") == 1
+
+
 # -- files -------------------------------------------------------------------------------------
 class Payload:
     def __init__(self, marker: Path):

@@ -197,12 +197,14 @@ def test_shifted_context_ids() -> None:
     inside = torch.tensor([-1, 77, -1], dtype=torch.int32)  # the true next prompt token wins
     shifted = worker.prepare_context_input_ids(ids, following, [1, 2, 3], inside)
     assert shifted.tolist() == [2, 11, 77, 21, 22, 23]
+    shifted = worker.prepare_context_input_ids(ids[:3], following, [1, 0, 2])
+    assert shifted.tolist() == [2, 11, 23]  # one of them has no rows
 
 
 def test_draft_sampler_maps_offsets() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0], [5.0, 0.0, float("nan")]])
     worker = _worker(1)
-    assert worker.draft_sampler_greedy(logits[:1]).tolist() == [1]
+    assert worker.draft_sampler_greedy(logits).tolist() == [1, 0]
     offsets = torch.tensor([10, 20, 30])
     mapped = worker.draft_sampler_greedy(logits[:1], offsets)
     assert mapped.tolist() == [21] and mapped.dtype == torch.int32
@@ -228,6 +230,26 @@ def test_sampling_rows_one_per_logits_row() -> None:
     off = _spec(2)
     off.populate_sampling_params_for_one_model(requests)
     assert off.temperatures is None
+
+
+def test_requests_without_a_seed_do_not_share_one() -> None:
+    params = SamplingParams(temperature=1.0)
+    requests = [
+        SimpleNamespace(sampling_params=params, is_generation=False, request_id=0),
+        SimpleNamespace(sampling_params=params, is_generation=False, py_request_id=1),
+        SimpleNamespace(
+            sampling_params=SamplingParams(temperature=1.0, seed=0), is_generation=False,
+            request_id=2,
+        ),
+    ]  # fmt: skip
+    seeds = []
+    for order in (requests, requests[::-1]):
+        spec = _spec(2, allow_advanced_sampling=True)
+        spec.populate_sampling_params_for_one_model(order)
+        assert spec.seeds is not None
+        seeds.append(spec.seeds.tolist())
+    assert seeds[0] == seeds[1][::-1], "a request's seed is its own in every step"
+    assert seeds[0][2] == 0 and len(set(seeds[0])) == 3
 
 
 def test_metadata_for_a_graph_is_a_copy_once() -> None:

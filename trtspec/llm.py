@@ -253,7 +253,9 @@ class LLM:
             outputs[0],
             outputs=completions,
             error=next((output.error for output in outputs if output.error), None),
-            spec_stats=acceptance_stats(accepted, self.max_draft_len),
+            spec_stats=acceptance_stats(
+                accepted, self.max_draft_len, self.executor.forced_acceptance
+            ),
         )
 
     def advance(self) -> None:
@@ -350,7 +352,9 @@ class LLM:
             prompt=prompt,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[completion],
-            spec_stats=acceptance_stats(request.accepted_lens, self.max_draft_len),
+            spec_stats=acceptance_stats(
+                request.accepted_lens, self.max_draft_len, self.executor.forced_acceptance
+            ),
             finished=request.is_finished,
             error=request.error,
         )

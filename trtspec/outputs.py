@@ -13,11 +13,14 @@ class SpecStats:
         was none. acceptance_per_position: entry i is the share of generation steps in which
         draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
     num_steps: generation steps, prefill not counted.
+    forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None:
+        then the rest says nothing of the drafter.
     """
 
     acceptance_length: float
     acceptance_per_position: list[float]
     num_steps: int
+    forced_acceptance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,15 @@ class EngineStats:
     forced_acceptance: float | None
 
 
-def acceptance_stats(accepted_lens: dict[int, int], max_draft_len: int) -> SpecStats:
+def acceptance_stats(
+    accepted_lens: dict[int, int], max_draft_len: int, forced: float | None = None
+) -> SpecStats:
     """From a histogram {accepted drafts: generation steps}."""
     steps = sum(accepted_lens.values())
     if steps == 0:
-        return SpecStats(1.0, [0.0] * max_draft_len, 0)
+        return SpecStats(1.0, [0.0] * max_draft_len, 0, forced)
     per_position = [
         sum(count for accepted, count in accepted_lens.items() if accepted > i) / steps
         for i in range(max_draft_len)
     ]
-    return SpecStats(1.0 + sum(per_position), per_position, steps)
+    return SpecStats(1.0 + sum(per_position), per_position, steps, forced)

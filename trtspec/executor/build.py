@@ -233,11 +233,12 @@ def build_executor(
         target, worker, draft_model, kv_cache, executor_config, mode, where,
         layers_to_capture=capture, saver=saver,
     )  # fmt: skip
-    if worker.force_num_accepted_tokens > 0:
+    forced = executor.forced_acceptance
+    if forced is not None:
         logger.warning(
             "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "
             "whatever the target says. The text is not the model's.",
-            worker.force_num_accepted_tokens,
+            forced,
         )
     return executor
 

@@ -578,10 +578,15 @@ class PyExecutor:
         self._decode_seconds, self._prefill_seconds = 0.0, 0.0
         self._accepted_lens: Counter[int] = Counter()
 
+    @property
+    def forced_acceptance(self) -> float | None:
+        """Draft tokens accepted by force in every step (bonus not counted), None if none are."""
+        forced = min(self.worker.force_num_accepted_tokens, self.max_draft_len)
+        return forced if forced > 0 else None
+
     def stats(self) -> EngineStats:
         acceptance = acceptance_stats(self._accepted_lens, self.max_draft_len)
         seconds = self._decode_seconds
-        forced = self.worker.force_num_accepted_tokens
         return EngineStats(
             generated_tokens=self._generated_tokens,
             prefill_seconds=self._prefill_seconds,
@@ -591,5 +596,5 @@ class PyExecutor:
             acceptance_per_position=acceptance.acceptance_per_position,
             num_steps=acceptance.num_steps,
             num_preemptions=self._num_preemptions,
-            forced_acceptance=forced if forced > 0 and self.max_draft_len > 0 else None,
+            forced_acceptance=self.forced_acceptance,
         )

@@ -51,6 +51,8 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
 
     Reads `request.sampling_params` (ours) or `request.sampling_config` (TensorRT-LLM's, whose
     values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
+    Without a seed the request's id (`request_id`, `py_request_id`) makes one, so that requests do
+    not share their noise; without either it is 0.
     """
     params = getattr(request, "sampling_params", None)
     if params is None:
@@ -63,7 +65,8 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
         return given
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
-    seed = int(value("seed") or value("random_seed") or 0)
+    given = value("random_seed") if value("seed") is None else value("seed")
+    seed = _seed_of_id(request) if given is None else int(given)
     filters = (top_k or 0) > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
@@ -71,6 +74,13 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
         return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, seed
     top_p = NO_TOP_P if top_p is None else float(top_p)
     return float(temperature), int(top_k or NO_TOP_K), top_p, seed
+
+
+def _seed_of_id(request: Any) -> int:
+    number = getattr(request, "request_id", getattr(request, "py_request_id", None))
+    if number is None:
+        return 0
+    return (int(number) + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:

@@ -6,6 +6,7 @@ architecture is written, what RoPE an absent field means, and how captured layer
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from .parallel_head import parse_parallel
 
 Sources = dict[str, TensorSource]
 MIN_LAYERS_FOR_DEFAULT = 6
+logger = logging.getLogger(__name__)
+
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 _IDS = "eagle_aux_hidden_state_layer_ids"
@@ -130,6 +133,12 @@ def parse_eagle(
             )
         return replace(common, kind="eagle", format="EAGLE-1")
     flags = {name: _flag(raw, name, where) for name in _FLAGS}
+    if speculators and raw.get("norm_before_residual") is None:
+        flags["norm_before_residual"] = True
+        logger.warning(
+            "%s: norm_before_residual is not given; heads in the speculators format have it true. "
+            "`trtspec doctor` says whether this one drafts better without.", where,
+        )  # fmt: skip
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise CheckpointError(
             f"{where}: norm_before_fc and fc_norm are both true; a head has one or the other. Set "

@@ -124,13 +124,20 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
 
 
 def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
-    types = raw.get("layer_types")
-    if isinstance(types, list) and "linear_attention" in types:
-        count = types.count("linear_attention")
+    inner = raw.get("text_config")
+    for part in (raw, inner if isinstance(inner, dict) else {}):
+        types = part.get("layer_types")
+        types = types if isinstance(types, list) else []
+        said = f"{types.count('linear_attention')} of {len(types)} layer_types are"
+        if "linear_attention" not in types:
+            interval = part.get("full_attention_interval")
+            if types or interval in (None, 1):
+                continue
+            said = f"full_attention_interval={interval!r}: the layers between are"
         raise CheckpointError(
-            f"{where}: {count} of {len(types)} layer_types are 'linear_attention' (Qwen3-Next, "
-            "Qwen3.5); allowed are 'full_attention' and 'sliding_attention'. Use a model whose "
-            "layers are all of these; MTP layers in Qwen3-Next's layout work over a Qwen3 target."
+            f"{where}: {said} 'linear_attention' (Qwen3-Next, Qwen3.5); allowed are "
+            "'full_attention' and 'sliding_attention'. Use a model whose layers are all of these; "
+            "MTP layers in Qwen3-Next's layout work over a Qwen3 target."
         )
 
 

@@ -77,7 +77,7 @@ def accept_greedy(
 
 
 def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
-    """Draft logits [R, Vd] -> target token ids [R] int32.
+    """Draft logits [R, Vd] -> target token ids [R] int32; a NaN is not chosen.
 
     Args:
         d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
@@ -89,7 +89,7 @@ def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
         tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         kernels.choose_drafts(logits, d2t, *_scratch(logits, logits.shape[0]), tokens)
         return tokens
-    tokens = greedy_tokens(logits)
+    tokens = greedy_tokens(logits.nan_to_num(nan=float("-inf")))
     return tokens if d2t is None else to_target_ids(tokens, d2t)
 
 

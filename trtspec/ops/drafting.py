@@ -91,6 +91,32 @@ def inputs_padded(
     return query_starts[1:].to(torch.int64) - 1 - rejected, rejected
 
 
+def compact_rejected(
+    query_starts: Tensor, num_rejected: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """The rows left when the rejected ones, each request's last, leave the pass (vLLM's
+    `prepare_inputs`). Our own workers keep them as padding: this is for loops that do not.
+
+    Args:
+        query_starts: [B+1] int32, cumulative rows; num_rejected: [B] int32, of `inputs_padded`.
+        num_rows: T, rows of the pass.
+
+    Returns:
+        (cumulative rows left [B+1] int32, the row of the pass that each of them was [T] int64, -1
+        after the last).
+    """
+    kernels = _kernels(query_starts)
+    if kernels is not None:
+        return kernels.compact_rejected(query_starts, num_rejected, num_rows)
+    kept = (query_starts.diff() - num_rejected).clamp_min(0)
+    starts = torch.nn.functional.pad(kept.cumsum(0), (1, 0))  # [B+1] int64
+    rows = torch.arange(num_rows, device=starts.device)
+    removed = (query_starts[:-1] - starts[:-1]).clamp_min(0)  # [B], before each request
+    seq = torch.searchsorted(starts[1:], rows, right=True)  # B behind the last
+    old = rows + torch.nn.functional.pad(removed, (0, 1))[seq]
+    return starts.to(torch.int32), torch.where(rows < starts[-1], old, -1)
+
+
 def step_slots_and_lens(
     positions: Tensor,
     seq_lens: Tensor,
@@ -167,6 +193,7 @@ def expand_for_parallel_drafting(
         no shift (PARD: a language model)               n' = n + P
             t[0] … t[v-1], bonus, P - 1 masks, n - v padding      states of rows 0 … v-1, then none
 
+    A request without rows (a bucket's) gets padding, and in `rows_to_sample` what nobody may use.
     The bonus and the masks propose. T' = T + B * (n' - n) is known on the host, and with R rows
     for each of G generations this is again `AttentionMetadata`'s layout, of n' rows. Slots come
     from `guard_positions` and `slot_mapping`, with `is_rejected` rows not inside.
@@ -179,38 +206,46 @@ def expand_for_parallel_drafting(
         num_proposals: P >= 1.
         mask_token: what the drafter was trained to read where a token is unknown.
     """
+    device, num_seqs = input_ids.device, next_tokens.shape[0]
+    extra = num_proposals - 1 if shift else num_proposals
+    total = input_ids.shape[0] + extra * num_seqs
+    if not num_seqs or not len(input_ids):  # all is padding
+        nothing = torch.zeros(total, dtype=torch.int64, device=device)
+        return ParallelRows(
+            nothing + PADDING_TOKEN, nothing, nothing == 0, nothing != 0,
+            nothing.new_zeros((num_seqs, num_proposals)), nothing - 1,
+        )  # fmt: skip
     kernels = _kernels(input_ids)
     if kernels is not None:
         return ParallelRows(*kernels.expand_for_parallel_drafting(
             input_ids, position_ids, next_tokens, num_rejected, query_starts, num_proposals,
             mask_token, PADDING_TOKEN, shift,
         ))  # fmt: skip
-    device, num_seqs = input_ids.device, next_tokens.shape[0]
-    extra = num_proposals - 1 if shift else num_proposals
     starts = query_starts.to(torch.int64)
     new_starts = starts + extra * torch.arange(num_seqs + 1, device=device)
-    valid = (starts[1:] - starts[:-1] - num_rejected).clamp_min(1)  # [B]
+    counts = starts.diff()
+    valid = (counts - num_rejected).clamp_min(1).minimum(counts)  # [B]
     bonus = valid - 1 if shift else valid  # [B], its place in the request
 
-    rows = torch.arange(input_ids.shape[0] + extra * num_seqs, device=device)
+    rows = torch.arange(total, device=device)
     # Rows past the last request count as its own: far past its masks, so they are padding.
-    seq = torch.searchsorted(new_starts[1:], rows, right=True).clamp(max=max(num_seqs - 1, 0))
+    seq = torch.searchsorted(new_starts[1:], rows, right=True).clamp(max=num_seqs - 1)
     place = rows - new_starts[seq]
     source = starts[seq] + place
     past_bonus = place - bonus[seq]
-    is_rejected = past_bonus >= num_proposals
+    is_rejected = (past_bonus >= num_proposals) | (counts == 0)[seq]
     is_masked = (past_bonus > 0) & ~is_rejected
-    read = (source + 1 if shift else source).clamp(max=max(input_ids.shape[0] - 1, 0))
+    read = (source + 1 if shift else source).clamp(max=input_ids.shape[0] - 1)
     ids = torch.where(past_bonus < 0, input_ids[read], next_tokens[seq])
     ids = ids.to(torch.int64).masked_fill(is_masked, mask_token)
-    first = position_ids[starts[seq].clamp(max=max(input_ids.shape[0] - 1, 0))].to(torch.int64)
+    first = position_ids[starts[seq].clamp(max=input_ids.shape[0] - 1)].to(torch.int64)
+    samples = (new_starts[:-1] + bonus)[:, None] + torch.arange(num_proposals, device=device)
     return ParallelRows(
         input_ids=ids.masked_fill(is_rejected, PADDING_TOKEN),
         position_ids=torch.where(is_rejected, 0, first + place),
         is_rejected=is_rejected,
         is_masked=is_masked,
-        rows_to_sample=(new_starts[:-1] + bonus)[:, None]
-        + torch.arange(num_proposals, device=device),
+        rows_to_sample=samples.clamp(0, total - 1),
         hidden_rows=torch.where(place < valid[seq], source, -1),
     )
 

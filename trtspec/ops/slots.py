@@ -24,9 +24,11 @@ def slot_mapping(block_table: Tensor, positions: Tensor, inside: Tensor, page_si
 
     -1 where `inside` is False or no block is allocated for the position.
     """
-    page = torch.clamp(positions // page_size, max=block_table.shape[1] - 1)
-    block = block_table.gather(1, page).to(torch.int64)
-    valid = inside & (block != NULL_BLOCK)
+    page, width = positions // page_size, block_table.shape[1]
+    if not width:
+        return torch.full_like(positions, -1)
+    block = block_table.gather(1, page.clamp(max=width - 1)).to(torch.int64)
+    valid = inside & (block != NULL_BLOCK) & (page < width)
     return torch.where(valid, block * page_size + positions % page_size, -1)
 
 

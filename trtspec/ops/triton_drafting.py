@@ -77,6 +77,44 @@ def _inputs_padded_kernel(
     tl.store(rejected_ptr + seq, rejected.to(tl.int32), mask=mask)
 
 
+def compact_rejected(
+    query_starts: Tensor, num_rejected: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    num_seqs = num_rejected.shape[0]
+    starts = torch.empty_like(query_starts, dtype=torch.int32)
+    rows = _ints(query_starts, num_rows)
+    _compact_kernel[(num_seqs + 1,)](
+        query_starts, num_rejected, starts, rows, num_seqs, num_rows, BLOCK=_BLOCK
+    )
+    return starts, rows
+
+
+@triton.jit
+def _compact_kernel(
+    start_ptr, rejected_ptr, new_start_ptr, row_ptr, num_seqs, num_rows, BLOCK: tl.constexpr
+):
+    """Program b writes request b's rows, the last one what is left of the pass."""
+    seq = tl.program_id(0)
+    new_start = seq * 0
+    for begin in range(0, seq, BLOCK):
+        before = begin + tl.arange(0, BLOCK)
+        mask = before < seq
+        begins = tl.load(start_ptr + before, mask=mask, other=0)
+        ends = tl.load(start_ptr + before + 1, mask=mask, other=0)
+        rejected = tl.load(rejected_ptr + before, mask=mask, other=0)
+        new_start += tl.sum(tl.maximum(ends - begins - rejected, 0).to(tl.int32), 0)
+    tl.store(new_start_ptr + seq, new_start)
+    is_request = seq < num_seqs
+    start = tl.load(start_ptr + seq)
+    end = tl.load(start_ptr + seq + 1, mask=is_request, other=0)
+    kept = tl.maximum(end - start - tl.load(rejected_ptr + seq, mask=is_request, other=0), 0)
+    kept = tl.where(is_request, kept, num_rows - new_start)
+    for begin in range(0, kept, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        old = tl.where(is_request, start + place, -1)
+        tl.store(row_ptr + new_start + place, old.to(tl.int64), mask=place < kept)
+
+
 def step(
     positions: Tensor,
     tables: tuple[Tensor, ...],
@@ -148,8 +186,11 @@ def _store_slots(
 ):
     """Where each KV group keeps these rows of one request; `position` is guarded."""
     for i in tl.static_range(len(table_ptrs)):
-        page = tl.minimum(position // page_sizes[i], widths[i] - 1)
-        block = tl.load(table_ptrs[i] + seq * table_rows[i] + page, mask=inside, other=_NULL_BLOCK)
+        page = position // page_sizes[i]
+        is_known = inside & (page < widths[i])
+        block = tl.load(
+            table_ptrs[i] + seq * table_rows[i] + page, mask=is_known, other=_NULL_BLOCK
+        )
         slot = block.to(tl.int64) * page_sizes[i] + position % page_sizes[i]
         tl.store(slot_ptrs[i] + out, tl.where(block != _NULL_BLOCK, slot, -1), mask=mask)
 
@@ -193,7 +234,7 @@ def _expand_kernel(
     new_start = start + seq * extra
     # The last request's program also fills the rows past the batch.
     new_end = tl.where(seq == num_seqs - 1, total, end + (seq + 1) * extra)
-    valid = tl.maximum(end - start - tl.load(rejected_ptr + seq), 1)
+    valid = tl.minimum(tl.maximum(end - start - tl.load(rejected_ptr + seq), 1), end - start)
     bonus = valid - 1 if SHIFT else valid
     next_token = tl.load(next_ptr + seq).to(tl.int64)
     first = tl.load(position_ptr + start, mask=start < end, other=0).to(tl.int64)
@@ -201,8 +242,8 @@ def _expand_kernel(
         place = begin + tl.arange(0, BLOCK)
         out = new_start + place
         mask = out < new_end
-        is_rejected = place >= bonus + num_proposals
-        is_masked = (place > bonus) & (place < bonus + num_proposals)
+        is_rejected = (place >= bonus + num_proposals) | (start == end)
+        is_masked = (place > bonus) & ~is_rejected
         source = start + place
         read = source + 1 if SHIFT else source
         token = tl.load(id_ptr + read, mask=mask & (place < bonus), other=0).to(tl.int64)
@@ -213,9 +254,10 @@ def _expand_kernel(
         tl.store(is_rejected_ptr + out, is_rejected, mask=mask)
         tl.store(is_masked_ptr + out, is_masked, mask=mask)
         tl.store(hidden_ptr + out, tl.where(place < valid, source, -1), mask=mask)
-        proposal = place - bonus
-        is_sample = mask & (proposal >= 0) & (proposal < num_proposals)
-        tl.store(sample_ptr + seq * num_proposals + proposal, out, mask=is_sample)
+    for begin in range(0, num_proposals, BLOCK):
+        proposal = begin + tl.arange(0, BLOCK)
+        row = tl.maximum(tl.minimum(new_start + bonus + proposal, total - 1), 0)
+        tl.store(sample_ptr + seq * num_proposals + proposal, row, mask=proposal < num_proposals)
 
 
 def extend_queries(starts: Tensor, lens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

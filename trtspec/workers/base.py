@@ -285,7 +285,11 @@ class SpecWorkerBase(Verification, ABC):
             following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
         shifted = torch.roll(input_ids, -1)
         if last_rows is None:
-            last_rows = to_device(torch.tensor(context_lens).cumsum(0) - 1, input_ids.device)
+            lens = torch.tensor(context_lens)
+            (some,) = lens.nonzero(as_tuple=True)  # one without rows has no last one
+            last_rows = to_device((lens.cumsum(0) - 1)[some], input_ids.device)
+            if len(some) < len(lens):
+                following = following[to_device(some, input_ids.device)]
         shifted[last_rows] = following.to(shifted.dtype)
         return shifted
 

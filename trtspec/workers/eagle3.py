@@ -29,7 +29,7 @@ from ..metadata.embeds import RowEmbeds
 from ..ops.drafting import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from ..sampling.draft import DraftSampler
 from .base import SpecWorkerBase, certain_rows
-from .protocols import DraftInputs, DraftModel
+from .protocols import DraftInputs, DraftModel, both_outputs
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,17 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         standing = None
         if model.advances_positions:
             projected = model.project_target_hidden(hidden_states)
-            out, fed_on = model(
-                ids, meta.position_ids, projected, meta, step=0, **merged_embeds(inputs)
+            out, fed_on = both_outputs(
+                model(ids, meta.position_ids, projected, meta, step=0, **merged_embeds(inputs))
             )
             proposing, hidden = gather_rows(rows, out, fed_on)
         else:  # one row per request, where the last key stands that it sees
             ids, standing = draft_step(meta, ids[rows][:, None], positions[:, None], 0, advance=-1)
             (last,) = gather_rows(rows, hidden_states)
             projected = model.project_target_hidden(last)
-            proposing, hidden = model(ids, standing.position_ids, projected, standing, step=0)
+            proposing, hidden = both_outputs(
+                model(ids, standing.position_ids, projected, standing, step=0)
+            )
         chain = DraftChain(
             model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),
             sampler=self.draft_sampler(inputs), standing=standing,
@@ -116,7 +118,9 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
                 self.max_draft_len, advance=passes - 1,
             )  # fmt: skip
-        out, fed_on = chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
+        out, fed_on = both_outputs(
+            chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
+        )
         return self._propose(replace(chain, hidden=fed_on), out)
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:

@@ -38,7 +38,7 @@ from ..ops.drafting import finish_drafts
 from ..ops.slots import slot_mapping
 from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
-from .protocols import DraftInputs
+from .protocols import DraftInputs, both_outputs
 from .verification import has_kernel
 
 
@@ -190,7 +190,9 @@ class MTPWorker(RelaxedAcceptanceMixin):
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
         for step in range(self.max_draft_len):  # every depth: its KV is kept whole
-            out, hidden = model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
+            out, hidden = both_outputs(
+                model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
+            )
             if step < wanted:
                 logits = model.compute_logits(out[last], step)
                 proposal = self.propose(logits, model.d2t, sampler, positions, step)

@@ -29,7 +29,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.drafting import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
 from .eagle3 import draft_source, merged_embeds, shifted_input_ids
-from .protocols import DraftInputs, LanguageModel, ParallelDraftModel
+from .protocols import DraftInputs, LanguageModel, ParallelDraftModel, both_outputs
 
 
 class ParallelWorker(SpecWorkerBase):
@@ -110,7 +110,7 @@ class ParallelEagle3Worker(ParallelWorker):
         assert model.mask_hidden is not None
         states = torch.cat([hidden, model.mask_hidden[None]])  # row T is the masks'
         (hidden,) = gather_rows(rows.sources, states)
-        out, _ = model(ids, step.position_ids, hidden, step, step=0)
+        out, _ = both_outputs(model(ids, step.position_ids, hidden, step, step=0))
         (proposing,) = gather_rows(rows.proposing, out)
         return self.drafts(inputs, meta, rows, model.compute_logits(proposing, 0), model.d2t)
 

@@ -17,7 +17,8 @@ class DraftModel(Protocol):
 
     Calling it is one draft pass: input_ids [T] (the token *after* each row), position_ids [T],
     hidden_states [T, H], metadata, step, and at step 0 the rows whose token's embedding is given
-    -> (what `compute_logits` reads, what the next step reads), both [T, H].
+    -> (what `compute_logits` reads, what the next step reads), both [T, H], or one tensor that is
+    both.
     """
 
     num_layers: int
@@ -39,11 +40,16 @@ class DraftModel(Protocol):
         attn_metadata: AttentionMetadata,
         step: int,
         inputs_embeds: RowEmbeds | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor: ...
 
     def kv_group_of_layer(self, layer: int) -> int: ...
+
+
+def both_outputs(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What a draft model returned, as two tensors: one is used twice."""
+    return (given, given) if isinstance(given, Tensor) else given
 
 
 class ParallelDraftModel(DraftModel, Protocol):
