@@ -4,7 +4,7 @@ The target is transformers' model with its own KV cache; the head's keys and val
 cache of ours, described to the worker by an `AttentionMetadata` per pass. One call of the worker
 verifies, accepts and drafts.
 
-    python examples/eagle3_in_your_loop.py MODEL_DIR HEAD_DIR
+    python examples/eagle3_in_your_loop.py [MODEL HEAD]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trtspec.cache.manager import KVCacheManager, KVGroupSpec
 from trtspec.metadata import AttentionMetadata, CapturedHiddenStates
 from trtspec.models.head_weights import load_head
 from trtspec.models.hf_config import load_config
+from trtspec.models.zoo import resolve_head, resolve_model
 from trtspec.ops.slots import slot_mapping
 from trtspec.workers import Eagle3OneModelWorker
 
@@ -111,7 +112,9 @@ def describe_pass(
     )
 
 
-def main(model_dir: str, head_dir: str) -> None:
+def main(model: str = "smollm2-135m", head: str = "smollm2-135m-eagle3") -> None:
+    """Directories, or the names that the package knows."""
+    model_dir, head_dir = str(resolve_model(model)), str(resolve_head(head))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompt = tokenizer.encode("The quick brown fox")
     tokens, steps = generate(model_dir, head_dir, prompt, 64)

@@ -68,4 +68,4 @@ def main(model_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(resolve_model("smollm2-135m")))
+    main(str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m")))

@@ -290,7 +290,7 @@ def test_acceptance_rules_by_name(run):
     code, _, err = run(
         "generate", "--prompt", "a", "--speculative", "none", "--acceptance", "block"
     )
-    assert code == 2 and "drafts nothing" in err
+    assert code == 2 and "nothing drafts" in err
     code, _, err = run("generate", "--prompt", "a", *drafting[:-1], "lenient")
     assert code == 2 and "strict, exact_match, rejection, block" in " ".join(err.split())
 
@@ -338,7 +338,7 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         (["--prompt", "a", "--prompt-file", "f"], "use one of them"),
         (["--prompt", "a", "--speculative", "warp"], "'warp'. Allowed: MTP,"),
         (["--prompt", "a", "--speculative", "eagle3"], "EAGLE3 needs a draft head: give --head"),
-        (["--prompt", "a", "--speculative", "ngram", "--head", "h"], "NGRAM drafts without a head"),
+        (["--prompt", "a", "--speculative", "ngram", "--head", "h"], "ngram drafts without a head"),
         (
             ["--prompt", "a", "--speculative", "mtp", "--draft-model", "d"],
             "MTP drafts without a model. Give its directory with --head",
@@ -349,7 +349,7 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         (["--prompt", "a", "--speculative", "user_provided"], "use the Python API"),
         (["--prompt", "a", "--speculative", "draft_target"], "give --draft-model DIR"),
         (["--prompt", "a", "--draft-model", "model"], "NONE drafts without a model"),
-        (["--prompt", "a", "--max-draft-len", "4"], "--speculative none drafts nothing"),
+        (["--prompt", "a", "--max-draft-len", "4"], "nothing drafts: name a --speculative mode"),
         (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "-1"], "max_draft_len=-1"),
         (["--prompt", "a", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
         (["--prompt", "a", "--top-p", "2"], "SamplingParams.top_p=2.0"),

@@ -338,7 +338,8 @@ OTHERS: list[Case] = [
     (_narrow_eagle1, "hidden_size|24 wide"), (_d2t_without_lm_head, "d2t"),
     (lambda tmp: _speculators(eagle3_dir(tmp), quantization_config={"quant_method": "int8"}),
      r"quantization_config \('int8'\) is set"),
-    *((make, "no fc.weight, which every EAGLE.*Copy") for make in (tiny_model_dir, mtp_model_dir)),
+    (tiny_model_dir, "no fc.weight, which every EAGLE.*Copy"),
+    (mtp_model_dir, "holds MTP layers, not an EAGLE head.*MTPDecodingConfig.*mtp_eagle"),
 ]  # fmt: skip
 CASES = [
     *FILES, *((_head(**fields), message) for fields, message in FIELDS),
@@ -367,8 +368,10 @@ def test_heads_that_do_not_fit_what_is_asked(tmp_path: Path, target: Decoder) ->
         _refused(eagle3, target, "layers", layers_to_capture=layers)
     _refused(eagle1, target, "EAGLE-1 .*does not apply. Leave", layers_to_capture=[1, 2, 3])
     _refused(eagle3, small, "needs a target of 6 layers; it has 3. Give eagle3_layers")
-    for path in (plain, eagle3):
-        _refused(path, target, "no MTP layers .*eh_proj.*Use a checkpoint with", kind="mtp")
+    _refused(plain, target, "no MTP layers .*eh_proj.*Use a checkpoint with", kind="mtp")
+    _refused(
+        eagle3, target, "is an EAGLE head.*EagleDecodingConfig.*--speculative eagle3", kind="mtp"
+    )
     message = "4 MTP layers are needed.* has 3. Lower num_nextn_predict_layers to 3.*vanilla"
     _refused(mtp, _target(mtp), message, kind="mtp", num_mtp_layers=4)
     _refused(mtp, small, "vocab_size=97, the target has 98. Use", kind="mtp")

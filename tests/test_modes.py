@@ -122,6 +122,17 @@ def test_extend_ctx_and_spec_dec_attention() -> None:
         assert mode.attention_need_spec_dec_mode(LaterDraft(), True, WithKernel, True) == one
 
 
+def test_tensorrt_llm_s_dictionaries() -> None:
+    values = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "d"}
+    assert EagleDecodingConfig.from_dict(values) == EagleDecodingConfig(
+        max_draft_len=3, speculative_model="d"
+    )
+    assert values["decoding_type"] == "Eagle", "the caller's dictionary is left alone"
+    assert DraftTargetDecodingConfig.from_dict(
+        {"decoding_type": "Draft_Target", "speculative_model": "d"}
+    ).spec_dec_mode is Mode.DRAFT_TARGET  # fmt: skip
+
+
 def test_modes_of_configs() -> None:
     assert EagleDecodingConfig(speculative_model="d").spec_dec_mode is Mode.EAGLE3_ONE_MODEL
     assert EagleDecodingConfig(
@@ -171,6 +182,8 @@ def test_every_mode_has_a_worker(
             "above max_matching_ngram_size=2",
         ),
         (lambda: NGramDecodingConfig.from_dict({"max_draft": 3}), "no field max_draft.*Known"),
+        (lambda: NGramDecodingConfig.from_dict({"decoding_type": "MTP"}), "must be 'NGram'"),
+        (lambda: KvCacheConfig(free_gpu_memory_fraction="a"), "fraction='a'.*a number in"),
         (lambda: UserProvidedDecodingConfig(drafter=object()), "has no method draft"),
         (lambda: EagleDecodingConfig(), "speculative_model is required"),
         (lambda: MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3), "differs from"),

@@ -270,6 +270,14 @@ def test_bad_text_requests(llm: LLM) -> None:
         llm.generate("")
     with pytest.raises(RequestError, match="chat template"):
         llm.chat([{"content": "no role"}])
+    with pytest.raises(RequestError, match=r"'image_url'.*EmbedsPrompt"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
+    parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi."}]
+    assert llm.apply_chat_template([{"role": "user", "content": parts}]) == llm.apply_chat_template(
+        [{"role": "user", "content": "Say hi."}]
+    )
+    with pytest.raises(RequestError, match="prompt 1 of 2: The prompt is empty"):
+        llm.generate(["a", ""])
     with pytest.raises(RequestError, match="max_tokens=0"):
         SamplingParams(max_tokens=0)
     assert llm.generate("ok", SamplingParams(max_tokens=1)).finished

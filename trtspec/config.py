@@ -64,6 +64,7 @@ class DecodingBaseConfig:
     acceptance: str = "rejection"
 
     mode: ClassVar[SpeculativeDecodingMode]
+    decoding_type: ClassVar[str]  # TensorRT-LLM's name
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
@@ -80,7 +81,19 @@ class DecodingBaseConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecodingBaseConfig:
-        """Builds the config, naming unknown keys instead of dropping them."""
+        """Builds the config, naming unknown keys instead of dropping them. TensorRT-LLM's
+        `decoding_type` may be among them, if it is this class's.
+
+        Raises:
+            ConfigError: an unknown key, another class's `decoding_type`, a value not allowed.
+        """
+        values = dict(values)
+        kind = values.pop("decoding_type", cls.decoding_type)
+        if str(kind).replace("_", "").lower() != cls.decoding_type.lower():
+            raise ConfigError(
+                f"decoding_type={kind!r} is not {cls.__name__}'s; it must be "
+                f"{cls.decoding_type!r}. Use the class it belongs to, or leave it out."
+            )
         known = {f.name for f in fields(cls) if f.init}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -114,6 +127,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
     is_public_pool: bool = False
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.NGRAM
+    decoding_type: ClassVar[str] = "NGram"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,6 +167,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     parallel_drafting: bool | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
+    decoding_type: ClassVar[str] = "DraftTarget"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,6 +183,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     drafter: Any = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.USER_PROVIDED
+    decoding_type: ClassVar[str] = "UserProvided"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,6 +216,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
     eagle3_layers_to_capture: Sequence[int] | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+    decoding_type: ClassVar[str] = "Eagle"
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
@@ -248,6 +265,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
     end_thinking_phase_token: int = 128799
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
+    decoding_type: ClassVar[str] = "MTP"
 
     def __post_init__(self) -> None:
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
@@ -319,6 +337,7 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
     tokens_per_file: int = 16384
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SAVE_HIDDEN_STATES
+    decoding_type: ClassVar[str] = "SaveState"
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
@@ -340,6 +359,7 @@ class AutoDecodingConfig(DecodingBaseConfig):
     max_draft_len: int = 6
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.AUTO
+    decoding_type: ClassVar[str] = "AUTO"
 
 
 CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
@@ -398,10 +418,11 @@ class KvCacheConfig:
         if self.max_tokens is not None:
             require_int(self, "max_tokens", 1, None)
         require_int(self, "tokens_per_block", 1, 1024)
-        if not 0.0 < self.free_gpu_memory_fraction <= 1.0:
+        share = self.free_gpu_memory_fraction
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not 0.0 < share <= 1.0:
             raise ConfigError(
-                f"KvCacheConfig.free_gpu_memory_fraction={self.free_gpu_memory_fraction!r}: "
-                "it must be in (0, 1]."
+                f"KvCacheConfig.free_gpu_memory_fraction={share!r}: it must be a number in (0, 1]."
             )
 
 

@@ -6,6 +6,7 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,10 @@ class LLM:
 
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                [_with_plain_text(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(
@@ -217,16 +221,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
-        tokenized = [self._tokenize(_plain(prompt)) for prompt in prompts]
+        tokenized = []
+        for number, prompt in enumerate(prompts):
+            with _saying_which(number, len(prompts)):
+                tokenized.append(self._tokenize(_plain(prompt)))
         groups: list[list[Request]] = []
         with self._lock:
             for number, ((_, ids), p) in enumerate(zip(tokenized, params, strict=True)):
-                try:  # before any is queued
+                with _saying_which(number, len(prompts)):  # before any is queued
                     self.executor.check_prompt(ids, p.max_tokens)
                     self.executor.check_params(self._with_token_ids(p.each()[0]))
-                except RequestError as error:
-                    which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
-                    raise RequestError(f"{which}{error}") from None
             for (_, ids), p in zip(tokenized, params, strict=True):
                 groups.append([self._enqueue(ids, one) for one in p.each()])
         requests = [request for group in groups for request in group]
@@ -280,7 +284,7 @@ class LLM:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
-        return prompt, self.tokenizer.encode(prompt)
+        return prompt, self.tokenizer.encode(prompt, verbose=False)  # length is checked later
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """The same, `bad_words` as token ids.
@@ -393,6 +397,30 @@ class RequestStream(Iterator[RequestOutput]):
         request = getattr(self, "_request", None)
         if request is not None and not request.is_finished:
             self._llm.executor.cancel_at_next_step(request.request_id)
+
+
+@contextmanager
+def _saying_which(number: int, count: int) -> Iterator[None]:
+    """RequestErrors say which of several prompts they are about."""
+    try:
+        yield
+    except RequestError as error:
+        which = f"prompt {number} of {count}: " if count > 1 else ""
+        raise RequestError(f"{which}{error}") from None
+
+
+def _with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is parts of text, as OpenAI's API has it, as text."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return message
+    other = [part.get("type") for part in parts if part.get("type") != "text"]
+    if other:
+        raise RequestError(
+            f"The content has a part of type {other[0]!r}: a chat takes text. Of an image give "
+            "generate() what the model's encoder makes, as an EmbedsPrompt."
+        )
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}
 
 
 def _plain(prompt: Any) -> Any:

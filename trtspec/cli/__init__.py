@@ -49,11 +49,30 @@ from .render import make_console
 
 app = typer.Typer(
     name="trtspec",
-    help="Speculative decoding: verify, accept and draft in one step.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        import trtspec
+
+        typer.echo(f"trtspec {trtspec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Speculative decoding: verify, accept and draft in one step."""
 
 
 @app.command()

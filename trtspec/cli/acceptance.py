@@ -150,6 +150,13 @@ def _check_writable(path: Path | None) -> None:
         raise CliError(f"{path} is a directory: give the name of a file to write.")
     if not path.absolute().parent.is_dir():
         raise CliError(f"{path} cannot be written: the directory {path.parent} is not there.")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise CliError(f"{path} cannot be written: {error.strerror}.") from None
+    if is_new:
+        path.unlink()
 
 
 def _mode(report: AcceptanceReport) -> str:

@@ -31,7 +31,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     asks for passes of its own.
     """
     from ..config import CONFIG_OF_MODE, EagleDecodingConfig, MTPDecodingConfig
-    from ..models.zoo import head_for
+    from ..models.zoo import DRAFT_LENS, head_for
 
     mode = parse_mode(options.speculative)
     config_class = CONFIG_OF_MODE.get(mode)
@@ -40,7 +40,10 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         instead = " Give its directory with --head." if is_eagle or is_mtp else ""
         raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.{instead}")
     if options.head is not None and not (is_eagle or is_mtp):
-        raise CliError(f"--head was given, but {mode.name} drafts without a head.")
+        raise CliError(
+            f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
+            "with --speculative how it drafts: eagle3, mtp or mtp_eagle."
+        )
     if options.two_engine and (mode.is_mtp_vanilla() or not (is_eagle or is_mtp)):
         raise CliError(
             f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
@@ -48,9 +51,11 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         )
     if mode.is_none():
         if options.acceptance is not None:
-            raise CliError("--acceptance was given, but --speculative none drafts nothing.")
+            raise CliError("--acceptance was given, but nothing drafts: name a --speculative mode.")
         if options.max_draft_len is not None:
-            raise CliError("--max-draft-len was given, but --speculative none drafts nothing.")
+            raise CliError(
+                "--max-draft-len was given, but nothing drafts: name a --speculative mode."
+            )
         return None
     if mode.is_user_provided() or mode.is_save_hidden_states():
         what = "a Python object that drafts" if mode.is_user_provided() else "an output_directory"
@@ -75,6 +80,9 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
             raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
         arguments |= {"speculative_model": head, "eagle3_one_model": not options.two_engine}
     if is_mtp:
+        known = DRAFT_LENS.get(str(head))
+        if known is not None and not mode.is_mtp_vanilla():  # what it was trained for
+            arguments.setdefault("num_nextn_predict_layers", known)
         arguments |= {
             "speculative_model": head,
             "use_mtp_vanilla": mode.is_mtp_vanilla(),
@@ -109,7 +117,7 @@ def load_llm(options: EngineOptions, progress: Progress) -> LLM:
 
     config = make_spec_config(options, progress)
     model = resolve_model(options.model, progress)
-    how = "" if config is None else f" with {options.speculative.upper()}"
+    how = "" if config is None else f" with {config.spec_dec_mode.name}"
     progress(f"loading {options.model}{how}")
     return trtspec.LLM(
         model,

@@ -17,13 +17,18 @@ SpeculativeOption = Annotated[
     str,
     typer.Option(
         "--speculative",
-        help="none, ngram, draft_target, eagle3, mtp (one layer per draft token), mtp_eagle (one "
-        "layer for all), auto, or any name of SpeculativeDecodingMode.",
+        help="none, ngram, draft_target, auto, eagle3, mtp (one layer per draft token) or "
+        "mtp_eagle (one layer for all). The last three draft inside the step, the modes "
+        "EAGLE3_ONE_MODEL, MTP and MTP_EAGLE_ONE_MODEL; see --two-engine.",
     ),
 ]
 DraftLenOption = Annotated[
     int | None,
-    typer.Option("--max-draft-len", help="Draft tokens per step, K. Default: the mode's own."),
+    typer.Option(
+        "--max-draft-len",
+        help="Draft tokens per step, K. Default: ngram 6, mtp 1, mtp_eagle 1 (3 with the package's "
+        "head), the others 4; an EAGLE head may say its own.",
+    ),
 ]
 DraftModelOption = Annotated[
     str | None,
@@ -34,7 +39,8 @@ HeadOption = Annotated[
     typer.Option(
         "--head",
         help="Directory of the EAGLE head or MTP layers, or a name: smollm2-135m-eagle3, "
-        "smollm2-135m-mtp. Default: the one of that name for smollm2-135m; MTP: the model's own.",
+        "smollm2-135m-mtp. Default: for smollm2-135m the package's, for other models their own MTP "
+        "layers.",
     ),
 ]
 TwoEngineOption = Annotated[

@@ -66,9 +66,12 @@ class HeadReport:
     def require(self) -> HeadConfig:
         """The config. Raises CheckpointError with every problem, if there is one."""
         if self.problems or self.config is None:
-            raise CheckpointError(
-                f"{self.head_dir} cannot be used as a draft head:\n- " + "\n- ".join(self.problems)
-            )
+            what = f"{self.head_dir} cannot be used as a draft head"
+            if len(self.problems) == 1:
+                (problem,) = self.problems
+                is_about_it = problem.startswith(str(self.head_dir))
+                raise CheckpointError(problem if is_about_it else f"{what}: {problem}")
+            raise CheckpointError(f"{what}:\n- " + "\n- ".join(self.problems))
         return self.config
 
 
@@ -183,11 +186,23 @@ def _read(
         _check_tensors(report)
         return
     layout = None if kind == "eagle" else mtp_layout(set(sources))
+    if kind == "mtp" and layout is None and "fc.weight" in sources:
+        raise CheckpointError(
+            f"{head_dir} is an EAGLE head, not MTP layers. Give it as "
+            "EagleDecodingConfig(speculative_model=…), on the command line with --speculative "
+            "eagle3."
+        )
     if kind == "mtp" and layout is None:
         raise CheckpointError(
             f"{head_dir} holds no MTP layers (no eh_proj of DeepSeek's names, no input_proj of "
             "MiMo's, no mtp.fc of Qwen3-Next's). Use a checkpoint with its MTP layers, or give the "
             "head's directory."
+        )
+    if kind == "eagle" and "fc.weight" not in sources and mtp_layout(set(sources)) is not None:
+        raise CheckpointError(
+            f"{head_dir} holds MTP layers, not an EAGLE head. Give it as "
+            "MTPDecodingConfig(speculative_model=…), on the command line with --speculative "
+            "mtp_eagle."
         )
     eagle = [name for name in sources if name == "fc.weight" or name.startswith("midlayer.")]
     if layout is not None and eagle:
@@ -235,7 +250,7 @@ def _read_mtp(
         report.problems.append(
             f"{needed} MTP layers are needed, one for each draft token, and the checkpoint has "
             f"{len(numbers)}. Lower num_nextn_predict_layers to {len(numbers)}, or use one layer "
-            "for all of them (use_mtp_vanilla=False)."
+            "for all of them (use_mtp_vanilla=False; --speculative mtp_eagle)."
         )
         needed = len(numbers)
     report.tensors = {n: s for n, s in names.items() if int(n.split(".")[1]) < needed}

@@ -57,6 +57,8 @@ MODELS = {
 
 HEADS = {"smollm2-135m-eagle3": "smollm2-135m", "smollm2-135m-mtp": "smollm2-135m"}
 """Draft heads that come with the package, and the model each was trained for."""
+DRAFT_LENS = {"smollm2-135m-mtp": 3}
+"""K that a head's card gives its figures for, where the head's own files cannot say."""
 
 
 def resolve_head(head: str | os.PathLike[str]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any
 
 from ..errors import RequestError
@@ -21,7 +22,7 @@ class SamplingParams:
     """Parameters of one request. The default is greedy.
 
     Args:
-        max_tokens: most new tokens, >= 1.
+        max_tokens: most new tokens, >= 1; the engine's max_seq_len ends a text too ("length").
         n: completions of the prompt, each with noise of its own, in `RequestOutput.outputs`; more
             than one needs a temperature.
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -215,11 +216,11 @@ def _items(value: object) -> tuple[Any, ...] | None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:
