@@ -18,6 +18,8 @@ import pytest
 import trtspec
 from trtspec import cli
 from trtspec.cli import render, status
+from trtspec.cli.engine import make_spec_config
+from trtspec.cli.options import EngineOptions
 from trtspec.errors import CheckpointError, RequestError
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
@@ -554,3 +556,15 @@ def test_importing_the_cli_does_not_import_torch():
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60)
     assert done.returncode == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"trtspec {trtspec.__version__}"
+
+
+@pytest.mark.parametrize(("asked", "k"), [(None, 3), (2, 2)])
+def test_the_package_s_mtp_head_has_its_own_k(asked: int | None, k: int) -> None:
+    options = EngineOptions("smollm2-135m", "mtp_eagle", asked, None, None, False, "auto", "cpu", 1)
+    config = make_spec_config(options, lambda text: None)
+    assert config is not None and config.max_draft_len == k

@@ -156,13 +156,17 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[i
 
 
 @pytest.mark.parametrize("family", list(WHOLE))
-@pytest.mark.parametrize("size", [8, 9, 11])
+@pytest.mark.parametrize("size", [12, 13, 15])
 def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
-    """Beside a text that is generated meanwhile, and takes 4 rows of every pass."""
+    """Beside two texts that are generated meanwhile, and take 4 rows of every pass each."""
     path, given = whole_dir(tmp_path, family), prompt((6, 3, 5))
     expected = Oracle(path).extend(given, COUNT)
     llm = _llm(
-        path, NGramDecodingConfig(max_draft_len=3), max_num_tokens=size, enable_chunked_prefill=True
+        path,
+        NGramDecodingConfig(max_draft_len=3),
+        max_num_tokens=size,
+        max_batch_size=3,
+        enable_chunked_prefill=True,
     )
     seen: list[tuple[int, int]] = []
     chunk = llm.executor.scheduler._chunk
@@ -176,18 +180,42 @@ def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
     llm.executor.scheduler._chunk = watched  # type: ignore[method-assign]
     long = SamplingParams(max_tokens=40, ignore_eos=True)
     executor = llm.executor
-    other = executor.enqueue([11, 12, 13], long)
+    others = [executor.enqueue([11, 12, 13 + i], long) for i in range(2)]
     for _ in range(3):
         executor.step()
     request = executor.enqueue(given, SamplingParams(max_tokens=COUNT, ignore_eos=True))
     while not request.output_token_ids:
         executor.step()
-    assert not other.is_finished, "the images waited for the other text's end"
+    assert not any(r.is_finished for r in others), "the images waited for the texts' end"
     while not request.is_finished:
         executor.step()
     assert request.output_token_ids == expected
     assert len(seen) > 2
     assert not any(a < cut < b for a, b in request.images for chunk in seen for cut in chunk)
+
+
+@pytest.mark.parametrize("capacity", [34, 36, 40, 48])
+def test_few_blocks_hold_nobody_up(tmp_path: Path, capacity: int) -> None:
+    """A prompt that begins with an image arrives while another text is generated: whatever is free
+    then, both end."""
+    path = whole_dir(tmp_path, "gemma3_text")
+    ids = [IMAGE] * 6 + [3 + i for i in range(20)]
+    mask = torch.tensor([token == IMAGE for token in ids])
+    given = EmbedsPrompt(ids, torch.randn(6, SIZE), mask)
+    for free in range(3, 10):
+        llm = _llm(
+            path, NGramDecodingConfig(max_draft_len=3), max_num_tokens=10,
+            enable_chunked_prefill=True,
+            kv_cache_config=KvCacheConfig(max_tokens=capacity, tokens_per_block=2),
+        )  # fmt: skip
+        executor = llm.executor
+        text = executor.enqueue([11, 12, 13], SamplingParams(max_tokens=20, ignore_eos=True))
+        while not text.is_finished and executor.scheduler.kv_cache.num_free_blocks > free:
+            executor.step()
+        executor.enqueue(given, SamplingParams(max_tokens=2, ignore_eos=True))
+        for _ in range(60):
+            executor.step()
+        assert not executor.has_work, free
 
 
 def test_preempted_requests_read_their_images_again(tmp_path: Path) -> None:
@@ -235,7 +263,10 @@ def test_refusals(tmp_path: Path) -> None:
             EmbedsPrompt(given.prompt_token_ids, given.prompt_embeds, given.is_embed, None, types)
     path = whole_dir(tmp_path, "gemma3_text")
     llm = _llm(path, max_num_tokens=5, max_batch_size=1, enable_chunked_prefill=True)
-    with pytest.raises(RequestError, match=r"image of the prompt has 6 tokens.*max_num_tokens=5"):
+    with pytest.raises(
+        RequestError,
+        match=r"image of the prompt has 6 tokens.*room for 4. Raise max_num_tokens by 2",
+    ):
         _tokens(llm, given)
     vectors = EmbedsPrompt([5, 6], torch.zeros(2, SIZE))
     with pytest.raises(RequestError, match="where the images are"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sampled import NETWORKS, VOCAB, config_of, engine, make_models
@@ -225,3 +226,14 @@ def test_ids_are_checked_against_the_model(folder: Path) -> None:
     many = SamplingParams(max_tokens=5, min_tokens=2, stop_token_ids=list(range(40)))
     with pytest.raises(RequestError, match="at most 32"):
         llm.generate([1], many)
+
+
+def test_scalars_of_numpy_and_torch() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.int64(7), n=torch.tensor(2),
+        logit_bias={np.int64(5): np.float32(1)},
+    )  # fmt: skip
+    assert params == SamplingParams(max_tokens=3, temperature=0.5, seed=7, n=2, logit_bias={5: 1.0})
+    assert params.each()[0].seed == 7 and type(params.seed) is int
+    with pytest.raises(RequestError, match="max_tokens"):
+        SamplingParams(max_tokens=np.bool_(True))

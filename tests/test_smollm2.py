@@ -270,7 +270,7 @@ def test_bad_text_requests(llm: LLM) -> None:
         llm.generate("")
     with pytest.raises(RequestError, match="chat template"):
         llm.chat([{"content": "no role"}])
-    with pytest.raises(RequestError, match=r"'image_url'.*EmbedsPrompt"):
+    with pytest.raises(RequestError, match=r"^The content has a part .*'image_url'.*EmbedsPrompt"):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi."}]
     assert llm.apply_chat_template([{"role": "user", "content": parts}]) == llm.apply_chat_template(

@@ -241,6 +241,10 @@ def test_requests_without_a_seed_do_not_share_one() -> None:
             sampling_params=SamplingParams(temperature=1.0, seed=0), is_generation=False,
             request_id=2,
         ),
+        SimpleNamespace(sampling_params=params, is_generation=False, request_id="cmpl-7"),
+        SimpleNamespace(
+            sampling_params=params, is_generation=False, request_id=None, py_request_id=4
+        ),
     ]  # fmt: skip
     seeds = []
     for order in (requests, requests[::-1]):
@@ -249,7 +253,7 @@ def test_requests_without_a_seed_do_not_share_one() -> None:
         assert spec.seeds is not None
         seeds.append(spec.seeds.tolist())
     assert seeds[0] == seeds[1][::-1], "a request's seed is its own in every step"
-    assert seeds[0][2] == 0 and len(set(seeds[0])) == 3
+    assert seeds[0][2] == 0 and len(set(seeds[0])) == 5
 
 
 def test_metadata_for_a_graph_is_a_copy_once() -> None:

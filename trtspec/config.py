@@ -87,8 +87,10 @@ class DecodingBaseConfig:
         Raises:
             ConfigError: an unknown key, another class's `decoding_type`, a value not allowed.
         """
+        if not hasattr(cls, "decoding_type"):
+            raise ConfigError("DecodingBaseConfig is no mode's: call from_dict of a config class.")
         values = dict(values)
-        kind = values.pop("decoding_type", cls.decoding_type)
+        kind = values.pop("decoding_type", None) or cls.decoding_type
         if str(kind).replace("_", "").lower() != cls.decoding_type.lower():
             raise ConfigError(
                 f"decoding_type={kind!r} is not {cls.__name__}'s; it must be "

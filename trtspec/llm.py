@@ -196,12 +196,10 @@ class LLM:
             )
         from jinja2 import TemplateError
 
+        conversation = [_with_plain_text(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
-                [_with_plain_text(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(

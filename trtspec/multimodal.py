@@ -85,13 +85,14 @@ class EmbedsPrompt:
 
     @property
     def images(self) -> tuple[tuple[int, int], ...]:
-        """First place and end of each; of vectors alone, without types, it cannot be said: none."""
+        """First place and end of each; none without `is_embed` and `mm_token_type_ids`."""
         kinds, mask = self.mm_token_type_ids, self.is_embed
         if kinds is not None:
             mask = (kinds == 1) | (kinds == 2)
         if mask is None:
             return ()
-        edges = torch.diff(mask.cpu().int(), prepend=torch.zeros(1), append=torch.zeros(1))
+        none = torch.zeros(1, dtype=torch.int32)
+        edges = torch.diff(mask.cpu().int(), prepend=none, append=none)
         starts, ends = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
         return tuple(zip(starts, ends, strict=True))
 

@@ -13,8 +13,8 @@ class SpecStats:
         was none. acceptance_per_position: entry i is the share of generation steps in which
         draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
     num_steps: generation steps, prefill not counted.
-    forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None:
-        then the rest says nothing of the drafter.
+    forced_acceptance: draft tokens accepted by force in every step (bonus not counted; fewer where
+        fewer are verified): then the rest says nothing of the drafter. Or None.
     """
 
     acceptance_length: float

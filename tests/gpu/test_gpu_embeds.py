@@ -80,7 +80,7 @@ def test_images_attend_both_ways(tmp_path: Path, family: str, backend: str) -> N
         llm = LLM(
             path, NGramDecodingConfig(max_draft_len=3), device="cuda", dtype="float32",
             attn_backend=backend, max_seq_len=64, max_batch_size=2, enable_chunked_prefill=chunked,
-            max_num_tokens=8 if chunked else None,
+            max_num_tokens=10 if chunked else None,
         )  # fmt: skip
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True)
         outputs = llm.generate([given, [11, 12, 13]], params)

@@ -104,9 +104,8 @@ class KVCacheManager:
 
     def reserve(self, request_id: int, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens in every group, or changes nothing and says False."""
-        tables = self._tables.get(request_id) or [[] for _ in self._pools]
-        missing = [self.blocks_for(num_tokens) - len(table) for table in tables]
-        if any(n > pool.num_free for n, pool in zip(missing, self._pools, strict=True)):
+        tables, missing = self._missing(request_id, num_tokens)
+        if not self.has_room(request_id, num_tokens):
             return False
         for table, pool, count in zip(tables, self._pools, missing, strict=True):
             if count > 0:
@@ -114,6 +113,16 @@ class KVCacheManager:
                 self._versions[request_id] = next(self._clock)
         self._tables[request_id] = tables
         return True
+
+    def has_room(self, request_id: int, num_tokens: int) -> bool:
+        """Whether `reserve` would succeed."""
+        _, missing = self._missing(request_id, num_tokens)
+        return all(n <= pool.num_free for n, pool in zip(missing, self._pools, strict=True))
+
+    def _missing(self, request_id: int, num_tokens: int) -> tuple[list[list[int]], list[int]]:
+        """Its block tables, and how many blocks each lacks (not above 0: none)."""
+        tables = self._tables.get(request_id) or [[] for _ in self._pools]
+        return tables, [self.blocks_for(num_tokens) - len(table) for table in tables]
 
     def trim(self, request_id: int, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""

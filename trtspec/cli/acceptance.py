@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -150,13 +151,9 @@ def _check_writable(path: Path | None) -> None:
         raise CliError(f"{path} is a directory: give the name of a file to write.")
     if not path.absolute().parent.is_dir():
         raise CliError(f"{path} cannot be written: the directory {path.parent} is not there.")
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise CliError(f"{path} cannot be written: {error.strerror}.") from None
-    if is_new:
-        path.unlink()
+    place = path if path.exists() else path.absolute().parent
+    if not os.access(place, os.W_OK):
+        raise CliError(f"{path} cannot be written: there is no permission to. Name another file.")
 
 
 def _mode(report: AcceptanceReport) -> str:

@@ -26,8 +26,8 @@ DraftLenOption = Annotated[
     int | None,
     typer.Option(
         "--max-draft-len",
-        help="Draft tokens per step, K. Default: ngram 6, mtp 1, mtp_eagle 1 (3 with the package's "
-        "head), the others 4; an EAGLE head may say its own.",
+        help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with the "
+        "package's head), the others 4; an EAGLE head may say its own; demo 3.",
     ),
 ]
 DraftModelOption = Annotated[

@@ -60,7 +60,7 @@ def check_params(params: SamplingParams, model: DecoderConfig) -> None:
 
 def check_prompt(
     given: Sequence[int] | EmbedsPrompt, max_tokens: int, target: Decoder, config: ExecutorConfig,
-    mode: SpeculativeDecodingMode,
+    mode: SpeculativeDecodingMode, max_draft_len: int,
 ) -> list[int]:  # fmt: skip
     """The prompt's tokens as ints.
 
@@ -104,5 +104,5 @@ def check_prompt(
         )
     if embeds is not None:
         total = min(len(prompt) + max_tokens, config.max_seq_len)
-        check_embeds(embeds, target, total, config.max_num_tokens)
+        check_embeds(embeds, target, total, config.max_num_tokens - max_draft_len - 1)
     return prompt

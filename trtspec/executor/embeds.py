@@ -19,9 +19,13 @@ from .request import ContextChunk
 
 
 def check_embeds(
-    prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int, max_num_tokens: int
+    prompt: EmbedsPrompt, target: Decoder, max_total_tokens: int, max_image_tokens: int
 ) -> None:
-    """Raises RequestError where the prompt does not fit the target."""
+    """Raises RequestError where the prompt does not fit the target.
+
+    Args:
+        max_image_tokens: of an image that one pass must read whole, beside one generation.
+    """
     weight, tables = target.embed_tokens.weight, target.rope_tables
     if prompt.prompt_embeds.shape[1] != weight.shape[1]:
         raise RequestError(
@@ -35,7 +39,7 @@ def check_embeds(
             "the vectors stand, and leave text to its ids."
         )
     if target.config.reads_images_whole:
-        _check_images(prompt, max_num_tokens)
+        _check_images(prompt, max_image_tokens)
     if prompt.mrope_positions is not None:
         if not tables.has_axes:
             raise RequestError(
@@ -50,17 +54,18 @@ def check_embeds(
             )
 
 
-def _check_images(prompt: EmbedsPrompt, max_num_tokens: int) -> None:
+def _check_images(prompt: EmbedsPrompt, most: int) -> None:
     if prompt.is_embed is None and prompt.mm_token_type_ids is None:
         raise RequestError(
             "is_embed and mm_token_type_ids are not given, but this model attends in both "
             "directions within an image: say with one of them where the images are."
         )
     largest = max((end - start for start, end in prompt.images), default=0)
-    if largest > max_num_tokens:
+    if largest > most:
         raise RequestError(
             f"An image of the prompt has {largest} tokens, which see each other in both directions "
-            f"and so need one pass; a pass takes max_num_tokens={max_num_tokens}. Raise it."
+            f"and so need one pass, beside one generation; there is room for {most}. Raise "
+            f"max_num_tokens by {largest - most}."
         )
 
 

@@ -188,7 +188,9 @@ class PyExecutor:
 
     def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
         """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
-        return check_prompt(given, max_tokens, self.target, self.config, self.mode)
+        return check_prompt(
+            given, max_tokens, self.target, self.config, self.mode, self.max_draft_len
+        )
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request with finish_reason "cancelled"; False if it is unknown or finished."""
@@ -480,7 +482,7 @@ class PyExecutor:
             # Forced acceptance takes drafts that were never made.
             proposed = max(int(pending.proposed[generation]), accepted)
             request.steps.append(StepRecord(kv_len, proposed, accepted))
-        is_forced = self.worker.force_num_accepted_tokens > 0
+        is_forced = self.forced_acceptance is not None
         if self.dead_drafter_watch is not None and not is_forced and pending.asked[generation]:
             self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
@@ -580,7 +582,8 @@ class PyExecutor:
 
     @property
     def forced_acceptance(self) -> float | None:
-        """Draft tokens accepted by force in every step (bonus not counted), None if none are."""
+        """Draft tokens accepted by force in every step (bonus not counted), fewer where fewer are
+        verified; None if none are."""
         forced = min(self.worker.force_num_accepted_tokens, self.max_draft_len)
         return forced if forced > 0 else None
 

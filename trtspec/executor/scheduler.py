@@ -86,13 +86,19 @@ class Scheduler:
     def _set_aside(self, started: list[Request]) -> int:
         """Tokens that the next prompt must read in one pass, which generations leave to it: without
         chunking all of it, else the image that is next. 0: any number will do, or none can start.
+
+        Beside an image there is room for one generation at least (`embeds.check_embeds`), so that
+        blocks become free.
         """
         if started:
-            return self._least_tokens(started[0])
+            least = self._least_tokens(started[0])
+            held = self._held_after(started[0].num_computed + least)
+            return least if self.kv_cache.has_room(started[0].request_id, held) else 0
         if not self.waiting or not self._may_start():
             return 0
-        needed = self._least_tokens(self.waiting[0])
-        return needed if needed and self._can_admit(self.waiting[0], needed) else 0
+        least = self._least_tokens(self.waiting[0])
+        most = min(self.waiting[0].num_context_tokens, self.config.max_num_tokens)
+        return least if least and self._can_admit(self.waiting[0], most) else 0
 
     def _least_tokens(self, request: Request) -> int:
         if not self._may_chunk(request):

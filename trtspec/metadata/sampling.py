@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,10 +78,12 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
 
 
 def _seed_of_id(request: Any) -> int:
-    number = getattr(request, "request_id", getattr(request, "py_request_id", None))
-    if number is None:
+    ids = getattr(request, "request_id", None), getattr(request, "py_request_id", None)
+    given = next((name for name in ids if name is not None), None)
+    if given is None:
         return 0
-    return (int(number) + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them
+    number = given if isinstance(given, int) else zlib.crc32(str(given).encode())
+    return (number + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:

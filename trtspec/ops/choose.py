@@ -89,7 +89,7 @@ def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
         tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         kernels.choose_drafts(logits, d2t, *_scratch(logits, logits.shape[0]), tokens)
         return tokens
-    tokens = greedy_tokens(logits.nan_to_num(nan=float("-inf")))
+    tokens = greedy_tokens(logits.masked_fill(logits.isnan(), float("-inf")))
     return tokens if d2t is None else to_target_ids(tokens, d2t)
 
 

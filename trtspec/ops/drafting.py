@@ -111,7 +111,7 @@ def compact_rejected(
     kept = (query_starts.diff() - num_rejected).clamp_min(0)
     starts = torch.nn.functional.pad(kept.cumsum(0), (1, 0))  # [B+1] int64
     rows = torch.arange(num_rows, device=starts.device)
-    removed = (query_starts[:-1] - starts[:-1]).clamp_min(0)  # [B], before each request
+    removed = query_starts[:-1] - starts[:-1]  # [B], before each request
     seq = torch.searchsorted(starts[1:], rows, right=True)  # B behind the last
     old = rows + torch.nn.functional.pad(removed, (0, 1))[seq]
     return starts.to(torch.int32), torch.where(rows < starts[-1], old, -1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import RequestError
@@ -78,6 +77,9 @@ class SamplingParams:
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for own in fields(self):
+            if own.init:
+                object.__setattr__(self, own.name, _plain(getattr(self, own.name)))
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
         _check(
             _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
@@ -206,6 +208,13 @@ class SamplingParams:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 
 
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as Python's, in a mapping too."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _items(value: object) -> tuple[Any, ...] | None:
     """A sequence as a tuple, None as an empty one; None for what is no sequence."""
     if value is None:
@@ -216,11 +225,11 @@ def _items(value: object) -> tuple[Any, ...] | None:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:
