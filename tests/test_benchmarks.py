@@ -53,7 +53,7 @@ def test_every_combination_is_a_line_with_all_its_fields(tmp_path: Path) -> None
         assert row["bytes"]["target_weights"] > 0 and row["bytes"]["target_kv"] > 0
         forced = min(1.5, row["k"])  # 80 steps and more: 0.2 is four standard deviations
         assert row["acceptance_length"] == pytest.approx(1 + forced, abs=0.2)
-        assert row["forced_acceptance"] == (None if row["mode"] == "plain" else 1.5)
+        assert row["forced_acceptance"] == (None if row["mode"] == "plain" else forced)
     slopes = {(s["mode"], s["batch"], s["context"]) for s in report["further_draft_ms"]}
     assert slopes == {(m, *size) for m in ("eagle3_one_model", "ngram") for size in sizes}
     assert "FORCED" in text and text.count(" forced\n") == 8 and "each further draft" in text
