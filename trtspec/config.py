@@ -443,14 +443,19 @@ class CudaGraphConfig:
             64, 128, … 2048 up to the engine's max_num_tokens where such graphs can be had (modes
             that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES; attention in
             Triton); () is none.
+        enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
+            each large product of a captured step, and keep the choice in the cache directory.
+            False leaves the choice to cuBLAS; it is the same on all GPUs of a kind.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
     capture_at_start: bool = False
     context_tokens: Sequence[int] | None = None
+    enable_autotuner: bool = True
 
     def __post_init__(self) -> None:
+        require_bool(self, "enable_autotuner")
         require_bool(self, "enable_padding")
         require_bool(self, "capture_at_start")
         for name, allowed in (("batch_sizes", ""), ("context_tokens", "() for none, ")):

@@ -24,6 +24,7 @@ from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..config import CudaGraphConfig
 from ..errors import ConfigError
+from ..ops import cublaslt
 from .context_inputs import ContextInputs
 from .forward_step import StepOutputs
 from .inputs import StepInputs
@@ -72,7 +73,7 @@ class CudaGraphs:
     ):
         self.kv_cache, self.state, self.device = kv_cache, state, device
         self.step, self.passes = step, passes
-        self.enable_padding = config.enable_padding
+        self.enable_padding, self.enable_autotuner = config.enable_padding, config.enable_autotuner
         self.max_seq_len, self.scratch_slot = max_seq_len, max_batch_size
         self.batch_sizes = config.buckets(max_batch_size)
         pages = kv_cache.blocks_for(max_seq_len)
@@ -211,7 +212,7 @@ class CudaGraphs:
         self.inputs[:, 1:] = 0
         self._sent = []
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), cublaslt.tuning(self.enable_autotuner):
             for _ in range(2):
                 num_passes = sum(1 for _ in self.passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
+from . import cublaslt, native
 from .activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .linear import Linear
 from .norm import RMSNorm
@@ -54,6 +54,8 @@ def linear(
         if residual is None:
             return layer(x)
         if in_place and x.is_cuda and layer.bias is None:
+            if cublaslt.multiply(x, layer.weight, residual) is not None:
+                return residual
             return residual.addmm_(x, layer.weight.t())
         return residual.add_(layer(x)) if in_place else residual + layer(x)
     out = residual

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import cublaslt
+
 _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for it
 INVARIANT_ROWS = 9
 """bf16 calls with up to this many rows give each row the same result."""
@@ -56,6 +58,8 @@ class Linear(nn.Module):
                 return _multiply(x, self._packed, self.bias)[:rows]
             return _multiply(x, self._packed, self.bias)
         assert self.weight is not None
+        if self.bias is None and (out := cublaslt.multiply(x, self.weight)) is not None:
+            return out
         return F.linear(x, self.weight, self.bias)
 
 

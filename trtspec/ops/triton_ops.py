@@ -55,14 +55,14 @@ def _add_normed_kernel(
     residual_ptr, x_ptr, weight_ptr, scalar_ptr, out_ptr, residual_row, x_row, size, eps,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     kind = out_ptr.dtype.element_ty
     d = tl.arange(0, BLOCK)
     inside = d < size
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    after_previous(PDL)
     x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
     residual = tl.load(residual_ptr + row * residual_row + d, mask=inside, other=0.0)
     # Rounded in between, as torch's operations do.
     total = (x * scale * weight).to(kind).to(tl.float32) + residual.to(tl.float32)
@@ -76,13 +76,13 @@ def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, x_row, size, eps,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < size
+    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    after_previous(PDL)
     x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    weight = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32) + OFFSET
     tl.store(
         out_ptr + row * size + d, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside
     )
@@ -162,23 +162,31 @@ def _rope_and_write_kernel(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row."""
-    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     kind = q_ptr.dtype.element_ty
     half: tl.constexpr = dim // 2
     d = tl.arange(0, BLOCK)[None, :]
     is_q, is_value = head < q_heads, head >= q_heads + kv_heads
-    inside = (d < dim) & (head < q_heads + 2 * kv_heads)
+    in_dim = d < dim
+    inside = in_dim & (head < q_heads + 2 * kv_heads)
     opposite = (d + half) % dim
+    slot = tl.load(slot_ptr + row, cache_modifier=".cg")
+    slot = tl.where(slot < 0, scratch_slot, slot)
+    position = tl.load(position_ptr + row, cache_modifier=".cg")
+    table = table_ptr + position * dim + d % half
+    # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
+    cos = tl.load(table, mask=in_dim, other=0.0, cache_modifier=".cg").to(kind).to(tl.float32)
+    sin = tl.load(table + half, mask=in_dim, other=0.0, cache_modifier=".cg")
+    sin = sin.to(kind).to(tl.float32)
+    sin = tl.where(d < half, -sin, sin)
+    after_previous(PDL)  # which made q, k and v; places are older
     source = qkv_ptr + row * x_row + head * x_head
     x = tl.load(source + d, mask=inside, other=0.0)
     other = tl.load(source + opposite, mask=inside, other=0.0)
     if KEEPS_FINITE:
         x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
         other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
-    slot = tl.load(slot_ptr + row)
-    slot = tl.where(slot < 0, scratch_slot, slot)
     place = v_ptr + slot * v_row + (head - q_heads - kv_heads) * v_head
     value = x.to(tl.float32)
     if HAS_NORMS:
@@ -186,7 +194,6 @@ def _rope_and_write_kernel(
     stored = (value * scale).to(kind) if NORMS_VALUES else x
     tl.store(place + d, stored.to(v_ptr.dtype.element_ty), mask=inside & is_value)
     if HAS_NORMS:
-        in_dim = d < dim
         q_weight = tl.load(q_norm_ptr + d, mask=in_dim, other=0.0)
         k_weight = tl.load(k_norm_ptr + d, mask=in_dim, other=0.0)
         weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + OFFSET
@@ -195,11 +202,6 @@ def _rope_and_write_kernel(
         k_weight = tl.load(k_norm_ptr + opposite, mask=in_dim, other=0.0)
         weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + OFFSET
         other = (other.to(tl.float32) * scale * weight).to(kind)
-    table = table_ptr + tl.load(position_ptr + row) * dim + d % half
-    # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
-    cos = tl.load(table, mask=d < dim, other=0.0).to(kind).to(tl.float32)
-    sin = tl.load(table + half, mask=d < dim, other=0.0).to(kind).to(tl.float32)
-    sin = tl.where(d < half, -sin, sin)
     turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
     turned = (turned + other.to(tl.float32) * sin).to(kind)
     if KEEPS_FINITE:  # a rotation may overflow too
