@@ -210,7 +210,7 @@ def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     if pairs < MULTIPROCESSORS:
         return BLOCK_N, each * MULTIPROCESSORS
     too_large = block_d > 128 or dtype == torch.float32
-    if too_large or (block_d > 64 and pairs >= 4 * MULTIPROCESSORS):
+    if too_large or (block_d > 64 and pairs >= 3 * MULTIPROCESSORS):
         return BLOCK_N, 2 * MULTIPROCESSORS
     return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS
 
