@@ -22,6 +22,7 @@ from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import GraphKey
 from trtspec.executor.inputs import StepInputs, build_inputs
 from trtspec.executor.request import Request, ScheduledBatch
+from trtspec.ops import cublaslt
 
 WARM_UP_STEPS = 10
 STEPS_PER_BLOCK = 10
@@ -211,7 +212,8 @@ class SteadyBatch:
                 inputs = graphs._step_inputs(key)
                 _first_parts(self.executor, inputs, key.draft_len, accepts)
 
-            parts.append(_capture(run))
+            with cublaslt.tuning(graphs.enable_autotuner):
+                parts.append(_capture(run))
         restore()
 
         def whole() -> None:

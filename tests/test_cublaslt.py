@@ -3,6 +3,7 @@ themselves are in tests/gpu/test_gpu_products.py."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import threading
@@ -11,19 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from trtspec import ConfigError, CudaGraphConfig
 from trtspec.ops import cublaslt
-from trtspec.ops.cublaslt import Size, tuning
+from trtspec.ops.cublaslt import Size, size_of, tuning
 
 SIZE = Size(torch.bfloat16, 128, 4096, 1024, False)
 WEIGHT = torch.empty(4096, 1024)
+REJECTED = 99
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "new" / "gpu.json"
     monkeypatch.setattr(cublaslt, "_path", lambda device: path)
+    monkeypatch.setattr(cublaslt, "_library", object)
+    monkeypatch.setattr(cublaslt._Product, "__init__", lambda self, device, size: None)
+    monkeypatch.setattr(cublaslt._Product, "accepts", lambda self, a: a.data[0] != REJECTED)
     return path
 
 
@@ -58,6 +64,36 @@ def test_a_choice_outlives_the_process(path: Path, monkeypatch: pytest.MonkeyPat
     assert bytes(again) == bytes(first) == bytes(_algorithm(7)) and again.workspace == 64
 
 
+def test_what_another_process_chose_meanwhile_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Size(torch.bfloat16, 64, 4096, 1024, False)
+
+    def measure(size: Size, weight: Tensor) -> cublaslt._Algorithm:
+        cublaslt._write(path, {str(SIZE): _algorithm(1), str(other): _algorithm(2)})
+        return _algorithm(3)
+
+    monkeypatch.setattr(cublaslt, "_measure", measure)
+    best = cublaslt._choose(SIZE, WEIGHT)
+    assert best is not None and best.data[0] == 1
+    assert {size: a and a.data[0] for size, a in cublaslt._read(path).items()} == {
+        str(SIZE): 1, str(other): 2,
+    }  # fmt: skip
+    assert [p.name for p in path.parent.iterdir()] == ["gpu.json"]
+
+
+def test_a_choice_that_the_library_does_not_know_is_made_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.parent.mkdir()
+    cublaslt._write(path, {str(SIZE): _algorithm(REJECTED)})
+    asked = _measures(monkeypatch, _algorithm(5))
+    for _ in range(2):
+        best = cublaslt._choose(SIZE, WEIGHT)
+        assert best is not None and best.data[0] == 5
+    assert asked == [SIZE]
+
+
 def test_that_cublas_is_best_is_kept_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _measures(monkeypatch, None)
     assert cublaslt._choose(SIZE, WEIGHT) is None and cublaslt._choose(SIZE, WEIGHT) is None
@@ -75,7 +111,8 @@ def test_a_broken_file_is_said_and_survived(
     _measures(monkeypatch, _algorithm(3))
     with caplog.at_level(logging.WARNING):
         cublaslt._choose(SIZE, WEIGHT)
-    assert len(caplog.records) == 1
+    assert all("of no use" in r.message for r in caplog.records) and caplog.records
+    assert set(cublaslt._read(path)) == {str(SIZE)}
 
 
 def test_what_cannot_be_measured_is_left_to_cublas(
@@ -100,7 +137,7 @@ def test_tuning_is_of_one_thread_and_ends() -> None:
     seen: list[bool] = []
 
     def look() -> None:
-        seen.append(getattr(cublaslt._is_tuning, "value", False))
+        seen.append(cublaslt._tuning.is_on)
 
     with tuning():
         with tuning(False):
@@ -113,9 +150,116 @@ def test_tuning_is_of_one_thread_and_ends() -> None:
     assert seen == [False, True, False, False]
 
 
+def test_which_products_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_ALIGNMENT", 16)  # the CPU's memory is aligned to 64
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    x, weight, residual = zeros(128, 1024), zeros(4096, 1024), zeros(128, 4096)
+    assert size_of(x, weight, None) == SIZE
+    summed = size_of(x, weight, residual)
+    assert summed is not None and summed.adds and str(summed) != str(SIZE)
+    for wrong in (
+        (zeros(129, 1024), weight, None),
+        (zeros(0, 1024), weight, None),
+        (x, zeros(1024, 1024), None),
+        (x.float(), weight.float(), None),
+        (x.half(), weight, None),
+        (zeros(128, 512), weight, None),
+        (zeros(128, 2048)[:, ::2], weight, None),
+        (zeros(128 * 1024 + 4)[4:].view(128, 1024), weight, None),
+        (x[None], weight, None),
+        (x, weight, zeros(64, 4096)),
+        (x, weight, zeros(1, 4096)),
+        (x, weight, residual.float()),
+        (x, weight.clone().requires_grad_(), None),
+        (x.to("meta"), weight, None),
+    ):
+        assert size_of(*wrong) is None
+    with torch.no_grad():
+        assert size_of(x, weight.clone().requires_grad_(), None) == SIZE
+
+
 def test_the_cpu_has_no_choice() -> None:
     with tuning():
-        assert cublaslt.multiply(torch.ones(128, 1024), WEIGHT) is None
+        assert cublaslt.multiply(torch.ones(128, 1024).bfloat16(), WEIGHT.bfloat16()) is None
+
+
+class Library:
+    """Answers as cuBLASLt does: two algorithms with a workspace, one of them known without."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.preferences: dict[int, int] = {}
+        self.refuses_without_workspace = False
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return 0
+
+        return call
+
+    def cublasLtMatmulPreferenceSetAttribute(
+        self, preference: Any, attribute: int, value: Any, size: Any
+    ) -> int:
+        self.preferences[attribute] = value._obj.value
+        assert ctypes.sizeof(value._obj) == size.value
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
+        results, count = arguments[-2:]
+        assert self.preferences[3] == 2, "sums in parts are of fp32"
+        with_workspace = self.preferences[1] > 0
+        if not with_workspace and self.refuses_without_workspace:
+            return 15
+        for i, first in enumerate((8, 7, 9) if with_workspace else (7,)):
+            results[i].data[0], results[i].state = first, 15 if first == 9 else 0
+        count._obj.value = 3 if with_workspace else 1
+        return 0
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_proposals_are_those_with_and_without_a_workspace(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
+    library.refuses_without_workspace = refuses
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    product = cublaslt._Product(0, SIZE)
+    assert [a.data[0] for a in product.algorithms()] == [8, 7]
+    assert library.calls.count("cublasLtMatmulPreferenceDestroy") == 2
+
+
+@pytest.mark.parametrize(("status", "needed", "is_known"), [
+    (0, 64, True), (0, 65, False), (7, 64, False),
+])  # fmt: skip
+def test_an_algorithm_from_a_file_is_checked(
+    status: int, needed: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Checking(Library):
+        def cublasLtMatmulAlgoCheck(self, *arguments: Any) -> int:
+            arguments[-1]._obj.workspace = needed
+            return status
+
+    monkeypatch.setattr(cublaslt, "_library", Checking)
+    monkeypatch.setattr(cublaslt, "_handle", lambda device: None)
+    assert cublaslt._Product(0, SIZE).accepts(_algorithm(1)) is is_known
+
+
+def test_without_the_library_nothing_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cublaslt._library.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "1.0")
+    assert cublaslt._choose(SIZE, WEIGHT) is None and cublaslt._choose(SIZE, WEIGHT) is None
+    assert len(caplog.records) == 1 and "cuBLAS serves" in caplog.text
+    cublaslt._library.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cublaslt._choose(SIZE, WEIGHT) is None and len(caplog.records) == 1
+    cublaslt._library.cache_clear()
 
 
 def test_the_switch_is_a_bool() -> None:

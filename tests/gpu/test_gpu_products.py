@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from tiny import tiny_model_dir
 
+from trtspec import LLM, CudaGraphConfig, SamplingParams
 from trtspec.ops import cublaslt
-from trtspec.ops.cublaslt import Size, multiply, tuning
+from trtspec.ops.cublaslt import Size, tuning
+from trtspec.ops.fused import linear
 from trtspec.ops.linear import Linear
 
 pytestmark = [
@@ -25,13 +29,15 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "_chosen", {})
 
 
-def _operands(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+def _operands(
+    rows: int, dtype: torch.dtype = torch.bfloat16, out: int = OUT, size: int = SIZE
+) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(rows)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
-    return normal(rows, SIZE), normal(OUT, SIZE), normal(rows, OUT)
+    return normal(rows, size), normal(out, size), normal(rows, out)
 
 
 def _largest_error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -40,18 +46,22 @@ def _largest_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("rows", [1, 33, 128])
-def test_every_algorithm_is_the_product(rows: int, adds: bool, dtype: torch.dtype) -> None:
-    x, weight, residual = _operands(rows, dtype)
+@pytest.mark.parametrize(("rows", "out", "size"), [
+    (1, OUT, SIZE), (33, OUT, SIZE), (128, OUT, SIZE), (32, 4096, 14336), (128, 4096, 4096),
+])  # fmt: skip
+def test_every_algorithm_is_the_product(
+    rows: int, out: int, size: int, adds: bool, dtype: torch.dtype
+) -> None:
+    x, weight, residual = _operands(rows, dtype, out, size)
     exact = x.double() @ weight.double().t() + (residual.double() if adds else 0)
-    product = cublaslt._product(x.device.index, Size(dtype, rows, OUT, SIZE, adds))
+    product = cublaslt._product(x.device.index, Size(dtype, rows, out, size, adds))
     algorithms = product.algorithms()
     assert algorithms
     for algorithm in algorithms:
-        out = residual.clone() if adds else torch.full_like(residual, torch.nan)
-        product.run(algorithm, x, weight, out)
+        y = residual.clone() if adds else torch.full_like(residual, torch.nan)
+        assert product.run(algorithm, x, weight, y)
         # Rounded once, or before the sum and after it, as cuBLAS does.
-        assert _largest_error(out, exact) < (2**-6 if adds else 2**-7)
+        assert _largest_error(y, exact) < (2**-6 if adds else 2**-7)
 
 
 def _take_the_second(monkeypatch: pytest.MonkeyPatch) -> list[Size]:
@@ -66,48 +76,89 @@ def _take_the_second(monkeypatch: pytest.MonkeyPatch) -> list[Size]:
     return asked
 
 
-def test_a_layer_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen once, then used in and outside of graphs, and after a new start."""
-    asked = _take_the_second(monkeypatch)
-    x, weight, residual = _operands(96)
+def _layer(weight: torch.Tensor) -> Linear:
     layer = Linear(SIZE, OUT, bias=False).cuda().to(torch.bfloat16)
     assert layer.weight is not None
     layer.weight.data.copy_(weight)
-    assert multiply(x, weight) is None and not asked, "nobody asked to measure"
+    return layer
+
+
+def test_a_layer_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen once, before the graph; used in it, also after a new start, and nowhere else."""
+    asked = _take_the_second(monkeypatch)
+    x, weight, residual = _operands(96)
+    layer = _layer(weight)
+    by_cublas = layer(x)
     with tuning():
-        eager = layer(x)
-        assert torch.equal(layer(x), eager)
-        summed = multiply(x, weight, residual.clone())
-    assert len(asked) == 2 and summed is not None
+        chosen = layer(x)
+        assert torch.equal(layer(x), chosen)
+        summed = linear((x,), layer, residual=residual.clone(), in_place=True)
+    assert [size.adds for size in asked] == [False, True]
+    assert torch.equal(layer(x), by_cublas) and len(asked) == 2
     exact = x.double() @ weight.double().t()
-    assert _largest_error(eager, exact) < 2**-7
+    assert _largest_error(chosen, exact) < 2**-7
     assert _largest_error(summed, exact + residual.double()) < 2**-6
     monkeypatch.setattr(cublaslt, "_chosen", {})  # as in a new process
     with tuning():
-        assert torch.equal(layer(x), eager)
-    assert len(asked) == 2
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(eager)
-    with torch.cuda.graph(graph):
-        out.copy_(layer(x))
+        assert torch.equal(layer(x), chosen)
+        linear((x,), layer, residual=residual.clone(), in_place=True)
+        assert len(asked) == 2
+        graph, out, total = torch.cuda.CUDAGraph(), torch.empty_like(chosen), residual.clone()
+        with torch.cuda.graph(graph):
+            out.copy_(layer(x))
+            total.copy_(residual)
+            linear((x,), layer, residual=total, in_place=True)
     for _ in range(3):
         out.zero_()
         graph.replay()
-        assert torch.equal(out, eager)
+        assert torch.equal(out, chosen) and torch.equal(total, summed)
 
 
-def test_what_it_does_not_serve_is_left_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_first_met_in_a_capture_is_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _take_the_second(monkeypatch)
+    x, weight, _ = _operands(96)
+    layer = _layer(weight)
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with tuning(), torch.cuda.graph(graph):
+        out = layer(x)
+    graph.replay()
+    assert torch.equal(out, expected) and not asked
+
+
+def test_what_is_refused_is_left_to_cublas(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     x, weight, residual = _operands(96)
+    layer, nonsense = _layer(weight), cublaslt._Algorithm()
+    monkeypatch.setattr(cublaslt, "_choose", lambda size, weight: nonsense)
+    product = cublaslt._product(0, Size(x.dtype, 96, OUT, SIZE, False))
+    assert not product.accepts(nonsense) and product.accepts(product.algorithms()[0])
     with tuning():
-        assert multiply(x.float(), weight.float()) is None
-        assert multiply(x[:, :1024], weight) is None
-        assert multiply(x, weight[:512]) is None, "small"
-        assert multiply(x, weight, residual[:, ::2].repeat(1, 2)[:, 1:]) is None
-        assert multiply(x.repeat(2, 1), weight) is None, "many rows"
-        assert multiply(x, weight.clone().requires_grad_()) is None
-        with torch.no_grad():
-            assert multiply(x, weight.clone().requires_grad_()) is not None
-    assert len(asked) == 1
+        assert torch.equal(layer(x), F.linear(x, weight))
+        out = linear((x,), layer, residual=residual.clone(), in_place=True)
+    assert torch.equal(out, residual.clone().addmm_(x, weight.t()))
+    assert caplog.text.count("refused") == 2
+
+
+def test_steps_of_an_engine_are_measured_unless_it_says_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Size] = []
+    monkeypatch.setattr(cublaslt, "MIN_VALUES", 1)
+    monkeypatch.setattr(cublaslt, "_choose", lambda size, weight: asked.append(size))
+    target = tiny_model_dir(tmp_path)
+    counts = []
+    for enabled in (True, False):
+        config = CudaGraphConfig(enable_autotuner=enabled)
+        llm = LLM(
+            target, device="cuda", dtype="bfloat16", max_seq_len=64, max_batch_size=40,
+            cuda_graph_config=config,
+        )  # fmt: skip
+        prompts = [[3 + i, 4, 5] for i in range(40)]
+        llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+        counts.append(len(asked))
+    assert counts[0] > 0 and counts[1] == counts[0]
 
 
 def test_measuring_finds_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ class CudaGraphs:
         """Captures one graph. Its rows are all inert meanwhile, so that warming up moves nobody."""
         free = torch.cuda.mem_get_info(self.device)[0]
         try:
-            captured = self._capture_inert(key)
+            with cublaslt.tuning(self.enable_autotuner):
+                captured = self._capture_inert(key)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"GPU memory ran out while the graph for batch size {key.batch_size} was captured: "
@@ -212,7 +213,7 @@ class CudaGraphs:
         self.inputs[:, 1:] = 0
         self._sent = []
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), cublaslt.tuning(self.enable_autotuner):
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 num_passes = sum(1 for _ in self.passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)

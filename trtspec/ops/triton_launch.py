@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def dependent_launch(x: Tensor) -> dict[str, bool]:
-    """The keyword arguments of a launch whose kernel begins with `after_previous(PDL)`."""
+    """The keyword arguments of a launch whose kernel calls `after_previous(PDL)` before it reads
+    what the kernel before it wrote."""
     allowed = x.is_cuda and _has_dependent_launch(x.device.index)
     return {"PDL": allowed, "launch_pdl": allowed}
 
