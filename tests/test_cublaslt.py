@@ -213,6 +213,7 @@ class Library:
         assert self.preferences[3] == 2, "sums in parts are of fp32"
         with_workspace = self.preferences[1] > 0
         if not with_workspace and self.refuses_without_workspace:
+            count._obj.value = 1  # of nothing
             return 15
         for i, first in enumerate((8, 7, 9) if with_workspace else (7,)):
             results[i].data[0], results[i].state = first, 15 if first == 9 else 0
