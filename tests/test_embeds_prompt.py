@@ -237,15 +237,6 @@ def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
     llm = LLM(plain, saving, device="cpu", dtype="float32", max_seq_len=64)
     with pytest.raises(RequestError, match="SAVE_HIDDEN_STATES"):
         llm.generate(_prompt())
-    vanilla = mtp_model_dir(tmp_path, num_mtp_layers=2)
-    llm = LLM(
-        vanilla,
-        MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True),
-        device="cpu",
-        dtype="float32",
-    )
-    with pytest.raises(RequestError, match="use_mtp_vanilla=False"):
-        llm.generate(_prompt())
 
 
 def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
@@ -268,18 +259,24 @@ def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
     assert output.outputs[0].token_ids == _oracle(vl_dir, prompt, 12)
 
 
-def test_vanilla_mtp_reads_text_of_a_model_with_axes(vl_dir: Path, tmp_path: Path) -> None:
-    other = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=2)
+def _vl_with_mtp(vl_dir: Path, tmp_path: Path, num_layers: int) -> Path:
+    other = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=num_layers)
     tensors = load_file(vl_dir / "model.safetensors")
+    mine = tuple(f"model.layers.{LAYERS + i}." for i in range(num_layers))
     for name, tensor in load_file(other / "model.safetensors").items():
-        if name.startswith((f"model.layers.{LAYERS}.", f"model.layers.{LAYERS + 1}.")):
+        if name.startswith(mine):
             tensors[name] = tensor
     raw = json.loads((vl_dir / "config.json").read_text())
-    raw["text_config"]["num_nextn_predict_layers"] = 2
+    raw["text_config"]["num_nextn_predict_layers"] = num_layers
     target = tmp_path / "qwen2_5_vl"
     target.mkdir()
     (target / "config.json").write_text(json.dumps(raw))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_vanilla_mtp_reads_text_of_a_model_with_axes(vl_dir: Path, tmp_path: Path) -> None:
+    target = _vl_with_mtp(vl_dir, tmp_path, 2)
     config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
@@ -287,6 +284,86 @@ def test_vanilla_mtp_reads_text_of_a_model_with_axes(vl_dir: Path, tmp_path: Pat
         llm = LLM(path, spec, device="cpu", dtype="float32", max_seq_len=64)
         texts.append(llm.generate([11, 12, 13], params).outputs[0].token_ids)
     assert texts[0] == texts[1]
+
+
+def _vanilla(target: Path, num_layers: int, chunk: int, batch: int) -> LLM:
+    config = MTPDecodingConfig(num_nextn_predict_layers=num_layers, use_mtp_vanilla=True)
+    return LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=batch, max_seq_len=64,
+        max_num_tokens=chunk, enable_chunked_prefill=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_each_depth_of_vanilla_mtp_reads_the_vectors_ahead(tmp_path: Path, num_layers: int) -> None:
+    """Row i of depth k has the vector of place i + k + 1, and drafts are the same however the
+    prompt is cut: rows that are computed again read their vectors again."""
+    target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=num_layers)
+    prompt, params = _prompt(), SamplingParams(max_tokens=12, ignore_eos=True)
+    expected, drafted = _oracle(target, prompt, 12), []
+    for chunk in (64, 7, 5):
+        llm = _vanilla(target, num_layers, chunk, batch=1)
+        read: dict[int, list[Tensor]] = {depth: [] for depth in range(num_layers)}
+        for depth, layer in enumerate(llm.executor.draft_model.layers):  # type: ignore[union-attr]
+            layer.register_forward_pre_hook(
+                lambda _, args, seen=read[depth]: seen.append(args[0].clone())
+            )
+        logits: list[Tensor] = []
+        worker, propose = llm.executor.worker, llm.executor.worker.propose
+
+        def keeping(row: Tensor, *rest: Any, seen=logits, propose=propose) -> Tensor:  # type: ignore[no-untyped-def]
+            seen.append(row.clone())
+            return propose(row, *rest)
+
+        worker.propose = keeping  # type: ignore[method-assign]
+        output = llm.generate(prompt, params)
+        assert output.outputs[0].token_ids == expected
+        steps = output.spec_stats.num_steps
+        drafted.append(torch.cat(logits)[-num_layers * steps :])
+        if chunk == 64:
+            for depth in range(num_layers):
+                rows = prompt.places - depth - 1
+                is_row = rows >= 0
+                assert torch.equal(read[depth][0][rows[is_row]], prompt.prompt_embeds[is_row])
+    for other in drafted[1:]:
+        torch.testing.assert_close(other, drafted[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [64, 7, 6])
+def test_rows_computed_again_stand_where_they_stood(
+    vl_dir: Path, tmp_path: Path, chunk: int
+) -> None:
+    """Beside a text, which has one position a token."""
+    llm = _vanilla(_vl_with_mtp(vl_dir, tmp_path, 2), 2, chunk, batch=2)
+    prompt = _prompt(mrope_positions=_mrope_positions())
+    expected = _oracle(vl_dir, prompt, 12)
+    tables, passes = llm.executor.draft_model.rope_tables, []  # type: ignore[union-attr]
+    at = tables.at
+
+    def watching(position_ids: Tensor, meta: Any) -> Any:
+        passes.append(meta)
+        return at(position_ids, meta)
+
+    tables.at = watching  # type: ignore[method-assign]
+    given = [prompt, [11, 12, 13]]
+    outputs = llm.generate(given, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert outputs[0].outputs[0].token_ids == expected
+    compared = 0
+    for meta in passes:
+        lens = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
+        turning = meta.rope_position_ids.expand(3, -1).split(lens, dim=1)
+        for request, (own, places) in enumerate(
+            zip(turning, meta.position_ids.split(lens), strict=True)
+        ):
+            delta = int(meta.rope_deltas[request])
+            if delta == 0:
+                assert torch.equal(own, places.expand(3, -1))
+                continue
+            compared += len(places)
+            axes = torch.cat([_mrope_positions(), torch.arange(14, 64).expand(3, -1) + delta], 1)
+            written = meta.slot_mappings[-1].split(lens)[request] >= 0
+            assert torch.equal(own[:, written], axes[:, places[written]])
+    assert compared > 50
 
 
 @pytest.mark.parametrize(("sections", "interleaved", "said"), [

@@ -73,10 +73,10 @@ def check_prompt(
         embeds, ids = given, given.prompt_token_ids
     else:
         embeds, ids = None, given
-    if embeds is not None and (mode.is_mtp_vanilla() or mode.is_save_hidden_states()):
+    if embeds is not None and mode.is_save_hidden_states():
         raise RequestError(
-            f"Mode {mode.name} reads prompts again by their tokens: an EmbedsPrompt "
-            "needs another one (MTP layers also serve use_mtp_vanilla=False)."
+            f"Mode {mode.name} keeps a prompt's tokens and not its vectors, without which a head "
+            "cannot be trained on it: an EmbedsPrompt needs another mode."
         )
     prompt = list(ids)
     if not prompt:

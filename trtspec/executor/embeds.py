@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import RequestError
 from ..metadata.attention import ImageRows
-from ..metadata.embeds import RowEmbeds
+from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.sampling import rows_to_tensor, to_device
 from ..models.decoder import Decoder
 from ..multimodal import EmbedsPrompt
@@ -83,24 +83,43 @@ def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
 
 
 def row_embeds(
-    chunks: Sequence[ContextChunk], ahead: int, device: torch.device
+    chunks: Sequence[ContextChunk], ahead: int, device: torch.device, before: int = 0
 ) -> RowEmbeds | None:
-    """The vectors of the tokens that stand `ahead` rows further on than each row, 0 or 1."""
+    """The vectors of the tokens that stand `ahead` rows further on than each row.
+
+    Args:
+        before: so many rows of the text are read again in front of each chunk, or all there are.
+    """
     rows: list[int] = []
     values: list[Tensor] = []
-    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
-    for chunk, first in zip(chunks, firsts, strict=False):
-        prompt = chunk.request.embeds
-        if prompt is None:
-            continue
-        places = prompt.places - ahead
-        begin, end = (int(torch.searchsorted(places, bound)) for bound in (chunk.start, chunk.end))
-        rows += (places[begin:end] - chunk.start + first).tolist()
-        values.append(prompt.prompt_embeds[begin:end])
+    first = 0
+    for chunk in chunks:
+        start, prompt = max(0, chunk.start - before), chunk.request.embeds
+        if prompt is not None:
+            places = prompt.places - ahead
+            begin, end = (int(torch.searchsorted(places, bound)) for bound in (start, chunk.end))
+            rows += (places[begin:end] - start + first).tolist()
+            values.append(prompt.prompt_embeds[begin:end])
+        first += chunk.end - start
     if not rows:
         return None
     return RowEmbeds(
         rows_to_tensor(rows, torch.int64, device), to_device(torch.cat(values), device)
+    )
+
+
+def reread_embeds(
+    chunks: Sequence[ContextChunk], num_rewritten: int, device: torch.device
+) -> RereadEmbeds | None:
+    """What `num_rewritten` + 1 depths read that compute so many rows again; None for texts."""
+    if not num_rewritten or all(chunk.request.embeds is None for chunk in chunks):
+        return None
+    return RereadEmbeds(
+        tuple(
+            row_embeds(chunks, depth + 1, device, num_rewritten)
+            for depth in range(num_rewritten + 1)
+        ),
+        context_rope_positions(chunks, device, num_rewritten),
     )
 
 
@@ -115,16 +134,22 @@ def image_rows(chunks: Sequence[ContextChunk]) -> tuple[ImageRows, ...]:
     )
 
 
-def context_rope_positions(chunks: Sequence[ContextChunk], device: torch.device) -> Tensor | None:
-    """[3, T_ctx] int64, None where every token has one position and that is its place."""
+def context_rope_positions(
+    chunks: Sequence[ContextChunk], device: torch.device, before: int = 0
+) -> Tensor | None:
+    """[3, rows] int64, None where every token has one position and that is its place.
+
+    Args:
+        before: as in `row_embeds`.
+    """
     if all(c.request.embeds is None or c.request.embeds.mrope_positions is None for c in chunks):
         return None
     parts = []
     for chunk in chunks:
-        prompt = chunk.request.embeds
-        positions = torch.arange(chunk.start, chunk.end).repeat(3, 1)
+        start, prompt = max(0, chunk.start - before), chunk.request.embeds
+        positions = torch.arange(start, chunk.end).repeat(3, 1)
         if prompt is not None and prompt.mrope_positions is not None:
-            own = prompt.mrope_positions[:, chunk.start : chunk.end]
+            own = prompt.mrope_positions[:, start : chunk.end]
             positions += prompt.rope_delta  # of output, which a preempted request reads again
             positions[:, : own.shape[1]] = own
         parts.append(positions)

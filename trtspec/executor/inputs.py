@@ -16,12 +16,12 @@ from torch import Tensor
 from ..cache.manager import KVCacheManager
 from ..cache.slots import SlotState
 from ..metadata.attention import AttentionMetadata, ImageRows
-from ..metadata.embeds import RowEmbeds
+from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.drafting import StepRows, gather_step_inputs
-from .embeds import context_rope_positions, image_rows, row_embeds
+from .embeds import context_rope_positions, image_rows, reread_embeds, row_embeds
 from .request import ScheduledBatch
 
 
@@ -49,14 +49,21 @@ class StepInputs:
     shapes_logits: bool = False
     inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
     next_inputs_embeds: RowEmbeds | None = None
+    reread_embeds: RereadEmbeds | None = None
     context_rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is context_positions
     images: tuple[ImageRows, ...] = ()  # as in AttentionMetadata
 
 
 def build_inputs(
-    batch: ScheduledBatch, kv_cache: KVCacheManager, num_drafts: int, device: torch.device
-) -> StepInputs:
-    """Host half. `num_drafts` is K', the drafts verified per generation request in this step."""
+    batch: ScheduledBatch, kv_cache: KVCacheManager, num_drafts: int, device: torch.device,
+    num_rewritten: int = 0,
+) -> StepInputs:  # fmt: skip
+    """Host half.
+
+    Args:
+        num_drafts: K', the drafts verified per generation request in this step.
+        num_rewritten: the worker's `num_rewritten_tokens`.
+    """
     chunks, requests = batch.contexts, batch.requests
     lens = tuple(chunk.end - chunk.start for chunk in chunks)
     bounds = [c.end for c in chunks] + [r.past_upper + num_drafts + 1 for r in batch.generations]
@@ -91,6 +98,7 @@ def build_inputs(
         shapes_logits=batch.shapes_logits,
         inputs_embeds=row_embeds(chunks, 0, device),
         next_inputs_embeds=row_embeds(chunks, 1, device),
+        reread_embeds=reread_embeds(chunks, num_rewritten, device),
         context_rope_positions=context_rope_positions(chunks, device),
         images=image_rows(chunks),
     )
@@ -167,6 +175,7 @@ def assemble(
         next_prompt_tokens=inputs.next_prompt_tokens,
         inputs_embeds=inputs.inputs_embeds,
         next_inputs_embeds=inputs.next_inputs_embeds,
+        reread_embeds=inputs.reread_embeds,
         sampling=SamplingMetadata(
             temperatures,
             top_ks,

@@ -300,7 +300,9 @@ class PyExecutor:
                     shape, batch.contexts, num_drafts, draft_len, batch.num_logprobs
                 )
         if outputs is None:
-            inputs = build_inputs(batch, self.kv_cache, num_drafts, self.device)
+            inputs = build_inputs(
+                batch, self.kv_cache, num_drafts, self.device, self.worker.num_rewritten_tokens
+            )
             outputs = self._step(inputs, draft_len)
             for _ in self._draft_passes(outputs):
                 pass

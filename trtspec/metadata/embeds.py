@@ -20,3 +20,12 @@ class RowEmbeds:
         if embeddings.shape[1] != self.values.shape[1]:
             return embeddings
         return embeddings.index_copy_(0, self.rows, self.values.to(embeddings.dtype))
+
+
+@dataclass(frozen=True)
+class RereadEmbeds:
+    """Of contexts in a pass that computes K-1 rows before each of them again (vanilla MTP), or all
+    there are. Rows count these too."""
+
+    of_depths: tuple[RowEmbeds | None, ...]  # K: rows whose token depth + 1 places on is a vector
+    rope_positions: Tensor | None  # [3, rows] int64, as AttentionMetadata.rope_position_ids

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .embeds import RowEmbeds
+from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
 from .sampling import SamplingMetadata, request_sampling_params, rows_to_tensor
@@ -65,6 +65,7 @@ class SpecMetadata:
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     inputs_embeds: RowEmbeds | None = None  # rows of contexts that no token's embedding is for
     next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token is such a one
+    reread_embeds: RereadEmbeds | None = None  # the same where rows before are computed again
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits

@@ -177,7 +177,8 @@ class MTPWorker(RelaxedAcceptanceMixin):
             )
         window_hidden, window_tokens = spec.state["window_hidden"], spec.state["window_tokens"]
         slots = spec.slot_ids
-        rows = _Rows(meta, self.window)
+        reread = spec.reread_embeds
+        rows = _Rows(meta, self.window, None if reread is None else reread.rope_positions)
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
         # [B]: the row of the last accepted token, which proposes.
@@ -189,9 +190,12 @@ class MTPWorker(RelaxedAcceptanceMixin):
         wanted = self.max_draft_len if spec.runtime_draft_len is None else spec.runtime_draft_len
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
+        vectors = (spec.next_inputs_embeds,) if reread is None else reread.of_depths
         for step in range(self.max_draft_len):  # every depth: its KV is kept whole
+            given = vectors[step] if step < len(vectors) else None
+            merged = {} if given is None else {"inputs_embeds": given}
             out, hidden = both_outputs(
-                model(ids, rows.metadata.position_ids, hidden, rows.metadata, step)
+                model(ids, rows.metadata.position_ids, hidden, rows.metadata, step, **merged)
             )
             if step < wanted:
                 logits = model.compute_logits(out[last], step)
@@ -209,9 +213,14 @@ class _Rows:
 
     A context that starts at position s has min(window, s) window rows, which the host knows. A
     generation always has all: those before its text begins write nowhere.
+
+    Args:
+        rope_positions: [3, rows] int64 of contexts' rows here, where prompts have axes. A
+            generation's window is taken for text: after a prompt that ends in an image the first
+            drafts are from rows that stand, and read, as its placeholder would.
     """
 
-    def __init__(self, meta: AttentionMetadata, window: int):
+    def __init__(self, meta: AttentionMetadata, window: int, rope_positions: Tensor | None = None):
         assert meta.last_context_rows is None, "contexts of unknown length"
         device = meta.position_ids.device
         self.num_seqs, self.rows = meta.num_seqs, meta.rows_per_generation
@@ -226,7 +235,7 @@ class _Rows:
         else:  # nothing to send: the device counts by itself
             seqs = torch.arange(meta.num_seqs, device=device)
             self.certain, first_rows = seqs * (window + self.rows) + window, seqs * self.rows
-        self.metadata = self._metadata(meta, window, first_rows, per_context)
+        self.metadata = self._metadata(meta, window, first_rows, per_context, rope_positions)
 
     def join(self, windows: Tensor, own: Tensor) -> Tensor:
         """windows [B, W, …] and the pass's rows [T, …] -> rows in this order."""
@@ -237,8 +246,9 @@ class _Rows:
         return torch.cat([windows.flatten(0, 1), own])[self.order]
 
     def _metadata(
-        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_context: list[int]
-    ) -> AttentionMetadata:
+        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_context: list[int],
+        rope_positions: Tensor | None,
+    ) -> AttentionMetadata:  # fmt: skip
         before = torch.arange(-window, 0, device=firsts.device)
         positions = meta.position_ids[firsts][:, None] + before  # [B, W]
         inside = positions >= 0
@@ -259,11 +269,25 @@ class _Rows:
             ),
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
-            rope_position_ids=None,  # of text alone places and rotary positions are the same
-            rope_deltas=None,
+            rope_position_ids=self._turning(meta, positions, rope_positions),
             slot_mappings=slots,
             derived={},
         )
+
+    def _turning(
+        self, meta: AttentionMetadata, positions: Tensor, of_contexts: Tensor | None
+    ) -> Tensor | None:
+        """[rows] or [3, rows] int64; positions: [B, W], the windows' places."""
+        own, deltas = meta.rope_position_ids, meta.rope_deltas
+        if own is None or deltas is None:
+            return None
+        windows = (positions + deltas[:, None]).clamp_min(0)
+        if own.dim() == 1:
+            return self.join(windows, own)
+        turning = self.join(windows[..., None].expand(-1, -1, 3), own.T).T
+        if of_contexts is not None:
+            turning = torch.cat([of_contexts, turning[:, of_contexts.shape[1] :]], dim=1)
+        return turning
 
 
 def _mixed_rows(
