@@ -172,13 +172,20 @@ def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
         assert output.spec_stats.acceptance_length == 4
 
 
-def test_preempted_requests_read_their_vectors_again(vl_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "vanilla"])
+def test_preempted_requests_read_their_vectors_again(
+    vl_dir: Path, tmp_path: Path, drafter: str
+) -> None:
     prompt = _prompt(mrope_positions=_mrope_positions())
     expected = _oracle(vl_dir, prompt, 30)
-    head = eagle3_dir(tmp_path, draft_vocab=None)
+    if drafter == "eagle3":
+        head = eagle3_dir(tmp_path, draft_vocab=None)
+        target, config = vl_dir, EagleDecodingConfig(max_draft_len=3, speculative_model=str(head))
+    else:
+        target = _vl_with_mtp(vl_dir, tmp_path, 3)
+        config = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
     llm = LLM(
-        vl_dir, EagleDecodingConfig(max_draft_len=3, speculative_model=str(head)), device="cpu",
-        dtype="float32", max_batch_size=3, max_seq_len=64,
+        target, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=64,
         kv_cache_config=KvCacheConfig(max_tokens=104, tokens_per_block=8),
     )  # fmt: skip
     outputs = llm.generate([prompt] * 3, SamplingParams(max_tokens=30, ignore_eos=True))

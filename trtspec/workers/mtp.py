@@ -270,6 +270,7 @@ class _Rows:
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
             rope_position_ids=self._turning(meta, positions, rope_positions),
+            images=(),
             slot_mappings=slots,
             derived={},
         )
