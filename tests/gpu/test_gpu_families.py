@@ -1,0 +1,92 @@
+"""Dense families whose targets and MTP layers differ in norms, biases, windows and order of inputs,
+and Qwen3's experts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import steady
+import torch
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCAB, LAYERS = 97, 6
+CASES = [
+    ("mistral", "ngram"), ("mistral", "eagle3"), ("qwen3", "eagle3"), ("qwen3_moe", "ngram"),
+    ("mimo", "mtp"), ("mimo", "vanilla"), ("qwen3_next", "mtp"), ("qwen3_next", "vanilla"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("families")
+    shape = {"num_hidden_layers": LAYERS, "seed": 2}
+    tiny_model_dir(path, "mistral", sliding_window=12, **shape).rename(path / "mistral")
+    tiny_model_dir(path, "qwen3", **shape).rename(path / "qwen3")
+    tiny_model_dir(path, "qwen3_moe", **shape).rename(path / "qwen3_moe")
+    for layout in ("mimo", "qwen3_next"):
+        mtp_model_dir(path, layout=layout, **shape).rename(path / layout)
+    eagle3_dir(path).rename(path / "head")
+    return path
+
+
+def _llm(folder: Path, family: str, mode: str, device: str, **options: Any) -> LLM:
+    spec: DecodingBaseConfig = NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)
+    if mode == "eagle3":
+        spec = EagleDecodingConfig(max_draft_len=3, speculative_model=folder / "head")
+    elif mode != "ngram":
+        spec = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=mode == "vanilla")
+    defaults = {
+        "dtype": "float32", "max_batch_size": 3, "max_seq_len": 96,
+        "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
+    }  # fmt: skip
+    return LLM(folder / family, spec, device=device, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+def test_tokens_are_those_of_the_cpu(folder: Path, family: str, mode: str) -> None:
+    """Prompts in chunks; eagerly and as graphs."""
+    rng, texts = random.Random(0), []
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (45, 9, 14, 7)]
+    for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
+        llm = _llm(
+            folder, family, mode, device, cuda_graph_config=graphs, max_num_tokens=16,
+            enable_chunked_prefill=True,
+        )  # fmt: skip
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        llm.executor.kv_cache.check_integrity()
+    assert texts[1:] == texts[:1] * 2
+    assert sum(len(set(text)) for text in texts[0]) > 12  # not each of a single token
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_is_one_graph_that_waits_for_nothing(
+    folder: Path, family: str, mode: str, dtype: str
+) -> None:
+    llm = _llm(
+        folder, family, mode, "cuda", dtype=dtype, max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
+    )  # fmt: skip
+    steady.start(llm.executor)
+    steady.launch(llm.executor)
+    steady.finish(llm.executor)
