@@ -1,5 +1,5 @@
-"""Dense families whose targets and MTP layers differ in norms, biases, windows and order of inputs,
-and Qwen3's experts."""
+"""Whole steps of families whose targets and MTP layers differ in norms, biases, windows, experts
+and order of inputs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import steady
 import torch
+from test_gemma_moe import moe_dir, spec_of
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_step import MOE, VOCAB, step_dir
 
 from trtspec import (
     LLM,
@@ -19,19 +21,19 @@ from trtspec import (
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
-    NGramDecodingConfig,
     SamplingParams,
 )
-from trtspec.config import DecodingBaseConfig
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-VOCAB, LAYERS = 97, 6
+LAYERS = 6
 CASES = [
     ("mistral", "ngram"), ("mistral", "eagle3"), ("qwen3", "eagle3"), ("qwen3_moe", "ngram"),
     ("mimo", "mtp"), ("mimo", "vanilla"), ("qwen3_next", "mtp"), ("qwen3_next", "vanilla"),
+    ("step_moe", "plain"), ("step_moe", "vanilla"), ("step_moe", "ngram"),
+    ("gemma4_moe", "plain"), ("gemma4_moe", "ngram"), ("gemma4_moe", "assistant"),
 ]  # fmt: skip
 
 
@@ -44,15 +46,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model_dir(path, "qwen3_moe", **shape).rename(path / "qwen3_moe")
     for layout in ("mimo", "qwen3_next"):
         mtp_model_dir(path, layout=layout, **shape).rename(path / layout)
+    step_dir(path, **MOE).rename(path / "step_moe")
+    moe_dir(path, seed=5, layers_weigh=4, final_logit_softcapping=30.0).rename(path / "gemma4_moe")
     eagle3_dir(path).rename(path / "head")
     return path
 
 
-def _llm(folder: Path, family: str, mode: str, device: str, **options: Any) -> LLM:
-    spec: DecodingBaseConfig = NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)
+def _llm(
+    folder: Path, tmp_path: Path, family: str, mode: str, device: str, **options: Any
+) -> LLM:  # fmt: skip
+    spec = spec_of(mode, tmp_path)
     if mode == "eagle3":
         spec = EagleDecodingConfig(max_draft_len=3, speculative_model=folder / "head")
-    elif mode != "ngram":
+    elif mode in ("mtp", "vanilla"):
         spec = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=mode == "vanilla")
     defaults = {
         "dtype": "float32", "max_batch_size": 3, "max_seq_len": 96,
@@ -62,13 +68,13 @@ def _llm(folder: Path, family: str, mode: str, device: str, **options: Any) -> L
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)
-def test_tokens_are_those_of_the_cpu(folder: Path, family: str, mode: str) -> None:
+def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, family: str, mode: str) -> None:
     """Prompts in chunks; eagerly and as graphs."""
     rng, texts = random.Random(0), []
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (45, 9, 14, 7)]
     for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
         llm = _llm(
-            folder, family, mode, device, cuda_graph_config=graphs, max_num_tokens=16,
+            folder, tmp_path, family, mode, device, cuda_graph_config=graphs, max_num_tokens=16,
             enable_chunked_prefill=True,
         )  # fmt: skip
         outputs = llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
@@ -81,10 +87,10 @@ def test_tokens_are_those_of_the_cpu(folder: Path, family: str, mode: str) -> No
 @pytest.mark.parametrize(("family", "mode"), CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_is_one_graph_that_waits_for_nothing(
-    folder: Path, family: str, mode: str, dtype: str
+    folder: Path, tmp_path: Path, family: str, mode: str, dtype: str
 ) -> None:
     llm = _llm(
-        folder, family, mode, "cuda", dtype=dtype, max_batch_size=2, max_seq_len=200,
+        folder, tmp_path, family, mode, "cuda", dtype=dtype, max_batch_size=2, max_seq_len=200,
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
     )  # fmt: skip
     steady.start(llm.executor)

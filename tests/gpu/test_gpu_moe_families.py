@@ -1,27 +1,13 @@
-"""Step-3.5's and Gemma-4's experts on CUDA: what stands between their products, limits in the fused
-path, and whole steps as graphs."""
+"""Step-3.5's and Gemma-4's experts on CUDA: what stands between their products, and limits in the
+fused path. Whole steps are in test_gpu_families.py."""
 
 from __future__ import annotations
-
-import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import steady
 import torch
-from test_gemma_moe import moe_dir, spec_of
 from test_moe import BETWEEN, naive_experts, random_experts
-from tiny_step import MOE, VOCAB, step_dir
 
-from trtspec import (
-    LLM,
-    CudaGraphConfig,
-    KvCacheConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
-    SamplingParams,
-)
 from trtspec.models.config import DecoderConfig
 from trtspec.models.decoder import MLP
 from trtspec.ops import moe
@@ -87,59 +73,3 @@ def test_a_fused_mlp_does_not_skip_its_limit(dtype: torch.dtype, rows: int) -> N
     with torch.no_grad():
         out = mlp.cuda()(x.cuda(), norm.cuda()).cpu().double()
     torch.testing.assert_close(out, expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
-
-
-# -- whole steps ---------------------------------------------------------------------------------
-CASES = [("step", "plain"), ("step", "mtp"), ("step", "ngram"),
-         ("gemma", "plain"), ("gemma", "ngram"), ("gemma", "assistant")]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts")
-    step_dir(path, **MOE).rename(path / "step")
-    moe_dir(path, seed=5, layers_weigh=4, final_logit_softcapping=30.0).rename(path / "gemma")
-    return path
-
-
-def _llm(folder: Path, tmp_path: Path, family: str, mode: str, device: str, **options: Any) -> LLM:
-    spec = spec_of(mode, tmp_path)
-    if mode == "mtp":
-        spec = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
-    assert isinstance(spec, MTPDecodingConfig | NGramDecodingConfig | None)
-    defaults = {
-        "dtype": "float32", "max_batch_size": 4, "max_seq_len": 96,
-        "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
-    }  # fmt: skip
-    return LLM(folder / family, spec, device=device, **{**defaults, **options})
-
-
-@pytest.mark.parametrize(("family", "mode"), CASES)
-def test_tokens_are_those_of_the_cpu(folder: Path, tmp_path: Path, family: str, mode: str) -> None:
-    """Prompts in chunks; eagerly and as graphs."""
-    rng, texts = random.Random(0), []
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(6)]
-    for device, graphs in (("cpu", None), ("cuda", None), ("cuda", CudaGraphConfig())):
-        llm = _llm(
-            folder, tmp_path, family, mode, device, cuda_graph_config=graphs, max_num_tokens=32,
-            enable_chunked_prefill=True,
-        )  # fmt: skip
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-        texts.append([output.outputs[0].token_ids for output in outputs])
-        llm.executor.kv_cache.check_integrity()
-    assert texts[1:] == texts[:1] * 2
-    assert sum(len(set(text)) for text in texts[0]) > 12  # not each of a single token
-
-
-@pytest.mark.parametrize(("family", "mode"), CASES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_step_is_one_graph_that_waits_for_nothing(
-    folder: Path, tmp_path: Path, family: str, mode: str, dtype: str
-) -> None:
-    llm = _llm(
-        folder, tmp_path, family, mode, "cuda", dtype=dtype, max_batch_size=2, max_seq_len=200,
-        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
-    )  # fmt: skip
-    steady.start(llm.executor)
-    steady.launch(llm.executor)
-    steady.finish(llm.executor)
