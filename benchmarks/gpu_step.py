@@ -48,6 +48,7 @@ from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
 
 from trtspec import (
     LLM,
+    CudaGraphConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
@@ -150,6 +151,7 @@ def _engine(
             target_dir, config, device=args.device, dtype="bfloat16", max_batch_size=largest,
             max_seq_len=longest, kv_cache_config=KvCacheConfig(max_tokens=largest * (longest + 96)),
             attn_backend=args.attn_backend,
+            cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
         )  # fmt: skip
     yield llm
 
@@ -242,6 +244,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
+    parser.add_argument("--autotune", action="store_true",
+                        help="choose cuBLAS's algorithms by measurement")  # fmt: skip
     parser.add_argument("--max-seq-len", type=_size, help="of the engines; default: what is needed")
     parser.add_argument("--profile", action="store_true", help="list kernels of 20 steps each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")

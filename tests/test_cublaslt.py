@@ -234,6 +234,39 @@ def test_proposals_are_those_with_and_without_a_workspace(
     assert library.calls.count("cublasLtMatmulPreferenceDestroy") == 2
 
 
+def test_times_go_to_what_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of a round: by a clock that each run moves."""
+    clock = [0.0]
+    orders: list[list[int]] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def run(number: int) -> Any:
+        def of(weight: Tensor) -> None:
+            clock[0] += 10.0**number
+            orders[-1].append(number)
+
+        return of
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: orders.append([]))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: orders.append([]))
+    orders.append([])
+    times = cublaslt._times([run(0), run(1), run(2)], [WEIGHT, WEIGHT])
+    assert times == [1.0, 10.0, 100.0]
+    assert {tuple(order) for order in orders if len(order) == 6} == {
+        (0, 0, 1, 1, 2, 2), (1, 1, 2, 2, 0, 0), (2, 2, 0, 0, 1, 1),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("status", "needed", "is_known"), [
     (0, 64, True), (0, 65, False), (7, 64, False),
 ])  # fmt: skip

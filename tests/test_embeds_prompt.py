@@ -26,7 +26,7 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
-from trtspec.errors import CheckpointError, RequestError
+from trtspec.errors import CheckpointError, ConfigError, RequestError
 
 SIZE = DEFAULTS["hidden_size"]
 LAYERS = 6
@@ -334,6 +334,15 @@ def test_each_depth_of_vanilla_mtp_reads_the_vectors_ahead(tmp_path: Path, num_l
                 assert torch.equal(read[depth][0][rows[is_row]], prompt.prompt_embeds[is_row])
     for other in drafted[1:]:
         torch.testing.assert_close(other, drafted[0], atol=1e-5, rtol=1e-5)
+
+
+def test_vectors_of_the_next_token_alone_are_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = _vanilla(mtp_model_dir(tmp_path, num_mtp_layers=2), 2, 64, batch=1)
+    monkeypatch.setattr("trtspec.executor.inputs.reread_embeds", lambda *_: None)
+    with pytest.raises(ConfigError, match="reread_embeds"):
+        llm.generate(_prompt(), SamplingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize("chunk", [64, 7, 6])

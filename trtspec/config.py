@@ -445,14 +445,14 @@ class CudaGraphConfig:
             Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of a captured step, and keep the choice in the cache directory.
-            False leaves the choice to cuBLAS; it is the same on all GPUs of a kind.
+            False leaves the choice to cuBLAS, the same on all GPUs of a kind.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
     capture_at_start: bool = False
     context_tokens: Sequence[int] | None = None
-    enable_autotuner: bool = True
+    enable_autotuner: bool = False
 
     def __post_init__(self) -> None:
         require_bool(self, "enable_autotuner")

@@ -175,16 +175,3 @@ def test_measuring_finds_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None
         expected = winner if winner is None else cublaslt._product(0, size).algorithms()[winner]
         assert (best is None) == (expected is None)
         assert best is None or expected is None or bytes(best.data) == bytes(expected.data)
-
-
-def test_times_are_of_the_products() -> None:
-    """Twice the work takes longer, by far less than that it could be noise."""
-    x, weight, _ = _operands(1024)
-    out = torch.empty(1024, OUT, device="cuda", dtype=x.dtype)
-    weights = [weight.clone() for _ in range(8)]
-
-    def times(n: int) -> Any:
-        return lambda w: [torch.mm(x, w.t(), out=out) for _ in range(n)]
-
-    one, eight = cublaslt._times([times(1), times(8)], weights)
-    assert 4 < eight / one < 12

@@ -178,6 +178,11 @@ class MTPWorker(RelaxedAcceptanceMixin):
         window_hidden, window_tokens = spec.state["window_hidden"], spec.state["window_tokens"]
         slots = spec.slot_ids
         reread = spec.reread_embeds
+        if self.window and reread is None and spec.next_inputs_embeds is not None:
+            raise ConfigError(
+                "MTPWorker computes K-1 rows before each context again: for prompts that hold "
+                "vectors set spec_metadata.reread_embeds too."
+            )
         rows = _Rows(meta, self.window, None if reread is None else reread.rope_positions)
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
