@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import steady
 import torch
-from test_embeds_prompt import LAYERS, _configs, _mrope_positions, _oracle, _prompt, vl_dir
+from test_embeds_prompt import (
+    LAYERS,
+    _configs,
+    _mrope_positions,
+    _oracle,
+    _prompt,
+    _vl_with_mtp,
+    vl_dir,
+)
 from test_gemma_images import COUNT, WHOLE, Oracle, prompt, whole_dir
 from tiny_heads import mtp_model_dir
 
@@ -25,6 +34,7 @@ pytestmark = [
 ]
 __all__ = ["vl_dir"]  # a fixture
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+VANILLA = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
 
 
 @pytest.mark.parametrize("graphs", [None, CudaGraphConfig()])
@@ -34,10 +44,12 @@ def test_tokens_equal_transformers(
     """Beside a prompt of text, whole and in chunks."""
     prompt = _prompt(mrope_positions=_mrope_positions())
     expected = _oracle(vl_dir, prompt, 12)
-    for name, config in _configs(tmp_path, vl_dir).items():
+    runs = [(name, vl_dir, config) for name, config in _configs(tmp_path, vl_dir).items()]
+    runs.append(("vanilla", _vl_with_mtp(vl_dir, tmp_path, 3), VANILLA))
+    for name, target, config in runs:
         for chunked in (False, True):
             llm = LLM(
-                vl_dir, config, device="cuda", dtype="float32", max_seq_len=64, max_batch_size=2,
+                target, config, device="cuda", dtype="float32", max_seq_len=64, max_batch_size=2,
                 cuda_graph_config=graphs, enable_chunked_prefill=chunked,
                 max_num_tokens=12 if chunked else None,
             )  # fmt: skip
@@ -47,12 +59,38 @@ def test_tokens_equal_transformers(
             assert text.outputs[0].token_ids == alone.outputs[0].token_ids, name
 
 
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_vanilla_mtp_drafts_as_on_cpu(vl_dir: Path, tmp_path: Path, chunk: int) -> None:
+    """The draft layers' logits, also where rows of the part before are computed again."""
+    target, logits = _vl_with_mtp(vl_dir, tmp_path, 3), []
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            target, VANILLA, device=device, dtype="float32", max_seq_len=64, max_batch_size=1,
+            max_num_tokens=chunk, enable_chunked_prefill=True, cuda_graph_config=None,
+        )  # fmt: skip
+        worker, rows = llm.executor.worker, []
+        propose = worker.propose
+
+        def keeping(row: torch.Tensor, *rest: Any, rows=rows, propose=propose) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            rows.append(row.float().cpu())
+            return propose(row, *rest)
+
+        worker.propose = keeping  # type: ignore[method-assign]
+        llm.generate(_prompt(mrope_positions=_mrope_positions()), PARAMS)
+        logits.append(torch.cat(rows))
+    assert len(logits[0]) > 12
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "vanilla"])
 def test_a_generation_step_is_one_launch_and_waits_for_nothing(
-    vl_dir: Path, tmp_path: Path
+    vl_dir: Path, tmp_path: Path, drafter: str
 ) -> None:
     prompt = _prompt(mrope_positions=_mrope_positions())
-    config = _configs(tmp_path, vl_dir)["eagle3"]
-    llm = LLM(vl_dir, config, device="cuda", dtype="bfloat16", max_seq_len=200, max_batch_size=3)
+    target, config = vl_dir, _configs(tmp_path, vl_dir)["eagle3"]
+    if drafter == "vanilla":
+        target, config = _vl_with_mtp(vl_dir, tmp_path, 3), VANILLA
+    llm = LLM(target, config, device="cuda", dtype="bfloat16", max_seq_len=200, max_batch_size=3)
     executor = llm.executor
     for given in (prompt, [3, 4, 5]):
         executor.enqueue(given, SamplingParams(max_tokens=steady.LENGTH, ignore_eos=True))
