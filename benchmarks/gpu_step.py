@@ -244,7 +244,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
-    parser.add_argument("--autotune", action="store_true",
+    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True,
                         help="choose cuBLAS's algorithms by measurement")  # fmt: skip
     parser.add_argument("--max-seq-len", type=_size, help="of the engines; default: what is needed")
     parser.add_argument("--profile", action="store_true", help="list kernels of 20 steps each")

@@ -444,15 +444,16 @@ class CudaGraphConfig:
             that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES; attention in
             Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
-            each large product of a captured step, and keep the choice in the cache directory.
-            False leaves the choice to cuBLAS, the same on all GPUs of a kind.
+            each large product of up to 128 rows in a captured step (under a second for a batch
+            size, once), and keep the choice in the cache directory. False leaves the choice to
+            cuBLAS, as in eager steps: the same on all GPUs of a kind.
     """
 
     batch_sizes: Sequence[int] | None = None
     enable_padding: bool = True
     capture_at_start: bool = False
     context_tokens: Sequence[int] | None = None
-    enable_autotuner: bool = False
+    enable_autotuner: bool = True
 
     def __post_init__(self) -> None:
         require_bool(self, "enable_autotuner")
