@@ -10,6 +10,7 @@ its block tables (--max-seq-len). One line each:
     graph     ms of the captured graph alone, by events over the replays
     target, accept, draft   the graph's parts, by differences of graphs of target + logits, of
               these + acceptance, and of the whole step
+    prompts   ms until that many prompts, given at once, have all been read
     floor     ms to read the bytes a step has to (the target's weights and KV once, the draft
               layers' at each of K passes) at the speed of a large copy
 
@@ -44,7 +45,7 @@ from step_report import (
     title_line,
     write_json,
 )
-from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
+from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch, prompts_ms
 
 from trtspec import (
     LLM,
@@ -213,6 +214,7 @@ def _measure(
         row["times_floor"] = row["step_ms"] / row["floor_ms"]
         if args.profile:
             row["profile"] = steady.profile(wall.ms)
+    row["prompts_ms"] = prompts_ms(llm.executor, batch, context)
     return row
 
 

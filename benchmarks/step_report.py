@@ -32,6 +32,7 @@ COLUMNS = [  # title, width, how a row is shown
     ("floor", 7, lambda r: _number(r["floor_ms"])),
     ("x floor", 7, lambda r: _number(r["times_floor"], 2)),
     ("tokens/s", 8, lambda r: _number(r["tokens_per_second"], 0)),
+    ("prompts", 8, lambda r: _number(r["prompts_ms"], 1)),
     ("AL", 11, lambda r: f"{r['acceptance_length']:.2f}" + _forced_mark(r)),
 ]
 

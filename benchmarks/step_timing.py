@@ -70,6 +70,24 @@ def timed(
     return [median(s.elapsed_time(e) / chunk for s, e in pairs[1:]) for pairs in events]
 
 
+def prompts_ms(executor: PyExecutor, batch: int, context: int, repeats: int = 5) -> float:
+    """ms until `batch` prompts of `context` tokens, given at once to an idle engine, have all been
+    read and have their first token: the median, after a warm-up that captures and compiles."""
+    times = []
+    for _ in range(repeats + 1):
+        for i in range(batch):
+            executor.enqueue(_prompt(executor, i, context), SamplingParams(max_tokens=1))
+        started = time.perf_counter()
+        executor.run_until_done()
+        times.append((time.perf_counter() - started) * 1e3)
+    return median(times[1:])
+
+
+def _prompt(executor: PyExecutor, number: int, context: int) -> list[int]:
+    vocab = executor.target.config.vocab_size
+    return [(7 * j + 11 * number) % vocab for j in range(context)]
+
+
 @dataclass(frozen=True)
 class WallClock:
     block_ms: list[float]  # ms a step, for each block
@@ -98,11 +116,9 @@ class SteadyBatch:
         sampling: dict[str, Any] | None = None,
     ):  # fmt: skip
         self.executor, self.context, self.device = executor, context, executor.device
-        vocab = executor.target.config.vocab_size
         for i in range(batch):
-            prompt = [(7 * j + 11 * i) % vocab for j in range(context)]
             params = SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i, **(sampling or {}))
-            executor.enqueue(prompt, params)
+            executor.enqueue(_prompt(executor, i, context), params)
         while executor.scheduler.waiting or not all(r.is_generation for r in self.requests):
             executor.step()
         for _ in range(2):  # captures the graph
