@@ -14,10 +14,11 @@ from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.context_inputs import ContextInputs
+from trtspec.executor.context_inputs import ContextInputs, most_worth_capturing
 from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
@@ -25,6 +26,8 @@ from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 from trtspec.metadata.mode import SpeculativeDecodingMode
+from trtspec.models.decoder import Decoder
+from trtspec.models.hf_config import parse_config
 
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
 triton_parts = pytest.importorskip("trtspec.attention.triton_parts", reason="needs triton")
@@ -222,7 +225,7 @@ def test_where_prompts_have_no_graphs_it_is_said(
         CudaGraphConfig(), triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
     assert quiet is not None and not caplog.records
-    assert bool(quiet.context_sizes(4096)) == (mode == "EAGLE3_ONE_MODEL")
+    assert bool(quiet.context_sizes(4096, 4096)) == (mode == "EAGLE3_ONE_MODEL")
     kept = build._graph_config(
         config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
@@ -235,11 +238,31 @@ def test_where_prompts_have_no_graphs_it_is_said(
 
 
 def test_default_sizes() -> None:
-    assert CudaGraphConfig().context_sizes(8192) == [64, 128, 256, 512, 1024, 2048]
-    assert CudaGraphConfig().context_sizes(300) == [64, 128, 256]
-    assert CudaGraphConfig().context_sizes(20) == [20]
-    assert CudaGraphConfig(context_tokens=()).context_sizes(300) == []
-    assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300) == [16, 300]
+    most = 10_000
+    assert CudaGraphConfig().context_sizes(8192, most) == [64, 128, 256, 512, 1024, 2048]
+    assert CudaGraphConfig().context_sizes(8192, 800) == [64, 128, 256, 512]
+    assert CudaGraphConfig().context_sizes(300, most) == [64, 128, 256]
+    assert CudaGraphConfig().context_sizes(20, most) == [20]
+    assert CudaGraphConfig().context_sizes(20, 40) == []
+    assert CudaGraphConfig(context_tokens=()).context_sizes(300, most) == []
+    assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300, 1) == [16, 300]
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(2, 1), (4, 1), (2, 8)])
+def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(layers: int, experts: int) -> None:
+    """However many layers; and of experts only those count that a row goes to."""
+    raw = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 1000,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": layers,
+    }  # fmt: skip
+    if experts > 1:
+        raw |= {
+            "model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7168, "head_dim": 128, "norm_topk_prob": True,
+        }  # fmt: skip
+    with torch.device("meta"):
+        target = Decoder(parse_config(raw, Path("config.json")), TorchAttention())
+    assert 700 < most_worth_capturing(target) < 850  # Llama-3.1-8B: 1,024 rows take longer
 
 
 @pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])

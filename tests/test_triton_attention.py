@@ -22,6 +22,7 @@ from trtspec.ops.slots import draft_step_metadata, slot_mapping
 triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # all that the interpreter takes
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 GRID = [
     # rows, q heads, kv heads, dim, page, lengths, window
@@ -133,6 +134,44 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
     )
     assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize(("heads", "dim", "window"), [
+    ((4, 2), 64, None), ((3, 1), 64, 250), ((4, 1), 128, None), ((4, 1), 128, 300),
+    ((2, 1), 96, 40), ((2, 1), 256, 130), ((2, 1), 512, None),
+])  # fmt: skip
+def test_blocks_that_every_row_sees(
+    heads: tuple[int, int], dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Long texts, beginnings and later chunks, against fp32; a tile of no rows is left alone."""
+    page, spans = 16, [(0, 70), (390, 37), (63, 2), (128, 1)]
+    q_heads, kv_heads = heads
+    texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
+    group = KVGroup(*(cache.to(dtype) for cache in (texts.kv_groups[0].k_cache,
+                                                    texts.kv_groups[0].v_cache)))  # fmt: skip
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(len(positions), q_heads, dim, generator=generator).to(dtype).to(DEVICE)
+    k_slots, v_slots = group.layer_slots[0]
+    size, start = triton_paged._context_tile(q, k_slots), 0
+    tiles: list[tuple[int, int, int]] = [(2, 0, 0)]
+    for i, (_, count) in enumerate(spans):
+        tiles += [(i, start + j, min(size, count - j)) for j in range(0, count, size)]
+        start += count
+    out = torch.full_like(q, torch.nan)
+    triton_paged.context_attention(
+        q, k_slots, v_slots, texts.block_tables[0], positions,
+        torch.tensor(tiles, dtype=torch.int32, device=DEVICE), size, page, window, out,
+    )  # fmt: skip
+    meta = replace(
+        texts, context_lens=tuple(n for _, n in spans), num_generations=0, rows_per_generation=1,
+        context_starts=tuple(s for s, _ in spans), position_ids=positions, derived={},
+        kv_groups=(KVGroup(group.k_cache.float(), group.v_cache.float()),),
+    )  # fmt: skip
+    twin = TorchAttention().attend(q.float(), meta, kv_group=0, layer=0, window=window)
+    near = 2e-5 if dtype == torch.float32 else 2e-2  # weights of values are rounded
+    torch.testing.assert_close(out.float(), twin, atol=near, rtol=near)
 
 
 @pytest.mark.parametrize("window", [None, 40])

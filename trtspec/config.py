@@ -440,9 +440,10 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
             generations' graph; prompts that fit none run eagerly, with the generations. None is
-            64, 128, … 2048 up to the engine's max_num_tokens where such graphs can be had (modes
-            that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES; attention in
-            Triton); () is none.
+            64, 128, … 2048 up to the engine's max_num_tokens, as far as a model of this size is
+            computed faster than it is launched (512 for 8 B parameters), where such graphs can be
+            had (modes that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES;
+            attention in Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of up to 128 rows in a captured step (under a second for a batch
             size, once), and keep the choice in the cache directory. False leaves the choice to
@@ -479,11 +480,12 @@ class CudaGraphConfig:
         sizes = {1, 2, 4, *range(8, max_batch_size + 1, 8), max_batch_size}
         return sorted(n for n in sizes if n <= max_batch_size)
 
-    def context_sizes(self, max_num_tokens: int) -> list[int]:
-        """The sizes in use of passes over prompts, ascending."""
+    def context_sizes(self, max_num_tokens: int, most_worth: int) -> list[int]:
+        """The sizes in use of passes over prompts, ascending; by default up to `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            sizes = [2**i for i in range(6, 12) if i == 6 or 2**i <= max_num_tokens]
+            sizes = [n for n in (2**i for i in range(6, 12)) if n <= most_worth]
+            sizes = [n for n in sizes if n == 64 or n <= max_num_tokens]
         return sorted({min(n, max_num_tokens) for n in sizes})
 
 

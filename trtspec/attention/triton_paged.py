@@ -13,7 +13,8 @@ requests in a pass. The host knows their lengths and says which rows a tile has.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -224,6 +225,15 @@ def _context_tile(q: Tensor, k_slots: Tensor) -> int:
     return most // (q.shape[1] // k_slots.shape[1])
 
 
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have the shared memory of a data centre's GPU."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    return bool(properties.shared_memory_per_block_optin >= 160 << 10)
+
+
 def _block_d(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))  # tl.dot needs 16
 
@@ -254,10 +264,11 @@ def context_attention(
     kv_heads = k_slots.shape[1]
     per_kv, block_d = q_heads // kv_heads, _block_d(dim)
     block_m = max(16, triton.next_power_of_2(tile_rows * per_kv))
-    block_n = BLOCK_N // max(block_d // 128, 1)
-    num_warps = 8 if block_m * block_d > 128 * 64 else 4
-    if q.dtype == torch.float32:
-        block_n, num_warps = max(block_n // 2, 16), 8 if block_d <= 128 else 4
+    block_n, num_warps, split = BLOCK_N // max(block_d // 128, 1), 4, True
+    if q.dtype == torch.float32:  # two loops would spill
+        block_n, num_warps, split = max(block_n // 2, 16), 8 if block_d <= 128 else 4, False
+    elif block_d == 128 and _has_room(q.device):
+        block_n, num_warps = 2 * BLOCK_N, 8
     factor, cap = _base_2(dim, scale, softcap)
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,
@@ -266,41 +277,54 @@ def context_attention(
         v_slots.stride(0), v_slots.stride(1), block_tables.stride(0), block_tables.shape[1],
         out.stride(0), out.stride(1),
         per_kv=per_kv, dim=dim, page_size=page_size, window=-1 if window is None else window,
-        CAP=cap, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps,
-        num_stages=2, **dependent_launch(q),
+        CAP=cap, SPLIT=split, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        num_warps=num_warps, num_stages=2, **dependent_launch(q),
     )  # fmt: skip
 
 
 @triton.jit
-def _sums(
-    q, positions, start, end, k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
-    dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, CAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Softmax sums of query rows, in base 2, over the keys at positions start … end - 1: the
-    largest score, the sum of weights, the sum of weighted values."""
-    d = tl.arange(0, BLOCK_D)
+def _no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return best, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def _sums(
+    best, total, acc, q, positions, start, end,
+    k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
+    dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Softmax sums of query rows, in base 2: the largest score, the sum of weights, the sum of
+    weighted values; with the keys at positions start … end - 1 added. Not MASKED: whole blocks of
+    keys that every row sees."""
+    d = tl.arange(0, BLOCK_D)
     for begin in range(start, end, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         page = n // page_size
-        block = tl.load(table_ptr + page, mask=(n < end) & (page < table_width), other=0)
-        slot = block.to(tl.int64) * page_size + n % page_size
         inside = (n[:, None] < end) & (d[None, :] < dim)
-        k = tl.load(k_ptr + slot[:, None] * k_row + d[None, :], mask=inside, other=0.0)
-        v = tl.load(v_ptr + slot[:, None] * v_row + d[None, :], mask=inside, other=0.0)
+        if MASKED:
+            block = tl.load(table_ptr + page, mask=(n < end) & (page < table_width), other=0)
+        else:
+            block = tl.load(table_ptr + page)
+        slot = block.to(tl.int64) * page_size + n % page_size
+        if MASKED or dim < BLOCK_D:
+            k = tl.load(k_ptr + slot[:, None] * k_row + d[None, :], mask=inside, other=0.0)
+            v = tl.load(v_ptr + slot[:, None] * v_row + d[None, :], mask=inside, other=0.0)
+        else:
+            k = tl.load(k_ptr + slot[:, None] * k_row + d[None, :])
+            v = tl.load(v_ptr + slot[:, None] * v_row + d[None, :])
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP > 0:  # tanh(x / 2) = 1 - 2 / (exp(x) + 1)
             scores = CAP * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
-        if window > 0:
-            seen = seen & (n[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
+        if MASKED:
+            seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
+            if window > 0:
+                seen = seen & (n[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         # A row that has seen nothing yet has no best: keep its weights at zero, not NaN.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(best - base)
         total = total * keep + tl.sum(weights, 1)
@@ -314,7 +338,7 @@ def _context_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, tile_ptr, out_ptr, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, table_width, out_row, out_head,
     per_kv: tl.constexpr, dim: tl.constexpr, page_size: tl.constexpr, window: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of a context's rows, with the query heads of one KV head."""
@@ -329,16 +353,38 @@ def _context_kernel(
     q = tl.load(
         q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
     )
-    last = tl.max(tl.where(is_row, positions, 0), 0)
-    first = last * 0
+    k_ptr, v_ptr = k_ptr + kv_head * k_head, v_ptr + kv_head * v_head
+    table_ptr += seq * table_row
+    best, total, acc = _no_sums(BLOCK_M, BLOCK_D)
+    end = tl.max(tl.where(is_row, positions, 0), 0) + 1
+    # Of blocks that all rows see wholly, from `clear` to `partly`, nothing is masked.
+    earliest = tl.min(tl.where(is_row, positions, end), 0)
+    start = end * 0
     if window > 0:
-        first = tl.maximum(tl.min(tl.where(is_row, positions, 1 << 30), 0) - window + 1, 0)
-        first = first // BLOCK_N * BLOCK_N
+        start = tl.maximum(earliest - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        partly = tl.minimum(earliest + 1, end) // BLOCK_N * BLOCK_N
+        if window > 0:
+            clear = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK_N) * BLOCK_N, end)
+            best, total, acc = _sums(
+                best, total, acc, q, positions, start, clear,
+                k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
+                dim=dim, page_size=page_size, window=window, CAP=CAP, MASKED=True,
+                BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+            )  # fmt: skip
+            start = clear
+        best, total, acc = _sums(
+            best, total, acc, q, positions, start, partly,
+            k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
+            dim=dim, page_size=page_size, window=window, CAP=CAP, MASKED=False,
+            BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        )  # fmt: skip
+        start = tl.maximum(start, partly)
     _best, total, acc = _sums(
-        q, positions, first, last + 1, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head,
-        k_row, v_row, table_ptr + seq * table_row, table_width, scale,
-        dim=dim, page_size=page_size, window=window, CAP=CAP,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        best, total, acc, q, positions, start, end,
+        k_ptr, v_ptr, k_row, v_row, table_ptr, table_width, scale,
+        dim=dim, page_size=page_size, window=window, CAP=CAP, MASKED=True,
+        BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
     acc = acc / tl.where(is_row, total, 1.0)[:, None]
     tl.store(
@@ -395,11 +441,13 @@ def _partial_kernel(
     q = tl.load(
         q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
     )
+    best, total, acc = _no_sums(BLOCK_M, BLOCK_D)
     best, total, acc = _sums(
-        q, positions, start, end, k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
+        best, total, acc, q, positions, start, end,
+        k_ptr + kv_head * k_head, v_ptr + kv_head * v_head, k_row, v_row,
         table_ptr + seq * table_row, table_width, scale,
-        dim=dim, page_size=page_size, window=window, CAP=CAP,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
+        dim=dim, page_size=page_size, window=window, CAP=CAP, MASKED=True,
+        BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D,
     )  # fmt: skip
     if blocks <= part:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -13,11 +13,26 @@ import torch
 
 from ..cache.manager import KVCacheManager
 from ..metadata.sampling import to_device
+from ..models.decoder import Decoder
 from .inputs import StepInputs
 from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
 """A shape has a context for so many of its rows; shorter prompts want a larger shape."""
+_LAUNCH_SECONDS = 0.58e-3  # of a layer in an eager pass over prompts (H200, its hosts)
+_FLOPS = 600e12  # of such passes, a second (H200, bf16)
+
+
+def most_worth_capturing(target: Decoder) -> int:
+    """Rows of a pass that the GPU computes in the time the host takes to launch it eagerly. With
+    more, a graph saves nothing, and what pads it costs."""
+    weights = 0.0  # that a row is multiplied with
+    for i, layer in enumerate(target.layers):
+        moe = target.config.moe_of_layer(i)
+        for name, parameter in layer.named_parameters():
+            share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
+            weights += parameter.numel() * share
+    return int(_LAUNCH_SECONDS * len(target.layers) * _FLOPS / (2 * weights))
 
 
 class ContextInputs:

@@ -62,8 +62,8 @@ class CudaGraphs:
     def __init__(
         self,
         config: CudaGraphConfig,
+        context_sizes: Sequence[int],
         max_batch_size: int,
-        max_num_tokens: int,
         max_seq_len: int,
         kv_cache: KVCacheManager,
         state: SlotState,
@@ -84,8 +84,7 @@ class CudaGraphs:
         self.inputs[:, 0] = self.scratch_slot
         self._sent: list[tuple[int, int, int]] = []
         self.contexts = [
-            ContextInputs(n, max_batch_size, max_seq_len, kv_cache, device)
-            for n in config.context_sizes(max_num_tokens)
+            ContextInputs(n, max_batch_size, max_seq_len, kv_cache, device) for n in context_sizes
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()

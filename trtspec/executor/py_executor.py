@@ -38,7 +38,7 @@ from ..sampling.params import SamplingParams
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
 from .admission import check_params, check_prompt, end_ids
-from .context_inputs import ContextInputs
+from .context_inputs import ContextInputs, most_worth_capturing
 from .dead_drafter import DeadDrafterWatch
 from .drafting import ask_drafter, draft_in_passes
 from .embeds import kept_embeds
@@ -129,9 +129,12 @@ class PyExecutor:
         self.saver = saver
         self.graphs: CudaGraphs | None = None
         if device.type == "cuda" and config.cuda_graph is not None:
+            context_sizes = config.cuda_graph.context_sizes(
+                config.max_num_tokens, most_worth_capturing(target)
+            )
             self.graphs = CudaGraphs(
-                config.cuda_graph, config.max_batch_size, config.max_num_tokens,
-                config.max_seq_len, kv_cache, self.state, device, self._step, self._draft_passes,
+                config.cuda_graph, context_sizes, config.max_batch_size, config.max_seq_len,
+                kv_cache, self.state, device, self._step, self._draft_passes,
             )  # fmt: skip
             if config.cuda_graph.capture_at_start:
                 self.graphs.capture_all(self.max_draft_len)
