@@ -10,7 +10,7 @@ its block tables (--max-seq-len). One line each:
     graph     ms of the captured graph alone, by events over the replays
     target, accept, draft   the graph's parts, by differences of graphs of target + logits, of
               these + acceptance, and of the whole step
-    prompts   ms until that many prompts, given at once, have all been read
+    prompts   ms until `batch` prompts of `context` tokens, given at once, have their first token
     floor     ms to read the bytes a step has to (the target's weights and KV once, the draft
               layers' at each of K passes) at the speed of a large copy
 
@@ -104,9 +104,14 @@ def run(args: argparse.Namespace) -> None:
                         base = row["plain_ms"] = plain.get((batch, context))
                         row["times_plain"] = None if base is None else row["step_ms"] / base
                         rows.append(row)
-                        print(row_line(row), flush=True)
                         report["further_draft_ms"] = further_drafts(rows)
                         write_json(args.json, report)
+                        if args.prompts:
+                            row["prompts_ms"] = prompts_ms(
+                                llm.executor, batch, context, args.prompts
+                            )
+                            write_json(args.json, report)
+                        print(row_line(row), flush=True)
             del llm
             gc.collect()
             if device.type == "cuda":
@@ -197,7 +202,7 @@ def _measure(
         split = steady.split(args.replays)
         row: Row = {
             "mode": mode, "k": k, "batch": batch, "context": context, "step_ms": wall.ms,
-            "plain_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
+            "plain_ms": None, "prompts_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
             "tokens_per_second": batch * wall.acceptance_length / wall.ms * 1e3,
             "acceptance_length": wall.acceptance_length, "kv_tokens": wall.kv_tokens,
             "forced_acceptance": llm.stats().forced_acceptance,
@@ -214,7 +219,6 @@ def _measure(
         row["times_floor"] = row["step_ms"] / row["floor_ms"]
         if args.profile:
             row["profile"] = steady.profile(wall.ms)
-    row["prompts_ms"] = prompts_ms(llm.executor, batch, context)
     return row
 
 
@@ -245,6 +249,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature")
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
+    parser.add_argument("--prompts", type=int, default=3, metavar="N",
+                        help="times that the prompts are read and timed; 0: not")  # fmt: skip
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True,
                         help="choose cuBLAS's algorithms by measurement")  # fmt: skip

@@ -70,9 +70,9 @@ def timed(
     return [median(s.elapsed_time(e) / chunk for s, e in pairs[1:]) for pairs in events]
 
 
-def prompts_ms(executor: PyExecutor, batch: int, context: int, repeats: int = 5) -> float:
-    """ms until `batch` prompts of `context` tokens, given at once to an idle engine, have all been
-    read and have their first token: the median, after a warm-up that captures and compiles."""
+def prompts_ms(executor: PyExecutor, batch: int, context: int, repeats: int) -> float:
+    """ms until `batch` prompts of `context` tokens, given at once to an idle engine, have their
+    first token, greedily: the median, after a warm-up that captures and compiles."""
     times = []
     for _ in range(repeats + 1):
         for i in range(batch):

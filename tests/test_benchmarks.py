@@ -46,6 +46,7 @@ def test_every_combination_is_a_line_with_all_its_fields(tmp_path: Path) -> None
         assert row["step_ms"] > 0 and row["plain_ms"] > 0 and row["times_plain"] > 0
         assert row["target_ms"] > 0 and row["graph_ms"] is None  # there are no graphs on CPU
         assert {"accept_ms", "draft_ms", "kv_tokens"} < row.keys()
+        assert row["prompts_ms"] > 0
         assert len(row["block_ms"]) == 8 and row["tokens_per_second"] > 0
         assert row["times_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
         drafts = row["bytes"]["draft_weights"], row["bytes"]["draft_kv"]

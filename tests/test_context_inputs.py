@@ -243,26 +243,35 @@ def test_default_sizes() -> None:
     assert CudaGraphConfig().context_sizes(8192, 800) == [64, 128, 256, 512]
     assert CudaGraphConfig().context_sizes(300, most) == [64, 128, 256]
     assert CudaGraphConfig().context_sizes(20, most) == [20]
-    assert CudaGraphConfig().context_sizes(20, 40) == []
+    assert CudaGraphConfig().context_sizes(20, 40) == [20]
+    assert CudaGraphConfig().context_sizes(100, 40) == []
     assert CudaGraphConfig(context_tokens=()).context_sizes(300, most) == []
     assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300, 1) == [16, 300]
 
 
-@pytest.mark.parametrize(("layers", "experts"), [(2, 1), (4, 1), (2, 8)])
-def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(layers: int, experts: int) -> None:
+@pytest.mark.parametrize(("layers", "experts", "inner", "dtype", "least", "most"), [
+    (2, 1, 14_336, torch.bfloat16, 700, 850),  # Llama-3.1-8B's, of which 1,024 rows take longer
+    (4, 1, 14_336, torch.bfloat16, 700, 850),
+    (2, 8, 14_336, torch.bfloat16, 700, 850),  # as much for each row
+    (2, 1, 1024, torch.bfloat16, 3100, 3300),
+    (2, 1, 14_336, torch.float32, 70, 85),
+])  # fmt: skip
+def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(
+    layers: int, experts: int, inner: int, dtype: torch.dtype, least: int, most: int
+) -> None:
     """However many layers; and of experts only those count that a row goes to."""
     raw = {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 1000,
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": inner, "vocab_size": 1000,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": layers,
     }  # fmt: skip
     if experts > 1:
         raw |= {
             "model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7168, "head_dim": 128, "norm_topk_prob": True,
+            "moe_intermediate_size": inner // 2, "head_dim": 128, "norm_topk_prob": True,
         }  # fmt: skip
     with torch.device("meta"):
-        target = Decoder(parse_config(raw, Path("config.json")), TorchAttention())
-    assert 700 < most_worth_capturing(target) < 850  # Llama-3.1-8B: 1,024 rows take longer
+        target = Decoder(parse_config(raw, Path("config.json")), TorchAttention()).to(dtype)
+    assert least < most_worth_capturing(target) < most
 
 
 @pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])

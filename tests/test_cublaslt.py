@@ -296,6 +296,7 @@ def test_without_the_library_nothing_is_asked(
     cublaslt._library.cache_clear()
 
 
-def test_the_switch_is_a_bool() -> None:
+def test_the_switch_is_a_bool_and_on() -> None:
+    assert CudaGraphConfig().enable_autotuner
     with pytest.raises(ConfigError, match="enable_autotuner='no'"):
         CudaGraphConfig(enable_autotuner="no")  # type: ignore[arg-type]

@@ -137,41 +137,52 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
-@pytest.mark.parametrize(("heads", "dim", "window"), [
-    ((4, 2), 64, None), ((3, 1), 64, 250), ((4, 1), 128, None), ((4, 1), 128, 300),
-    ((2, 1), 96, 40), ((2, 1), 256, 130), ((2, 1), 512, None),
+@pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room"), [
+    ((4, 2), 64, None, None, True), ((3, 1), 64, 250, 2.0, True), ((4, 1), 128, None, None, True),
+    ((4, 1), 128, 300, None, True), ((4, 1), 128, 150, None, False), ((2, 1), 96, 40, None, True),
+    ((2, 1), 256, 130, 2.0, True), ((2, 1), 256, None, None, False), ((2, 1), 512, None, 2.0, True),
 ])  # fmt: skip
 def test_blocks_that_every_row_sees(
-    heads: tuple[int, int], dim: int, window: int | None, dtype: torch.dtype
-) -> None:
-    """Long texts, beginnings and later chunks, against fp32; a tile of no rows is left alone."""
-    page, spans = 16, [(0, 70), (390, 37), (63, 2), (128, 1)]
+    heads: tuple[int, int], dim: int, window: int | None, softcap: float | None, has_room: bool,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Long texts, beginnings and later chunks, against fp32; a tile of no rows writes nowhere."""
+    monkeypatch.setattr(triton_paged, "_has_room", lambda _: has_room)
+    page, spans = 16, [(0, 70), (390, 37), (63, 2), (62, 3), (126, 3), (128, 1)]
     q_heads, kv_heads = heads
     texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
-    group = KVGroup(*(cache.to(dtype) for cache in (texts.kv_groups[0].k_cache,
-                                                    texts.kv_groups[0].v_cache)))  # fmt: skip
+    group = _of_dtype(texts.kv_groups[0], dtype)
     positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
     generator = torch.Generator().manual_seed(6)
-    q = torch.randn(len(positions), q_heads, dim, generator=generator).to(dtype).to(DEVICE)
+    rows = len(positions) + 1  # the last is of no text
+    q = torch.randn(rows, q_heads, dim, generator=generator).to(dtype).to(DEVICE)
     k_slots, v_slots = group.layer_slots[0]
     size, start = triton_paged._context_tile(q, k_slots), 0
-    tiles: list[tuple[int, int, int]] = [(2, 0, 0)]
+    tiles: list[tuple[int, int, int]] = [(2, rows - 1, 0)]
     for i, (_, count) in enumerate(spans):
         tiles += [(i, start + j, min(size, count - j)) for j in range(0, count, size)]
         start += count
     out = torch.full_like(q, torch.nan)
     triton_paged.context_attention(
-        q, k_slots, v_slots, texts.block_tables[0], positions,
+        q, k_slots, v_slots, texts.block_tables[0], torch.cat([positions, positions[:1]]),
         torch.tensor(tiles, dtype=torch.int32, device=DEVICE), size, page, window, out,
+        softcap=softcap,
     )  # fmt: skip
+    assert out[-1].isnan().all()
     meta = replace(
         texts, context_lens=tuple(n for _, n in spans), num_generations=0, rows_per_generation=1,
         context_starts=tuple(s for s, _ in spans), position_ids=positions, derived={},
-        kv_groups=(KVGroup(group.k_cache.float(), group.v_cache.float()),),
+        kv_groups=(_of_dtype(group, torch.float32),),
     )  # fmt: skip
-    twin = TorchAttention().attend(q.float(), meta, kv_group=0, layer=0, window=window)
-    near = 2e-5 if dtype == torch.float32 else 2e-2  # weights of values are rounded
-    torch.testing.assert_close(out.float(), twin, atol=near, rtol=near)
+    twin = TorchAttention().attend(
+        q[:-1].float(), meta, kv_group=0, layer=0, window=window, softcap=softcap
+    )
+    near = 2e-5 if dtype == torch.float32 else 1e-2  # weights of values are rounded
+    torch.testing.assert_close(out[:-1].float(), twin, atol=near, rtol=near)
+
+
+def _of_dtype(group: KVGroup, dtype: torch.dtype) -> KVGroup:
+    return KVGroup(group.k_cache.to(dtype), group.v_cache.to(dtype))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -221,7 +232,10 @@ def test_slots_of_positions_without_a_block_are_nowhere() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("is_context", [False, True])
-def test_blocks_behind_the_window_are_not_missed(rows: int, is_context: bool) -> None:
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_blocks_behind_the_window_are_not_missed(
+    rows: int, is_context: bool, dtype: torch.dtype
+) -> None:
     """They were given back: the table has the null block there, and others write to them."""
     lengths, page, window, kv_heads, dim = [200, 9, 77], 8, 21, 2, 16
     meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=4096)
@@ -231,8 +245,10 @@ def test_blocks_behind_the_window_are_not_missed(rows: int, is_context: bool) ->
             derived={},
         )  # fmt: skip
     generator = torch.Generator().manual_seed(6)
-    q = torch.randn(len(lengths) * rows, 6, dim, generator=generator).to(DEVICE)
+    q = torch.randn(len(lengths) * rows, 6, dim, generator=generator).to(dtype).to(DEVICE)
+    meta = replace(meta, kv_groups=(_of_dtype(meta.kv_groups[0], dtype),))
     given = {"kv_group": 0, "layer": 0, "window": window}
+    near = 2e-5 if dtype == torch.float32 else 1e-2
     whole = TorchAttention().attend(q, meta, **given)
     table, group = meta.block_tables[0].clone(), meta.kv_groups[0]
     for i, length in enumerate(lengths):
@@ -243,4 +259,4 @@ def test_blocks_behind_the_window_are_not_missed(rows: int, is_context: bool) ->
     group.k_cache[:, NULL_BLOCK] = group.v_cache[:, NULL_BLOCK] = 0
     for backend in (TorchAttention(), triton_paged.TritonAttention()):
         freed = replace(meta, block_tables=(table,), derived={})
-        torch.testing.assert_close(backend.attend(q, freed, **given), whole, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(backend.attend(q, freed, **given), whole, atol=near, rtol=near)

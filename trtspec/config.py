@@ -440,10 +440,10 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
             generations' graph; prompts that fit none run eagerly, with the generations. None is
-            64, 128, … 2048 up to the engine's max_num_tokens, as far as a model of this size is
-            computed faster than it is launched (512 for 8 B parameters), where such graphs can be
-            had (modes that draft inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES;
-            attention in Triton); () is none.
+            64, 128, … 2048 up to the engine's max_num_tokens and to where an H200 computes a layer
+            for longer than a host launches it (in bf16 512 tokens for 8 B parameters), if such
+            graphs can be had (modes that draft inside the step, but not vanilla MTP or
+            SAVE_HIDDEN_STATES; attention in Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of up to 128 rows in a captured step (under a second for a batch
             size, once), and keep the choice in the cache directory. False leaves the choice to
@@ -484,8 +484,8 @@ class CudaGraphConfig:
         """The sizes in use of passes over prompts, ascending; by default up to `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            sizes = [n for n in (2**i for i in range(6, 12)) if n <= most_worth]
-            sizes = [n for n in sizes if n == 64 or n <= max_num_tokens]
+            sizes = [min(64, max_num_tokens), *(2**i for i in range(7, 12))]
+            return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
         return sorted({min(n, max_num_tokens) for n in sizes})
 
 

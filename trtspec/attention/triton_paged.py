@@ -227,11 +227,12 @@ def _context_tile(q: Tensor, k_slots: Tensor) -> int:
 
 @cache
 def _has_room(device: torch.device) -> bool:
-    """Whether a program may have the shared memory of a data centre's GPU."""
+    """Whether a program may have the shared memory of a Hopper GPU, or of Blackwell's of the data
+    centre; others spill with the tiles that are best there."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
-    return bool(properties.shared_memory_per_block_optin >= 160 << 10)
+    return properties.major >= 9 and properties.shared_memory_per_block_optin >= 162 << 10
 
 
 def _block_d(dim: int) -> int:
@@ -264,11 +265,12 @@ def context_attention(
     kv_heads = k_slots.shape[1]
     per_kv, block_d = q_heads // kv_heads, _block_d(dim)
     block_m = max(16, triton.next_power_of_2(tile_rows * per_kv))
-    block_n, num_warps, split = BLOCK_N // max(block_d // 128, 1), 4, True
-    if q.dtype == torch.float32:  # two loops would spill
+    block_n, split = BLOCK_N // max(block_d // 128, 1), True
+    num_warps = 8 if block_m * block_d > 128 * 64 else 4
+    if q.dtype == torch.float32:  # several loops would spill
         block_n, num_warps, split = max(block_n // 2, 16), 8 if block_d <= 128 else 4, False
-    elif block_d == 128 and _has_room(q.device):
-        block_n, num_warps = 2 * BLOCK_N, 8
+    elif block_d > 64 and _has_room(q.device):
+        block_n, num_warps = (2 * BLOCK_N, 8) if block_d == 128 else (block_n, 4)
     factor, cap = _base_2(dim, scale, softcap)
     _context_kernel[(len(tiles), kv_heads)](
         q, k_slots, v_slots, block_tables, position_ids, tiles, out,
@@ -357,14 +359,15 @@ def _context_kernel(
     table_ptr += seq * table_row
     best, total, acc = _no_sums(BLOCK_M, BLOCK_D)
     end = tl.max(tl.where(is_row, positions, 0), 0) + 1
-    # Of blocks that all rows see wholly, from `clear` to `partly`, nothing is masked.
     earliest = tl.min(tl.where(is_row, positions, end), 0)
     start = end * 0
     if window > 0:
         start = tl.maximum(earliest - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT:
+        # From here on there are keys that some row does not see yet.
         partly = tl.minimum(earliest + 1, end) // BLOCK_N * BLOCK_N
         if window > 0:
+            # Up to here there are keys that some row does not see any more.
             clear = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), BLOCK_N) * BLOCK_N, end)
             best, total, acc = _sums(
                 best, total, acc, q, positions, start, clear,

@@ -20,7 +20,8 @@ from .request import ContextChunk
 TOKENS_PER_CONTEXT = 16
 """A shape has a context for so many of its rows; shorter prompts want a larger shape."""
 _LAUNCH_SECONDS = 0.58e-3  # of a layer in an eager pass over prompts (H200, its hosts)
-_FLOPS = 600e12  # of such passes, a second (H200, bf16)
+_FLOPS = {torch.float32: 60e12}  # of such passes, a second; for others _HALF_FLOPS (H200)
+_HALF_FLOPS = 600e12
 
 
 def most_worth_capturing(target: Decoder) -> int:
@@ -32,7 +33,8 @@ def most_worth_capturing(target: Decoder) -> int:
         for name, parameter in layer.named_parameters():
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             weights += parameter.numel() * share
-    return int(_LAUNCH_SECONDS * len(target.layers) * _FLOPS / (2 * weights))
+    flops = _FLOPS.get(target.norm.weight.dtype, _HALF_FLOPS)
+    return int(_LAUNCH_SECONDS * len(target.layers) * flops / (2 * weights))
 
 
 class ContextInputs:
