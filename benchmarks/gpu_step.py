@@ -202,7 +202,8 @@ def _measure(
         split = steady.split(args.replays)
         row: Row = {
             "mode": mode, "k": k, "batch": batch, "context": context, "step_ms": wall.ms,
-            "plain_ms": None, "prompts_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
+            "plain_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
+            "prompts_ms": None,
             "tokens_per_second": batch * wall.acceptance_length / wall.ms * 1e3,
             "acceptance_length": wall.acceptance_length, "kv_tokens": wall.kv_tokens,
             "forced_acceptance": llm.stats().forced_acceptance,
@@ -249,7 +250,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature")
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
-    parser.add_argument("--prompts", type=int, default=3, metavar="N",
+    parser.add_argument("--prompts", type=_count, default="3", metavar="N",
                         help="times that the prompts are read and timed; 0: not")  # fmt: skip
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True,
@@ -284,10 +285,14 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys(modes))
 
 
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an int >= 1.")
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int >= {least}.")
     return int(text)
+
+
+def _size(text: str) -> int:
+    return _count(text, least=1)
 
 
 def _sizes(text: str) -> list[int]:
