@@ -19,9 +19,8 @@ from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
 """A shape has a context for so many of its rows; shorter prompts want a larger shape."""
-_LAUNCH_SECONDS = 0.58e-3  # of a layer in an eager pass over prompts (H200, its hosts)
-_FLOPS = {torch.float32: 60e12}  # of such passes, a second; for others _HALF_FLOPS (H200)
-_HALF_FLOPS = 600e12
+_LAUNCH_SECONDS = 0.58e-3  # of a layer in an eager pass over prompts (an H200's host)
+_FLOPS, _FLOPS_FP32 = 600e12, 60e12  # a second, of such passes (H200)
 
 
 def most_worth_capturing(target: Decoder) -> int:
@@ -33,7 +32,7 @@ def most_worth_capturing(target: Decoder) -> int:
         for name, parameter in layer.named_parameters():
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             weights += parameter.numel() * share
-    flops = _FLOPS.get(target.norm.weight.dtype, _HALF_FLOPS)
+    flops = _FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else _FLOPS
     return int(_LAUNCH_SECONDS * len(target.layers) * flops / (2 * weights))
 
 
