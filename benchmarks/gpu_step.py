@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> None:
                         rows.append(row)
                         report["further_draft_ms"] = further_drafts(rows)
                         write_json(args.json, report)
-                        if args.prompts:
+                        if args.prompt_repeats:
                             row["prompts_ms"] = prompts_ms(
-                                llm.executor, batch, context, args.prompts
+                                llm.executor, batch, context, args.prompt_repeats
                             )
                             write_json(args.json, report)
                         print(row_line(row), flush=True)
@@ -250,7 +250,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature")
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
-    parser.add_argument("--prompts", type=_count, default="3", metavar="N",
+    parser.add_argument("--prompt-repeats", type=_count, default="3", metavar="N",
                         help="times that the prompts are read and timed; 0: not")  # fmt: skip
     parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True,

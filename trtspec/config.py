@@ -446,8 +446,9 @@ class CudaGraphConfig:
             SAVE_HIDDEN_STATES; attention in Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of up to 128 rows in a captured step (under a second for a batch
-            size, once), and keep the choice in the cache directory. False leaves the choice to
-            cuBLAS, as in eager steps: the same on all GPUs of a kind.
+            size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured
+            step may then round otherwise than an eager one. False leaves the choice to cuBLAS, as
+            in eager steps: the same on all GPUs of a kind.
     """
 
     batch_sizes: Sequence[int] | None = None
