@@ -138,8 +138,7 @@ def test_a_pass_is_what_the_host_would_send(
     cache, device = executor.kv_cache, executor.device
     ours, fixed = build_inputs(batch, cache, 2, device), shape.step_inputs(2, True, False)
     step, padded = (
-        assemble(inputs, executor.state, cache, executor.mode, 2, executor.config.max_seq_len)
-        for inputs in (ours, fixed)
+        assemble(inputs, executor.state, cache, executor._shape) for inputs in (ours, fixed)
     )
     count = len(chunks)
     meta, other = step.attn_metadata, padded.attn_metadata

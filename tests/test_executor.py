@@ -406,6 +406,22 @@ def test_thousands_of_operations_leak_nothing(engines: dict[Any, LLM]) -> None:
     assert after - before < 100_000
 
 
+def test_a_worker_is_told_of_the_engine_it_is_in(target_dir: Path, draft_dir: Path) -> None:
+    """Every field of SpecMetadata that our executor can know."""
+    llm = LLM(
+        target_dir,
+        DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(draft_dir)),
+        device="cpu", dtype="float32", max_seq_len=64,
+    )  # fmt: skip
+    worker, seen = llm.executor.worker, []
+    forward = worker.forward
+    worker.forward = lambda *a, **k: (seen.append(a[5]), forward(*a, **k))[1]  # type: ignore
+    llm.generate([5, 6], SamplingParams(max_tokens=3))
+    assert {spec.num_layers for spec in seen} == {llm.executor.target.config.num_layers}
+    assert {spec.num_extra_kv_tokens for spec in seen} == {worker.num_extra_kv_tokens} != {0}
+    assert {spec.is_cuda_graph for spec in seen} == {False}
+
+
 # -- one request's trouble is its own ----------------------------------------------------------
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("when", ["context", "generation"])

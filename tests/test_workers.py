@@ -224,9 +224,9 @@ def test_sampling_rows_one_per_logits_row() -> None:
     ]
     spec.populate_sampling_params_for_one_model(requests)
     assert spec.temperatures is not None and spec.top_ks is not None and spec.top_ps is not None
-    assert spec.temperatures.tolist() == pytest.approx([0.5] + [0.8] * 3 + [0.0] * 3)
-    assert spec.top_ks.tolist() == [3, 9, 9, 9, 0, 0, 0]
-    assert spec.top_ps.tolist() == pytest.approx([1.0] + [0.4] * 3 + [1.0] * 3)
+    assert spec.temperatures[:7].tolist() == pytest.approx([0.5] + [0.8] * 3 + [0.0] * 3)
+    assert spec.top_ks[:7].tolist() == [3, 9, 9, 9, 0, 0, 0]
+    assert spec.top_ps[:7].tolist() == pytest.approx([1.0] + [0.4] * 3 + [1.0] * 3)
     off = _spec(2)
     off.populate_sampling_params_for_one_model(requests)
     assert off.temperatures is None
@@ -251,7 +251,7 @@ def test_requests_without_a_seed_do_not_share_one() -> None:
         spec = _spec(2, allow_advanced_sampling=True)
         spec.populate_sampling_params_for_one_model(order)
         assert spec.seeds is not None
-        seeds.append(spec.seeds.tolist())
+        seeds.append(spec.seeds[:5].tolist())
     assert seeds[0] == seeds[1][::-1], "a request's seed is its own in every step"
     assert seeds[0][2] == 0 and len(set(seeds[0])) == 5
 

@@ -229,7 +229,7 @@ class CudaGraphs:
     def _run_step(self, key: GraphKey) -> StepOutputs:
         # The scratch slot's text would grow by every step it stands in for.
         self.state.past_lens[self.scratch_slot :].zero_()
-        return self.step(self._step_inputs(key), key.draft_len)
+        return self.step(replace(self._step_inputs(key), is_cuda_graph=True), key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
         if key.context_tokens:

@@ -52,6 +52,18 @@ class StepInputs:
     reread_embeds: RereadEmbeds | None = None
     context_rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is context_positions
     images: tuple[ImageRows, ...] = ()  # as in AttentionMetadata
+    is_cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What all steps of an engine have in common."""
+
+    mode: SpeculativeDecodingMode
+    max_draft_len: int  # K
+    max_seq_len: int
+    num_layers: int  # of the target
+    num_extra_kv_tokens: int  # the worker's
 
 
 def build_inputs(
@@ -117,9 +129,7 @@ def assemble(
     inputs: StepInputs,
     state: SlotState,
     kv_cache: KVCacheManager,
-    mode: SpeculativeDecodingMode,
-    max_draft_len: int,
-    max_seq_len: int,
+    engine: EngineShape,
     runtime_draft_len: int | None = None,
 ) -> StepTensors:
     """Device half: gathers the generations' tokens and positions from their slots.
@@ -128,6 +138,7 @@ def assemble(
         runtime_draft_len: drafts to propose for the next step, None is K.
     """
     contexts, rows = len(inputs.context_lens), inputs.num_drafts + 1
+    max_seq_len = engine.max_seq_len
     step, drafts = gather_step_inputs(
         inputs.slot_ids[contexts:],
         state.next_tokens,
@@ -162,9 +173,12 @@ def assemble(
     temperatures, top_ks, top_ps, seeds = step.sampling
     spec_metadata = SpecMetadata(
         max_num_requests=state.seeds.shape[0] - 1,
-        max_draft_len=max_draft_len,
-        max_total_draft_tokens=max_draft_len,
-        spec_dec_mode=mode,
+        max_draft_len=engine.max_draft_len,
+        max_total_draft_tokens=engine.max_draft_len,
+        is_cuda_graph=inputs.is_cuda_graph,
+        spec_dec_mode=engine.mode,
+        num_extra_kv_tokens=engine.num_extra_kv_tokens,
+        num_layers=engine.num_layers,
         num_generations=inputs.num_generations,
         num_tokens=step.position_ids.shape[0],
         request_ids=inputs.request_ids,

@@ -44,7 +44,7 @@ from .drafting import ask_drafter, draft_in_passes
 from .embeds import kept_embeds
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs
-from .inputs import StepInputs, assemble, build_inputs
+from .inputs import EngineShape, StepInputs, assemble, build_inputs
 from .request import ContextChunk, Request, RequestState, ScheduledBatch, StepRecord
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
@@ -103,6 +103,10 @@ class PyExecutor:
                 mode.name,
             )
         self.max_draft_len = worker.max_draft_len
+        self._shape = EngineShape(
+            mode, self.max_draft_len, config.max_seq_len, target.config.num_layers,
+            worker.num_extra_kv_tokens,
+        )  # fmt: skip
         self.scheduler = Scheduler(
             config, kv_cache, self.max_draft_len, worker.num_extra_kv_tokens,
             worker.num_rewritten_tokens,
@@ -119,8 +123,6 @@ class PyExecutor:
         sizes = (getattr(drafter, name, None) for name in ("draft_vocab_size", "vocab_size"))
         own = min(next(filter(None, sizes), vocab), vocab)
         d2t = getattr(draft_model, "d2t", None)
-        if d2t is None and own != vocab:  # the target's first tokens, which needs no table
-            d2t = torch.zeros(own, dtype=torch.int64, device=device)
         worker.remember_drafts(config.max_batch_size, own, vocab, d2t, device, dtype)
         if layers_to_capture:
             shape = config.max_num_tokens, len(layers_to_capture) * size
@@ -332,10 +334,7 @@ class PyExecutor:
     @torch.inference_mode()
     def _step(self, inputs: StepInputs, draft_len: int) -> StepOutputs:
         """The device's share of a step; also what a graph captures."""
-        tensors = assemble(
-            inputs, self.state, self.kv_cache, self.mode, self.max_draft_len,
-            self.config.max_seq_len, draft_len,
-        )  # fmt: skip
+        tensors = assemble(inputs, self.state, self.kv_cache, self._shape, draft_len)
         return forward_step(
             self.target, self.worker, self.draft_model, tensors, self.state, self.mode,
             inputs.num_logprobs,

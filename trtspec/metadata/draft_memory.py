@@ -30,12 +30,15 @@ class DraftMemory:
         """
         Args:
             vocab_size: Vd <= V. target_vocab_size: V.
-            d2t: [Vd] offsets from draft to target ids, no two to the same one.
+            d2t: [Vd] offsets from draft to target ids, no two to the same one. None: the drafter's
+                tokens are the target's, or the first of them.
         """
         shape = num_slots + 1, max_draft_len
         best, log_sum, log_q = torch.zeros(3, *shape, device=device)
         logits = torch.zeros(*shape, vocab_size, dtype=dtype, device=device)
         target_ids = draft_ids = None
+        if d2t is None and vocab_size != target_vocab_size:
+            d2t = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         if d2t is not None:
             own = torch.arange(vocab_size, device=d2t.device)
             target_ids = d2t + own

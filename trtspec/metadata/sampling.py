@@ -13,6 +13,7 @@ GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
 NO_TOP_K = 0
 NO_TOP_P = 1.0
+_INT32_MAX = 2**31 - 1  # TensorRT-LLM's top-k for "off"
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,16 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
         return given
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
+    top_k = NO_TOP_K if top_k is None or top_k >= _INT32_MAX else int(top_k)
     given = value("random_seed") if value("seed") is None else value("seed")
-    seed = _seed_of_id(request) if given is None else int(given)
-    filters = (top_k or 0) > 1 or (top_p is not None and 0.0 < top_p < 1.0)
+    seed = _seed_of_id(request) if given is None else int(given) % 2**63
+    filters = top_k > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
     if temperature <= 0 or top_k == 1 or top_p == 0:
         return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, seed
     top_p = NO_TOP_P if top_p is None else float(top_p)
-    return float(temperature), int(top_k or NO_TOP_K), top_p, seed
+    return float(temperature), top_k, top_p, seed
 
 
 def _seed_of_id(request: Any) -> int:

@@ -7,8 +7,9 @@ per pass; a foreign loop sets the fields it has and leaves the rest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +19,14 @@ from ..errors import ConfigError
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
-from .sampling import SamplingMetadata, request_sampling_params, rows_to_tensor
+from .sampling import (
+    GREEDY_TEMPERATURE,
+    NO_TOP_K,
+    NO_TOP_P,
+    SamplingMetadata,
+    request_sampling_params,
+    to_device,
+)
 
 
 @dataclass(frozen=True)
@@ -37,31 +45,42 @@ class SpecMetadata:
         ConfigError: a size is negative, or max_total_draft_tokens < max_draft_len.
     """
 
+    # -- in TensorRT-LLM's order; the first three are always given ------------------------------
     max_num_requests: int
     max_draft_len: int
     max_total_draft_tokens: int
-    # -- what this step is (host) --------------------------------------------------------------
-    spec_dec_mode: SpeculativeDecodingMode = SpeculativeDecodingMode.NONE
-    is_cuda_graph: bool = False
     num_generations: int = 0
-    num_tokens: int = 0
+    is_cuda_graph: bool = field(default=False, repr=False)
+    spec_dec_mode: SpeculativeDecodingMode = SpeculativeDecodingMode.NONE
+    draft_tokens: Tensor | None = None  # [G, K] int32, -1 is "no draft here"
+    draft_lens: Any = None  # for loops that keep it; nothing here reads it
     request_ids: list[int] | None = None
     seq_lens: list[int] | None = None  # rows per request in this pass
-    draft_lens: list[int] | None = None
-    runtime_draft_len: int | None = None  # drafts to propose in this step, None is K
-    num_extra_kv_tokens: int = 0
-    num_layers: int = 0
+    gather_ids: Tensor | None = None  # [R] int64 rows of the pass that get logits
+    num_accepted_draft_tokens: Tensor | None = None  # [B] int32, written by the worker
+    num_tokens: int = 0
     all_rank_num_tokens: list[int] | None = None
     all_rank_num_seqs: list[int] | None = None
+    _: KW_ONLY
+    num_extra_kv_tokens: int = (
+        0  # KV rows per request that drafting writes beyond the verified ones
+    )
+    num_layers: int = 0  # of the target
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
     allow_advanced_sampling: bool = False
-    device: torch.device | str = "cpu"
-    # -- device tensors of this step -----------------------------------------------------------
-    draft_tokens: Tensor | None = None  # [G, K] int32, -1 is "no draft here"
-    gather_ids: Tensor | None = None  # [R] int64 rows of the pass that get logits
-    num_accepted_draft_tokens: Tensor | None = None  # [B] int32, written by the worker
-    slot_ids: Tensor | None = None  # [B] int64, a request's row in per-slot state
+    # -- rows of sampling parameters, K+1 per generation: buffers of (K+1) * max_num_requests, which
+    # populate_sampling_params_for_one_model writes; a loop may set tensors of its own instead -----
+    temperatures: Tensor | None = None  # [>= R] float32
+    top_ks: Tensor | None = None  # [>= R] int32
+    top_ps: Tensor | None = None  # [>= R] float32
+    seeds: Tensor | None = None  # [>= R] int64; None draws new ones in every step
+    positions: Tensor | None = None  # [>= R] int64, of the tokens sampled; None: the worker's
+    # -- ours: host ----------------------------------------------------------------------------
+    runtime_draft_len: int | None = None  # drafts to propose in this step, None is K
+    device: torch.device | str | None = None  # of the buffers; None is CUDA where there is one
+    # -- ours: device tensors of this step -----------------------------------------------------
+    slot_ids: Tensor | None = None  # [B] int64 below max_num_requests, a row in per-slot state
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     inputs_embeds: RowEmbeds | None = None  # rows of contexts that no token's embedding is for
     next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token is such a one
@@ -70,24 +89,28 @@ class SpecMetadata:
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits
     captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
-    # -- rows written by populate_sampling_params_for_one_model --------------------------------
-    temperatures: Tensor | None = None  # [R] float32
-    top_ks: Tensor | None = None  # [R] int32
-    top_ps: Tensor | None = None  # [R] float32
-    seeds: Tensor | None = None  # [R] int64
-    positions: Tensor | None = None  # [R] int64, keys the noise; set by the loop that samples
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Per-slot state a worker keeps between steps, by name; owned by the executor."""
+    _rows: SamplingMetadata | None = field(default=None, init=False, repr=False)
+    _next_positions: Tensor | None = field(default=None, init=False, repr=False)
+    _slot_buffer: Tensor | None = field(default=None, init=False, repr=False)
+    _populated_slots: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_requests", "max_draft_len", "max_total_draft_tokens"):
+        sizes = ("max_num_requests", "max_draft_len", "max_total_draft_tokens", "num_generations")
+        for name in sizes:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"SpecMetadata.{name}={value!r}: it must be an int >= 0.")
         if self.max_total_draft_tokens < self.max_draft_len:
             raise ConfigError(
                 f"SpecMetadata.max_total_draft_tokens={self.max_total_draft_tokens} is below "
                 f"max_draft_len={self.max_draft_len}; for a chain both are K."
+            )
+        if not isinstance(self.spec_dec_mode, SpeculativeDecodingMode):
+            raise ConfigError(
+                f"SpecMetadata.spec_dec_mode={self.spec_dec_mode!r}: give a SpeculativeDecodingMode "
+                "(by position, num_generations and is_cuda_graph come before it)."
             )
 
     def prepare(self) -> None:
@@ -97,6 +120,8 @@ class SpecMetadata:
         """A copy for graph capture, sized for `max_batch_size`; itself if it is already one."""
         if self.is_cuda_graph:
             return self
+        if self.allow_advanced_sampling:  # before copying, so that both have the same
+            self._row_buffers(max(max_batch_size, self.max_num_requests))
         captured = copy.copy(self)
         captured.is_cuda_graph = True
         captured.max_num_requests = max_batch_size
@@ -130,47 +155,150 @@ class SpecMetadata:
         """What the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
         return final if self.captured is None else self.captured.buffer[:num_tokens]
 
-    def sampling_rows(self) -> SamplingMetadata | None:
-        """The sampling parameters of this pass, or None for argmax everywhere.
+    def sampling_rows(self, num_rows: int) -> SamplingMetadata | None:
+        """The sampling parameters of `num_rows` logits rows; None is argmax everywhere.
 
-        `sampling` if the executor set it; otherwise the populated rows. Rows without `positions`
-        are sampled with noise from torch's default generator: correct, but not reproducible.
+        `sampling` if the executor set it; otherwise the populated rows, or those that a loop set.
+        Without `seeds`, or without positions to key the noise by, both are drawn from torch's
+        default generator: correct, but not reproducible.
+
+        Raises:
+            ConfigError: fewer rows of parameters than of logits.
         """
         if self.sampling is not None or not self.allow_advanced_sampling:
             return self.sampling
-        rows = (self.temperatures, self.top_ks, self.top_ps, self.seeds)
-        if self.temperatures is None or any(row is None for row in rows):
+        if self._rows is not None:
+            return self._rows
+        return self._rows_of_step(num_rows, 0, 0)
+
+    @contextmanager
+    def rows_of_step(
+        self, num_contexts: int, num_generations: int, num_drafts: int
+    ) -> Iterator[None]:
+        """While it lasts, `sampling_rows` are those of C + G*(K'+1) logits rows, drawn once."""
+        if self.sampling is None and self.allow_advanced_sampling:
+            self._rows = self._rows_of_step(num_contexts, num_generations, num_drafts)
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    @contextmanager
+    def keyed_by(self, next_positions: Tensor | None) -> Iterator[None]:
+        """While it lasts, `next_positions` [R] int64 key the noise of rows without `positions`."""
+        self._next_positions = next_positions
+        try:
+            yield
+        finally:
+            self._next_positions = None
+
+    def _rows_of_step(
+        self, num_contexts: int, num_generations: int, num_drafts: int
+    ) -> SamplingMetadata | None:
+        temperatures, top_ks, top_ps = self.temperatures, self.top_ks, self.top_ps
+        if temperatures is None or top_ks is None or top_ps is None:
             return None
-        positions = self.positions
-        if positions is None:
-            shape, device = self.temperatures.shape, self.temperatures.device
-            positions = torch.randint(2**62, shape, dtype=torch.int64, device=device)
-        return SamplingMetadata(*rows, positions=positions)  # type: ignore[arg-type]
+        count = num_contexts + num_generations * (num_drafts + 1)
+        stride = self.max_draft_len + 1  # between the first rows of two generations, as populated
+
+        def of_step(rows: Tensor) -> Tensor:
+            needed = num_contexts + num_generations * stride
+            if num_drafts == self.max_draft_len or rows.shape[0] == count:
+                needed = count
+            if rows.shape[0] < needed:
+                raise ConfigError(
+                    f"{rows.shape[0]} rows of sampling parameters for {needed} rows of logits: "
+                    "populate them for this batch (1 per context, K+1 per generation)."
+                )
+            if needed == count:
+                return rows[:count]
+            generations = rows[num_contexts:needed].view(num_generations, stride)
+            return torch.cat([rows[:num_contexts], generations[:, : num_drafts + 1].flatten()])
+
+        def drawn() -> Tensor:
+            return torch.randint(2**62, (count,), dtype=torch.int64, device=temperatures.device)
+
+        positions = self._next_positions
+        if self.positions is not None:
+            positions = of_step(self.positions)
+        return SamplingMetadata(
+            of_step(temperatures), of_step(top_ks), of_step(top_ps),
+            drawn() if self.seeds is None else of_step(self.seeds),
+            drawn() if positions is None else positions,
+        )  # fmt: skip
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.
 
-        A generation request has K+1 rows, a context 1. Greedy rows are neutralised (temperature
-        0, top-k off, top-p 1). Without `allow_advanced_sampling` nothing is written and the
-        worker takes the argmax.
+        A generation request has K+1 rows, a context 1. Greedy rows, and rows of nobody, are
+        neutralised (temperature 0, top-k off, top-p 1). The rows are buffers made once, which a
+        captured graph and `create_cuda_graph_metadata`'s copy read too. If every request has a
+        `py_seq_slot` (TensorRT-LLM's), `slot_ids` is set to these, unless the loop set it. Without
+        `allow_advanced_sampling` nothing is written and the worker takes the argmax.
 
         Args:
             requests: objects with `sampling_params` (or TensorRT-LLM's `sampling_config`) and
                 `is_generation` (or TensorRT-LLM's `state`); contexts first.
+
+        Raises:
+            ConfigError: more requests than `max_num_requests`, or one that does not say what it is.
         """
         if not self.allow_advanced_sampling:
             return
+        requests = list(requests)
+        if len(requests) > self.max_num_requests:
+            raise ConfigError(
+                f"{len(requests)} requests in a batch of max_num_requests={self.max_num_requests}."
+            )
         rows: list[tuple[float, int, float, int]] = []
         for request in requests:
             repeat = 1 + self.max_draft_len if _is_generation(request) else 1
             rows += [request_sampling_params(request)] * repeat
-        if not rows:
+        buffers = self._row_buffers(self.max_num_requests)
+        rows += [_NEUTRAL] * (buffers[0].shape[0] - len(rows))
+        for buffer, values in zip(buffers, zip(*rows, strict=True), strict=True):
+            buffer.copy_(to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device))
+        self._set_slots([getattr(request, "py_seq_slot", None) for request in requests])
+
+    def _row_buffers(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """temperatures, top_ks, top_ps, seeds: made on first use, or if there are too few rows."""
+        count = (self.max_draft_len + 1) * num_requests
+        made = self.temperatures, self.top_ks, self.top_ps, self.seeds
+        if all(rows is not None and rows.shape[0] >= count for rows in made):
+            return made  # type: ignore[return-value]
+        dtypes = torch.float32, torch.int32, torch.float32, torch.int64
+        device = self.buffer_device
+        self.temperatures, self.top_ks, self.top_ps, self.seeds = made = tuple(
+            torch.full((count,), value, dtype=dtype, device=device)
+            for value, dtype in zip(_NEUTRAL, dtypes, strict=True)
+        )  # type: ignore[assignment]
+        return made  # type: ignore[return-value]
+
+    def _set_slots(self, slots: list[int | None]) -> None:
+        """Takes the loop's slots, where its requests have any and `slot_ids` is not its own."""
+        if self.slot_ids is not self._populated_slots or all(slot is None for slot in slots):
             return
-        temperatures, top_ks, top_ps, seeds = zip(*rows, strict=True)
-        self.temperatures = rows_to_tensor(list(temperatures), torch.float32, self.device)
-        self.top_ks = rows_to_tensor(list(top_ks), torch.int32, self.device)
-        self.top_ps = rows_to_tensor(list(top_ps), torch.float32, self.device)
-        self.seeds = rows_to_tensor(list(seeds), torch.int64, self.device)
+        unused = self.max_num_requests  # of a request that only fills the batch
+        given = [unused if slot is None else slot for slot in slots]
+        if max(given) > unused:
+            raise ConfigError(
+                f"py_seq_slot={max(given)} with max_num_requests={unused}: give SpecMetadata as "
+                "many requests as there are slots, or set slot_ids [B]."
+            )
+        if self._slot_buffer is None:
+            self._slot_buffer = torch.zeros(unused, dtype=torch.int64, device=self.buffer_device)
+        self.slot_ids = self._populated_slots = self._slot_buffer[: len(given)]
+        self.slot_ids.copy_(to_device(torch.tensor(given), self.slot_ids.device))
+
+    @property
+    def buffer_device(self) -> torch.device:
+        """Where rows of parameters are kept."""
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+_NEUTRAL = (GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, 0)
 
 
 def _is_generation(request: Any) -> bool:

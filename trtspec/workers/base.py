@@ -9,9 +9,11 @@ Nothing here reads a device value on the host, so the same code runs eagerly and
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -28,6 +30,8 @@ from ..sampling.draft import DraftSampler
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .verification import Verification
 
+logger = logging.getLogger(__name__)
+
 
 class SpecWorkerBase(Verification, ABC):
     """A drafter living inside the target's forward.
@@ -38,6 +42,8 @@ class SpecWorkerBase(Verification, ABC):
 
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
+    _memory_sizes = 0, 0
+    """(slots, the target's vocabulary) of the last step."""
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -71,17 +77,24 @@ class SpecWorkerBase(Verification, ABC):
         """A request enters `slot` with these tokens: its prompt, the first `num_prompt_tokens`
         of them or all, and its output if it was preempted."""
 
+    @property
+    def remembers_drafts(self) -> bool:
+        """Whether the acceptance rule asks what drafts were drawn from."""
+        rule = "strict" if self.config is None else self.config.acceptance
+        return self.drafts_with_network and rule in ("rejection", "block")
+
     def remember_drafts(
         self, num_slots: int, vocab_size: int, target_vocab_size: int, d2t: Tensor | None,
         device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """Makes room for what drafts are drawn from, if the acceptance rule asks for it.
 
+        Without this call room is made when the first draft is drawn, which no graph may capture.
+
         Args:
             vocab_size, d2t, dtype: of the drafter's logits, and its table of offsets if it has one.
         """
-        rule = "strict" if self.config is None else self.config.acceptance
-        if self.drafts_with_network and rule in ("rejection", "block"):
+        if self.remembers_drafts:
             self.draft_memory = DraftMemory.allocate(
                 num_slots, self.max_draft_len, vocab_size, target_vocab_size, d2t, device, dtype
             )
@@ -136,9 +149,11 @@ class SpecWorkerBase(Verification, ABC):
             drafts = torch.empty(
                 (batch_size - num_contexts, 0), dtype=torch.int32, device=logits.device
             )
-        accepted, lens = self.sample_and_accept_draft_tokens(
-            logits, drafts, num_contexts, batch_size, spec_metadata
-        )
+        self._memory_sizes = spec_metadata.max_num_requests, logits.shape[-1]
+        with spec_metadata.keyed_by(_next_positions(position_ids, attn_metadata, spec_metadata)):
+            accepted, lens = self.sample_and_accept_draft_tokens(
+                logits, drafts, num_contexts, batch_size, spec_metadata
+            )
         following = spec_metadata.next_prompt_tokens
         if num_contexts and following is not None:  # of a part of a prompt the next token is known
             sampled = accepted[:num_contexts, 0]
@@ -210,19 +225,26 @@ class SpecWorkerBase(Verification, ABC):
     # -- building blocks of drafters -----------------------------------------------------------
     def draft_sampler(self, inputs: DraftInputs) -> DraftSampler | None:
         """What draws this step's proposals; None: they are the drafter's best tokens."""
-        spec, sampling = inputs.spec_metadata, inputs.spec_metadata.sampling_rows()
+        spec, contexts = inputs.spec_metadata, inputs.num_contexts
+        generations = inputs.num_accepted_tokens.shape[0] - contexts
+        verified = 0  # K', as populated rows need to know
+        if generations and spec.draft_tokens is not None:
+            verified = spec.draft_tokens.numel() // generations
+        with spec.rows_of_step(contexts, generations, verified):
+            sampling = spec.sampling_rows(contexts + generations * (verified + 1))
         rule = "strict" if self.config is None else self.config.acceptance
         if rule == "strict" or sampling is None or sampling.all_greedy:
             return None
-        if self.draft_memory is not None and spec.slot_ids is None:
-            raise ConfigError(
-                f"acceptance={rule!r} remembers by slot what drafts are drawn from: set "
-                "spec_metadata.slot_ids [B]."
-            )
-        contexts, batch = inputs.num_contexts, inputs.num_accepted_tokens.shape[0]
+        if self.remembers_drafts and spec.slot_ids is None:
+            if self.draft_memory is not None:
+                raise ConfigError(
+                    f"acceptance={rule!r} remembers by slot what drafts are drawn from: set "
+                    "spec_metadata.slot_ids [B]."
+                )
+            _warn_of_exact_match(rule)
         per_request = 1
-        if batch > contexts:
-            per_request = (sampling.seeds.shape[0] - contexts) // (batch - contexts)
+        if generations:
+            per_request = (sampling.seeds.shape[0] - contexts) // generations
 
         def of_requests(rows: Tensor) -> Tensor:
             if not contexts:
@@ -245,7 +267,23 @@ class SpecWorkerBase(Verification, ABC):
         """
         if sampler is None:
             return self.draft_sampler_greedy(logits, d2t)
+        if sampler.memory is None and sampler.slots is not None and self.remembers_drafts:
+            sampler = replace(sampler, memory=self.draft_memory or self._first_memory(logits, d2t))
         return sampler.draw(logits, d2t, last_positions, depth)
+
+    def _first_memory(self, logits: Tensor, d2t: Tensor | None) -> DraftMemory:
+        """Room for what drafts are drawn from, in a loop that did not call `remember_drafts`."""
+        if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "Room for what drafts are drawn from cannot be made while a graph is captured: "
+                "run one step of a sampled request before, or call worker.remember_drafts."
+            )
+        num_slots, target_vocab_size = self._memory_sizes
+        self.remember_drafts(
+            num_slots, logits.shape[-1], target_vocab_size, d2t, logits.device, logits.dtype
+        )
+        assert self.draft_memory is not None
+        return self.draft_memory
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
         """Draft logits [R, Vd] -> target token ids [R] int32.
@@ -325,6 +363,45 @@ def certain_rows(meta: AttentionMetadata) -> Tensor:
     ends = meta.ends_of_contexts()
     firsts = torch.arange(meta.num_generations, device=ends.device) * meta.rows_per_generation
     return torch.cat([ends, firsts + meta.num_context_tokens])
+
+
+def _next_positions(
+    position_ids: Tensor, meta: AttentionMetadata | None, spec: SpecMetadata
+) -> Tensor | None:
+    """[R] int64, the position of the token that each logits row chooses; None where neither
+    `gather_ids` nor the metadata say which rows of the pass these are.
+
+    Args:
+        position_ids: [T], or [1, T], or [3, T] whose first axis counts.
+    """
+    if spec.sampling is not None or not spec.allow_advanced_sampling:
+        return None  # the executor's come with it, or nothing is sampled
+    positions = position_ids if meta is None else meta.position_ids
+    positions = positions.reshape(-1, positions.shape[-1])[0].to(torch.int64)
+    if spec.gather_ids is not None:
+        return positions[spec.gather_ids] + 1
+    if meta is not None and meta.num_contexts:
+        generations = positions[meta.num_context_tokens :]
+        return torch.cat([positions[meta.ends_of_contexts()], generations]) + 1
+    contexts = 0 if spec.request_ids is None else len(spec.request_ids) - spec.num_generations
+    if meta is None and contexts:
+        if spec.seq_lens is None and len(spec.request_ids or ()) > 1:
+            return None
+        lens = spec.seq_lens or [positions.shape[0]]
+        ends = torch.tensor(lens[:contexts]).cumsum(0) - 1
+        last = positions[to_device(ends, positions.device)]
+        return torch.cat([last, positions[sum(lens[:contexts]) :]]) + 1
+    return positions + 1
+
+
+@cache
+def _warn_of_exact_match(rule: str) -> None:
+    logger.warning(
+        "acceptance=%r remembers by slot what drafts are drawn from, and spec_metadata.slot_ids is "
+        "not set: drafts of sampled requests are judged by exact match, which is lossless and "
+        "accepts fewer. Set slot_ids [B], or give requests a py_seq_slot.",
+        rule,
+    )
 
 
 def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:

@@ -101,7 +101,7 @@ class RelaxedAcceptanceMixin(SpecWorkerBase):
         judging = logits[num_contexts:].view(num_generations, num_drafts + 1, -1)[:, :-1]
         relaxed = relaxed_matches(judging, drafts, deltas[slots[num_contexts:]],
                                   self.config.relaxed_topk)  # fmt: skip
-        sampling = spec_metadata.sampling_rows()
+        sampling = spec_metadata.sampling_rows(logits.shape[0])
         if sampling is not None:  # one row per request is enough: its first
             greedy = sampling.temperatures[num_contexts :: num_drafts + 1] == 0
             relaxed &= greedy[:, None]

@@ -98,6 +98,12 @@ class Verification(nn.Module):
         """
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
         drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
+        with spec_metadata.rows_of_step(num_contexts, *drafts.shape):
+            return self._sample_and_accept(logits, drafts, num_contexts, spec_metadata)
+
+    def _sample_and_accept(
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> tuple[Tensor, Tensor]:
         if self.guided_decoder is not None:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
@@ -111,7 +117,7 @@ class Verification(nn.Module):
             if shaping is not None:
                 self._count_output(shaping, fused.tokens, fused.lens, num_contexts, spec_metadata)
             return fused.tokens, fused.lens
-        if self._may_reject(drafts, spec_metadata):
+        if self._may_reject(logits, drafts, spec_metadata):
             accepted, lens, bad_rows = self._sample_and_reject(
                 logits, drafts, num_contexts, spec_metadata
             )
@@ -153,7 +159,8 @@ class Verification(nn.Module):
         """All of acceptance, where kernels serve; the methods they stand for are their twins. None
         if one of them is somebody's own, or does what the kernels do not."""
         hooks = (getattr(self, name) for name in _ACCEPTANCE_METHODS)
-        sampling, forced = spec_metadata.sampling_rows(), self.force_num_accepted_tokens
+        sampling = spec_metadata.sampling_rows(logits.shape[0])
+        forced = self.force_num_accepted_tokens
         if not all(getattr(hook, "has_kernel", False) for hook in hooks) or forced != int(forced):
             return None
         rule = self.relaxed_rule(spec_metadata)
@@ -178,10 +185,10 @@ class Verification(nn.Module):
             memory=memory, slots=slots, is_block=is_block,
         )  # fmt: skip
 
-    def _may_reject(self, drafts: Tensor, spec_metadata: SpecMetadata) -> bool:
+    def _may_reject(self, logits: Tensor, drafts: Tensor, spec_metadata: SpecMetadata) -> bool:
         """Whether drafts of sampled requests are judged by what they were drawn from. A worker
         with its own way to choose the target's tokens, or to accept, keeps to that."""
-        sampling = spec_metadata.sampling_rows()
+        sampling = spec_metadata.sampling_rows(logits.shape[0])
         methods = self.sample_target_tokens, self.accept
         is_ours = all(getattr(method, "has_kernel", False) for method in methods)
         if self.draft_memory is None or sampling is None or sampling.all_greedy or not is_ours:
@@ -196,7 +203,8 @@ class Verification(nn.Module):
         Returns:
             (tokens [B, K'+1] int32 up to each length, lens [B] int32, rows with NaN [R] bool).
         """
-        sampling, slots = spec_metadata.sampling_rows(), spec_metadata.slot_ids
+        sampling = spec_metadata.sampling_rows(logits.shape[0])
+        slots = spec_metadata.slot_ids
         assert sampling is not None and self.draft_memory is not None and self.config is not None
         if slots is None:
             raise ConfigError(
@@ -264,7 +272,7 @@ class Verification(nn.Module):
         self, logits: Tensor, spec_metadata: SpecMetadata
     ) -> tuple[Tensor, Tensor]:
         """logits [R, V] -> (tokens [R] int32, rows with NaN [R] bool), per-request parameters."""
-        return sample_target_tokens(logits, spec_metadata.sampling_rows())
+        return sample_target_tokens(logits, spec_metadata.sampling_rows(logits.shape[0]))
 
     @has_kernel
     def apply_forced_acceptance(
@@ -274,7 +282,8 @@ class Verification(nn.Module):
         if self.force_num_accepted_tokens <= 0 or lens.shape[0] == num_contexts:
             return lens
         generations = lens[num_contexts:]
-        sampling = spec_metadata.sampling
+        num_rows = num_contexts + generations.shape[0] * (num_drafts + 1)
+        sampling = spec_metadata.sampling_rows(num_rows)
         if sampling is not None:  # one row per request is enough: its first
             seeds = sampling.seeds[num_contexts :: num_drafts + 1]
             positions = sampling.positions[num_contexts :: num_drafts + 1]

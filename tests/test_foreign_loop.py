@@ -1,0 +1,260 @@
+"""Sampled requests in a loop that is not ours: it populates rows as TensorRT-LLM's does, and knows
+nothing of positions, seeds or memories of drafts.
+
+The target is a table: the logits after token t are TABLE[t]. The head drafts with the same table,
+so every draft must be kept, whatever the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trtspec import EagleDecodingConfig, NGramDecodingConfig, SpecMetadata, SpeculativeDecodingMode
+from trtspec.errors import ConfigError
+from trtspec.metadata import AttentionMetadata, CapturedHiddenStates, KVGroup
+from trtspec.workers import Eagle3OneModelWorker, NGramWorker, SpecWorkerBase
+from trtspec.workers import base as base_module
+
+V, K, PAGE, BLOCKS, LONGEST = 12, 3, 4, 4, 1024
+TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(5))
+
+
+class TableHead:
+    """A head that knows the target's table: its hidden state is the token it read."""
+
+    num_layers, d2t, layers_to_capture = 1, None, (0,)
+    shares_embedding = shares_lm_head = advances_positions = True
+
+    def __init__(self, table: Tensor = TABLE):
+        self.table = table
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def __call__(self, input_ids: Tensor, *others: Any, **named: Any) -> Tensor:
+        return input_ids[:, None].float()
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+        return self.table[hidden[:, 0].long()]
+
+    def kv_group_of_layer(self, layer: int) -> int:
+        return 0
+
+
+@dataclass
+class Text:
+    """A request of the loop, with TensorRT-LLM's names."""
+
+    py_request_id: int
+    py_seq_slot: int | None
+    tokens: list[int]
+    sampling_config: Any
+    state: Any = None
+
+    def __post_init__(self) -> None:
+        self.state = SimpleNamespace(name="CONTEXT_INIT")
+
+
+class Loop:
+    """Prompts in one pass, then steps of K+1 rows."""
+
+    def __init__(self, worker: SpecWorkerBase, slots: list[int | None], temperature: float = 1.0):
+        self.worker, self.head = worker, TableHead()
+        config = SimpleNamespace(temperature=[temperature], top_k=None, top_p=None)
+        self.texts = [
+            Text(7 + i, slot, [1 + i, 2, 3][: 1 + i % 3], config) for i, slot in enumerate(slots)
+        ]
+        self.spec = SpecMetadata(8, K, K, allow_advanced_sampling=True, device="cpu")
+        self.rows: Tensor | None = None
+
+    def step(self) -> list[int]:
+        """Accepted tokens of each text."""
+        is_context, spec = self.rows is None, self.spec
+        ids = [t.tokens for t in self.texts] if is_context else self.rows.tolist()
+        starts = [len(t.tokens) - (len(t.tokens) if is_context else 1) for t in self.texts]
+        flat = torch.tensor([i for row in ids for i in row]).clamp_min(0)
+        positions = torch.cat([s + torch.arange(len(r)) for s, r in zip(starts, ids, strict=True)])
+        spec.populate_sampling_params_for_one_model(self.texts)
+        spec.request_ids = [t.py_request_id for t in self.texts]
+        spec.num_generations = 0 if is_context else len(self.texts)
+        spec.draft_tokens = None if is_context else self.rows[:, 1:]
+        spec.captured = CapturedHiddenStates((0,), torch.zeros(len(flat), 1))
+        lens = torch.tensor([len(row) for row in ids])
+        last = lens.cumsum(0) - 1
+        logits = TABLE[flat[last]] if is_context else TABLE[flat]
+        cache = torch.zeros(1, BLOCKS, PAGE, 1, 1)
+        meta = AttentionMetadata(
+            context_lens=tuple(lens.tolist()) if is_context else (),
+            num_generations=spec.num_generations,
+            rows_per_generation=1 if is_context else K + 1,
+            position_ids=positions,
+            kv_lens=(torch.tensor(starts) + lens).to(torch.int32),
+            max_kv_len=LONGEST,
+            kv_groups=(KVGroup(cache, cache.clone()),),
+            block_tables=(torch.full((len(ids), LONGEST // PAGE), 2, dtype=torch.int32),),
+            slot_mappings=(torch.zeros(len(flat), dtype=torch.int64),),
+            max_seq_len=LONGEST,
+        )
+        out = self.worker(flat, positions[None], None, logits, meta, spec, self.head)
+        for text, row, count in zip(
+            self.texts, out["new_tokens"].tolist(), out["new_tokens_lens"].tolist(), strict=True
+        ):
+            text.tokens += row[:count]
+            text.state = SimpleNamespace(name="GENERATION_IN_PROGRESS")
+        self.rows = out["next_new_tokens"]
+        return out["new_tokens_lens"].tolist()
+
+
+def _worker(rule: str) -> Eagle3OneModelWorker:
+    return Eagle3OneModelWorker(
+        EagleDecodingConfig(max_draft_len=K, speculative_model="-", acceptance=rule)
+    )
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "exact_match"])
+def test_a_perfect_head_is_always_accepted(rule: str) -> None:
+    loop = Loop(_worker(rule), [3, 0, 5])
+    assert loop.step() == [1, 1, 1]
+    assert [loop.step() for _ in range(30)] == [[K + 1] * 3] * 30
+    assert (loop.worker.draft_memory is None) == (rule == "exact_match")
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejection_keeps_more_than_exact_match_of_another_head(rule: str) -> None:
+    """So it is rejection sampling that judges, by a memory that nobody asked for."""
+    kept = {}
+    for one in (rule, "exact_match"):
+        loop = Loop(_worker(one), list(range(8)))
+        loop.head.table = torch.randn(V, V, generator=torch.Generator().manual_seed(1))
+        loop.step()
+        kept[one] = sum(sum(loop.step()) - 8 for _ in range(200))
+    assert kept[rule] > 1.08 * kept["exact_match"]
+
+
+def test_without_slots_the_worker_says_that_it_is_exact_match(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base_module._warn_of_exact_match.cache_clear()
+    loop = Loop(_worker("rejection"), [None, None])
+    with caplog.at_level(logging.WARNING):
+        loop.step()
+    assert [loop.step() for _ in range(10)] == [[K + 1] * 2] * 10
+    assert loop.worker.draft_memory is None
+    (message,) = [r.getMessage() for r in caplog.records if "exact match" in r.getMessage()]
+    assert "slot_ids" in message and "py_seq_slot" in message
+
+
+def test_slots_that_no_memory_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"py_seq_slot=9 with max_num_requests=8"):
+        Loop(_worker("rejection"), [0, 9]).step()
+
+
+def test_slots_that_the_loop_set_stay() -> None:
+    loop = Loop(_worker("rejection"), [1, 0])
+    own = loop.spec.slot_ids = torch.tensor([6, 7])
+    loop.step()
+    assert loop.spec.slot_ids is own
+
+
+def test_rows_without_seeds_are_sampled() -> None:
+    """These three and the flag are all that a worker of TensorRT-LLM's reads."""
+    spec = SpecMetadata(1, 0, 0, allow_advanced_sampling=True, request_ids=[0])
+    spec.temperatures, spec.top_ks = torch.tensor([5.0]), torch.zeros(1, dtype=torch.int32)
+    spec.top_ps = torch.ones(1)
+    worker, counts = NGramWorker(NGramDecodingConfig(max_draft_len=3)), torch.zeros(V)
+    for _ in range(2000):
+        tokens, _ = worker.sample_and_accept_draft_tokens(
+            TABLE[:1], torch.empty(0, dtype=torch.int32), 1, 1, spec
+        )
+        counts[tokens[0, 0]] += 1
+    expected = 2000 * (TABLE[0] / 5.0).softmax(0)
+    assert ((counts - expected) ** 2 / expected).sum() < 45  # 11 degrees of freedom: p < 1e-5
+
+
+# -- rows are buffers --------------------------------------------------------------------------
+def _requests(*temperatures: float, generation: bool = True) -> list[Any]:
+    return [
+        SimpleNamespace(
+            sampling_config=SimpleNamespace(temperature=[t], top_k=[5], top_p=[0.5]),
+            is_generation=generation,
+            request_id=i,
+        )
+        for i, t in enumerate(temperatures)
+    ]
+
+
+def test_rows_are_written_where_a_captured_graph_reads_them() -> None:
+    spec = SpecMetadata(4, 1, 1, allow_advanced_sampling=True, device="cpu")
+    copy = spec.create_cuda_graph_metadata(2)
+    spec.populate_sampling_params_for_one_model(_requests(0.5, 0.7))
+    names = ("temperatures", "top_ks", "top_ps", "seeds")
+    made = {name: getattr(spec, name) for name in names}
+    assert all(rows.shape == (8,) for rows in made.values())
+    spec.populate_sampling_params_for_one_model(_requests(0.9, generation=False))
+    assert all(getattr(spec, name) is getattr(copy, name) is made[name] for name in names)
+    assert copy.temperatures is not None and copy.top_ks is not None
+    assert copy.temperatures.tolist() == pytest.approx([0.9] + [0.0] * 7)
+    assert copy.top_ks.tolist() == [5] + [0] * 7
+    copy.populate_sampling_params_for_one_model(_requests(0.3, 0.4))
+    assert made["temperatures"].tolist() == pytest.approx([0.3] * 2 + [0.4] * 2 + [0.0] * 4)
+
+
+def test_a_batch_of_nobody_leaves_no_rows_of_the_last() -> None:
+    spec = SpecMetadata(2, 1, 1, allow_advanced_sampling=True, device="cpu")
+    spec.populate_sampling_params_for_one_model(_requests(0.5, 0.7))
+    spec.populate_sampling_params_for_one_model([])
+    assert spec.temperatures is not None and not spec.temperatures.any()
+
+
+def test_a_step_takes_its_rows_of_larger_buffers() -> None:
+    """Also one that verifies fewer drafts than K: rows stand K+1 to a request."""
+    spec = SpecMetadata(8, 3, 3, allow_advanced_sampling=True, device="cpu")
+    requests = _requests(0.1, generation=False) + _requests(0.2, 0.3)
+    spec.populate_sampling_params_for_one_model(requests)
+    for num_drafts, each in ((3, 4), (1, 2), (0, 1)):
+        with spec.rows_of_step(1, 2, num_drafts):
+            rows = spec.sampling_rows(1 + 2 * each)
+        assert rows is not None
+        expected = [0.1] + [0.2] * each + [0.3] * each
+        assert rows.temperatures.tolist() == pytest.approx(expected)
+        assert all(len(t) == len(expected) for t in (rows.top_ks, rows.seeds, rows.positions))
+    with spec.rows_of_step(0, 3, 3):
+        rows = spec.sampling_rows(12)
+    assert rows is not None and len(rows.top_ps) == 12
+
+
+def test_too_many_requests_and_too_few_rows_are_refused() -> None:
+    spec = SpecMetadata(1, 1, 1, allow_advanced_sampling=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"2 requests .* max_num_requests=1"):
+        spec.populate_sampling_params_for_one_model(_requests(0.1, 0.2))
+    spec.populate_sampling_params_for_one_model(_requests(0.1))
+    with pytest.raises(ConfigError, match="2 rows of sampling parameters for 4 rows"):
+        spec.sampling_rows(4)
+
+
+@pytest.mark.parametrize("off", [None, 0, 2**31 - 1, 2**40])
+def test_every_way_to_turn_top_k_off_is_off(off: int | None) -> None:
+    spec = SpecMetadata(1, 0, 0, allow_advanced_sampling=True, device="cpu")
+    config = SimpleNamespace(temperature=[0.5], top_k=[off], top_p=[None], random_seed=[2**64 - 1])
+    request = SimpleNamespace(sampling_config=config, is_generation=False)
+    spec.populate_sampling_params_for_one_model([request])
+    assert spec.top_ks is not None and spec.temperatures is not None
+    assert spec.top_ks.tolist() == [0] and spec.temperatures.tolist() == [0.5]
+
+
+def test_fields_stand_in_tensorrt_llms_order() -> None:
+    spec = SpecMetadata(8, 3, 3, 2, True, SpeculativeDecodingMode.MTP)
+    assert spec.num_generations == 2 and spec.is_cuda_graph
+    assert spec.spec_dec_mode is SpeculativeDecodingMode.MTP
+    assert "is_cuda_graph" not in repr(spec)
+    with pytest.raises(ConfigError, match="spec_dec_mode=2"):
+        SpecMetadata(8, 3, 3, spec_dec_mode=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_generations=-1"):
+        SpecMetadata(8, 3, 3, -1)
