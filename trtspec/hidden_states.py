@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,6 +66,7 @@ class HiddenStatesWriter:
         target: str = "",
     ):
         self.directory, self.rows_per_file = Path(directory), rows_per_file
+        self._lock_file: IO[str] | None = None
         self._kind = {
             **_FORMAT, "layers": list(layers), "hidden_size": hidden_size,
             "dtype": str(dtype).removeprefix("torch."), "target": target,
@@ -81,9 +82,9 @@ class HiddenStatesWriter:
             ) from error
         self._open: dict[int, _Sample] = {}
         self._done: list[dict[str, Any]] = []  # finished, not in the index yet
-        self._columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
-        self._num_rows = 0
-        self._shard = _shard_name()
+        self._columns: dict[str, list[Tensor]]
+        self._shard: str
+        self._begin_shard()
 
     def add(
         self, sample: int, start: int, tokens: Sequence[int], following: Sequence[int],
@@ -122,7 +123,7 @@ class HiddenStatesWriter:
 
     def finish(self, sample: int, prompt: Sequence[int], finish_reason: str) -> None:
         """The sample's rows are all there: it enters the index with them."""
-        state = self._open.pop(sample, None)
+        state = self._open.get(sample)
         if state is None:
             return
         self._done.append({
@@ -132,10 +133,28 @@ class HiddenStatesWriter:
             "finish_reason": finish_reason,
             "segments": state.segments,
         })  # fmt: skip
+        del self._open[sample]
 
     def drop(self, sample: int) -> None:
         """A sample that will not be finished."""
         self._open.pop(sample, None)
+
+    def start_over(self) -> None:
+        """After an exception: samples under way are dropped, and what a call left half done is
+        either undone or, where it reached the disk, known to be done."""
+        self._open.clear()
+        with self._locked():
+            index = self._index()
+        self._done = [sample for sample in self._done if sample not in index["samples"]]
+        if self._shard in index["shards"]:
+            self._begin_shard()
+        count = min(len(parts) for parts in self._columns.values())
+        self._columns = {column: parts[:count] for column, parts in self._columns.items()}
+        self._num_rows = sum(len(part) for part in self._columns[_COLUMNS[0]])
+
+    def _begin_shard(self) -> None:
+        self._columns = {column: [] for column in _COLUMNS}
+        self._num_rows, self._shard = 0, _shard_name()
 
     def write_full_shard(self) -> None:
         """Writes what is held if it is a shard's worth."""
@@ -159,14 +178,19 @@ class HiddenStatesWriter:
             beside = self.directory / f".{INDEX}.part"
             beside.write_text(json.dumps(index), encoding="utf-8")
             os.replace(beside, self.directory / INDEX)
-        self._done, self._columns = [], {column: [] for column in _COLUMNS}
-        self._num_rows, self._shard = 0, _shard_name()
+        self._done = []
+        self._begin_shard()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with open(self.directory / LOCK, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        # One file for good: a lock that an interrupt left behind is then still ours to take.
+        if self._lock_file is None:
+            self._lock_file = open(self.directory / LOCK, "w")  # noqa: SIM115
+        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        try:
             yield
+        finally:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _index(self) -> dict[str, Any]:
         """The index as it is on disk, checked to be of this kind; a new one if there is none."""

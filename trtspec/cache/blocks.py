@@ -36,6 +36,11 @@ class BlockPool:
             self._used.remove(block)
             heapq.heappush(self._free, block)
 
+    @property
+    def taken(self) -> list[int]:
+        """Blocks that are not free, handed out or lost."""
+        return sorted(set(range(NUM_RESERVED_BLOCKS, self.num_blocks)) - set(self._free))
+
     def check(self, expected_used: set[int]) -> None:
         """Raises KVCacheError unless used and free blocks are exactly what they should be."""
         if expected_used != self._used:

@@ -166,6 +166,13 @@ class KVCacheManager:
             for table, pool in zip(tables, self._pools, strict=True):
                 pool.free(_held(table))
 
+    def start_over(self) -> None:
+        """Gives back every block, zeroed, whatever an exception left half done."""
+        for group, pool in zip(self.groups, self._pools, strict=True):
+            self._zero(group, pool.taken)
+        self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._tables, self._versions = {}, {}
+
     def version(self, request_id: int) -> int:
         """Changes whenever one of the request's block tables does."""
         return self._versions.get(request_id, 0)

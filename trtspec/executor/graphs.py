@@ -190,6 +190,10 @@ class CudaGraphs:
             start += width
         self.inputs[:bucket].copy_(host, non_blocking=True)
 
+    def send_again(self) -> None:
+        """Takes nothing of what was sent to be on the device: an exception came between."""
+        self._sent = []
+
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. Its rows are all inert meanwhile, so that warming up moves nobody."""
         free = torch.cuda.mem_get_info(self.device)[0]

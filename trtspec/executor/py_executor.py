@@ -149,7 +149,8 @@ class PyExecutor:
         self._ids = itertools.count()
         self._pending: deque[_Pending] = deque()
         self._finished: list[Request] = []
-        self._cancel_later: deque[int] = deque()
+        self._cancel_later: deque[tuple[int, bool]] = deque()  # and whether a step returns it
+        self._is_half_done = False  # an exception left a step half done
         self.reset_stats()
 
     # -- requests ------------------------------------------------------------------------------
@@ -162,6 +163,7 @@ class PyExecutor:
             RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
                 requests already queued are unaffected.
         """
+        self._cancel_marked()
         params = sampling_params or SamplingParams()
         token_ids = self.check_prompt(prompt, params.max_tokens)
         self.check_params(params)
@@ -197,22 +199,42 @@ class PyExecutor:
             given, max_tokens, self.target, self.config, self.mode, self.max_draft_len
         )
 
-    def cancel(self, request_id: int) -> bool:
-        """Ends a request with finish_reason "cancelled"; False if it is unknown or finished."""
+    def cancel(self, request_id: int, *, report: bool = True) -> bool:
+        """Ends a request with finish_reason "cancelled"; False if it is unknown or finished.
+
+        Args:
+            report: the next `step` returns it with the requests that finished. Until then it is
+                held, so whoever holds it already says False.
+        """
+        if self._is_half_done:
+            self._start_over()
         request = self._requests.get(request_id)
         if request is None or request.is_finished:
             return False
-        self._finish(request, "cancelled")
-        self._flush_when_idle()
+        try:
+            self._finish(request, "cancelled")
+            self._flush_when_idle()
+        except BaseException:
+            self._is_half_done = True
+            raise
+        if not report:
+            self._finished.remove(request)
         return True
 
-    def cancel_at_next_step(self, request_id: int) -> None:
-        """`cancel`, from another thread or from inside a step."""
-        self._cancel_later.append(request_id)
+    def cancel_at_next_step(self, request_id: int, *, report: bool = True) -> None:
+        """`cancel`, from another thread or from inside a step. A new request does it as well."""
+        self._cancel_later.append((request_id, report))
+
+    def _cancel_marked(self) -> None:
+        while self._cancel_later:
+            request_id, report = self._cancel_later[0]
+            self.cancel(request_id, report=report)
+            self._cancel_later.popleft()
 
     def is_running(self, request_id: int) -> bool:
         """Queued or running, and not asked to be cancelled."""
-        return request_id in self._requests and request_id not in self._cancel_later
+        marked = {marked for marked, _ in list(self._cancel_later)}
+        return request_id in self._requests and request_id not in marked
 
     def fail(self, request: Request, error: str) -> None:
         """Ends one request with finish_reason "error"; the others go on."""
@@ -235,11 +257,23 @@ class PyExecutor:
 
     # -- the loop ------------------------------------------------------------------------------
     def step(self) -> list[Request]:
-        """Launches the next step and reads what is due. Returns the requests that finished."""
+        """Launches the next step and reads what is due. Returns the requests that finished.
+
+        Whatever is raised meanwhile, an interrupt too, the executor can go on: no request is lost,
+        and each says "error" or ends as it would have.
+        """
+        if self._is_half_done:
+            self._start_over()
+        try:
+            return self._launch_and_read()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _launch_and_read(self) -> list[Request]:
         started = time.perf_counter()
-        while self._cancel_later:
-            self.cancel(self._cancel_later.popleft())
-        batch = self._schedule()
+        self._cancel_marked()
+        batch = self._admit_new(self._schedule())
         parts, draft_len = self._parts(batch), self._draft_len_of(batch)
         for part in parts:  # one at a time: if the second fails, the first is in flight
             self._pending.append(self._launch(part, draft_len))
@@ -252,6 +286,33 @@ class PyExecutor:
         else:
             self._prefill_seconds += time.perf_counter() - started
         return self._take_finished()
+
+    def _start_over(self) -> None:
+        """After an exception in the middle of a step: what is in flight is forgotten, and every
+        request computes its text again, prompt and output as far as they were read. Its tokens are
+        the same, for noise is keyed by seed and position.
+
+        Where hidden states are saved all end with an error, for their samples are not whole.
+        """
+        self._is_half_done = True
+        self._pending.clear()
+        live = sorted(self._requests.values(), key=lambda request: request.request_id)
+        if self.saver is not None:
+            self.saver.start_over()
+            for request in live:
+                request.finish_reason, request.error = "error", "interrupted: its sample is dropped"
+        self.scheduler.start_over([r for r in live if r.finish_reason is None])
+        for request in live:
+            if request.finish_reason is not None:
+                request.end()
+                if request not in self._finished:
+                    self._finished.append(request)
+                del self._requests[request.request_id]
+        if self.state.logits is not None:
+            self.state.logits.shaped_slots.update(range(self.config.max_batch_size))
+        if self.graphs is not None:
+            self.graphs.send_again()
+        self._is_half_done = False
 
     def _schedule(self) -> ScheduledBatch:
         while True:
@@ -284,10 +345,19 @@ class PyExecutor:
             return None
         return self.graphs.shape_for(chunks)
 
-    def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> _Pending:
+    def _admit_new(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch without the requests that could not be admitted, which fail alone."""
         for chunk in batch.contexts:
             if chunk.start == 0:
-                self._admit(chunk.request)
+                try:
+                    self._admit(chunk.request)
+                except Exception as error:  # whatever its parameters or the drafter's state raise
+                    logger.exception("Request %d could not be admitted.", chunk.request.request_id)
+                    self.fail(chunk.request, f"its admission raised {_said(error)}")
+        left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
+        return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
+
+    def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> _Pending:
         num_drafts = self._num_drafts_to_verify(batch)
         if draft_len is None:
             draft_len = self._draft_len_of(batch)
@@ -427,16 +497,11 @@ class PyExecutor:
             request.is_poisoned |= is_bad
             if request.is_finished and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
-        rows = deque(range(len(requests)))
-        try:
-            while rows:
-                i = rows.popleft()
-                if not requests[i].is_finished:  # else it stopped while this step ran
-                    self._read_request(pending, i, i >= num_contexts, tokens[i][: lens[i]])
-        except BaseException:  # an interrupt: this step's tokens are lost, which must be said
-            for i in rows:
-                self.fail(requests[i], "interrupted while its tokens were being read.")
-            raise
+        for i, request in enumerate(requests):
+            if not request.is_finished:  # else it stopped while this step ran
+                self._read_request(pending, i, i >= num_contexts, tokens[i][: lens[i]])
+        if self.saver is not None:
+            self.saver.write_full_shard()
         if self.mode.drafts_on_host():
             ready = [r for r in requests if r.is_generation]
             self._draft_on_host([r for r in ready if not r.is_finished])
@@ -454,21 +519,25 @@ class PyExecutor:
                 "bans tokens (bad_token_ids, logit_bias, min_tokens, a guided decoder).",
             )
             return
-        before = request.num_tokens
+        before, reason = request.num_tokens, None
         if not pending.yields_token[row]:
             self._save_rows(pending, row, before)
             return
         if is_generation:
             request.past_upper -= pending.num_rows - len(tokens)
-            self._record_step(pending, row, before - 1, len(tokens))
         try:
-            self._append(request, tokens)
+            reason = self._append(request, tokens)
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
-            self.fail(request, f"the stop check raised {type(error).__name__}: {error}")
+            self.fail(request, f"the stop check raised {_said(error)}")
         appended = request.num_tokens - before
         self._keep_logprobs(pending, row, request.output_token_ids[-appended:] if appended else [])
         self._save_rows(pending, row, before)
+        if reason is not None:
+            self._finish(request, reason)
+        request.num_read = len(request.output_token_ids)  # what came before can come again
+        if is_generation:
+            self._record_step(pending, row, before - 1, len(tokens))
         self._generated_tokens += appended
         self._decoded_tokens += appended if is_generation else 0
         if not request.is_finished:
@@ -490,18 +559,19 @@ class PyExecutor:
         if self.dead_drafter_watch is not None and not is_forced and pending.asked[generation]:
             self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
-    def _append(self, request: Request, tokens: list[int]) -> None:
+    def _append(self, request: Request, tokens: list[int]) -> str | None:
         """Adds tokens one by one, so that a stop inside an accepted run cuts it where it would
-        have ended without speculation."""
+        have ended without speculation. Returns why the request ends, if it does."""
         ends = end_ids(request.sampling_params, self.target.config)
         for token in tokens:
             request.output_token_ids.append(token)
             if token in ends or (self.stop_check is not None and self.stop_check(request)):
-                self._finish(request, "stop")
-            elif request.num_tokens >= request.max_total_tokens:
-                self._finish(request, "length")
-            if request.is_finished:
-                return
+                return "stop"
+            if request.num_tokens >= request.max_total_tokens:
+                return "length"
+            if request.is_finished:  # cancelled by its stop check
+                break
+        return None
 
     def _keep_logprobs(self, pending: _Pending, row: int, tokens: list[int]) -> None:
         """What is known of the tokens that one request of the step got."""
@@ -567,7 +637,7 @@ class PyExecutor:
         if request.is_finished:
             return
         request.finish_reason = reason
-        if self.saver is not None and reason in NOT_WHOLE:
+        if self.saver is not None:
             self.saver.finish(request)
         self.scheduler.finish(request)
         request.embeds = None
@@ -605,3 +675,7 @@ class PyExecutor:
             num_preemptions=self._num_preemptions,
             forced_acceptance=self.forced_acceptance,
         )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

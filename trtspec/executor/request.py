@@ -52,6 +52,7 @@ class Request:
     text: TextStream | None = None  # kept by whoever checks stop strings
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
+    num_read: int = 0  # output tokens whose step is read to its end
     logprobs: list[dict[int, Logprob]] | None = None  # per output token, if asked for
     steps: list[StepRecord] | None = None  # kept if `PyExecutor.record_steps` was set
 
@@ -91,6 +92,20 @@ class Request:
     def cut_before_image(self, end: int) -> int:
         """`end`, or the start of the image that a chunk ending there would cut."""
         return next((start for start, stop in self.images if start < end < stop), end)
+
+    def start_over(self) -> None:
+        """Waits again with the output that was read to its end: an exception came between."""
+        del self.output_token_ids[self.num_read :]
+        if self.logprobs is not None:
+            del self.logprobs[self.num_read :]
+        self.text, self.error, self.is_poisoned = None, None, False
+        self.state, self.slot = RequestState.WAITING, -1
+        self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
+
+    def end(self) -> None:
+        """Holds nothing any more, and nothing of it is in flight."""
+        self.state, self.slot = RequestState.FINISHED, -1
+        self.embeds, self.num_in_flight = None, 0
 
     def record_step(self, num_accepted_tokens: int) -> None:
         """Counts one generation step: accepted drafts plus the bonus."""

@@ -25,8 +25,8 @@ class HiddenStatesSaver:
         self.writer.add(
             request.request_id, start, text[:-1], text[1:], rows[:, :captured], rows[:, captured:]
         )
-        if request.is_finished:
-            self.finish(request)
+
+    def write_full_shard(self) -> None:
         self.writer.write_full_shard()
 
     def finish(self, request: Request) -> None:
@@ -36,6 +36,10 @@ class HiddenStatesSaver:
         else:
             prompt = request.prompt_token_ids
             self.writer.finish(request.request_id, prompt, request.finish_reason)
+
+    def start_over(self) -> None:
+        """After an exception in the middle of a step: what was not finished is dropped."""
+        self.writer.start_over()
 
     def flush(self) -> None:
         self.writer.flush()

@@ -177,6 +177,15 @@ class Scheduler:
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
         self.waiting.appendleft(request)
 
+    def start_over(self, requests: list[Request]) -> None:
+        """All of these wait again, oldest first, and no slot or block is taken. Whatever an
+        exception left half done is forgotten."""
+        self.kv_cache.start_over()
+        self._free_slots = list(range(self.config.max_batch_size - 1, -1, -1))
+        self.running, self.waiting = [], deque(requests)
+        for request in requests:
+            request.start_over()
+
     def finish(self, request: Request) -> None:
         """Takes back the slot, and the blocks unless a step in flight still writes to them."""
         if request.state is RequestState.WAITING:

@@ -62,9 +62,7 @@ class SpecMetadata:
     all_rank_num_tokens: list[int] | None = None
     all_rank_num_seqs: list[int] | None = None
     _: KW_ONLY
-    num_extra_kv_tokens: int = (
-        0  # KV rows per request that drafting writes beyond the verified ones
-    )
+    num_extra_kv_tokens: int = 0  # KV rows per request that drafting writes past the verified ones
     num_layers: int = 0  # of the target
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -109,8 +107,8 @@ class SpecMetadata:
             )
         if not isinstance(self.spec_dec_mode, SpeculativeDecodingMode):
             raise ConfigError(
-                f"SpecMetadata.spec_dec_mode={self.spec_dec_mode!r}: give a SpeculativeDecodingMode "
-                "(by position, num_generations and is_cuda_graph come before it)."
+                f"SpecMetadata.spec_dec_mode={self.spec_dec_mode!r}: give a "
+                "SpeculativeDecodingMode. By position num_generations and is_cuda_graph come first."
             )
 
     def prepare(self) -> None:
