@@ -265,6 +265,79 @@ def test_extend_queries(seed: int, num_seqs: int, num_rows: int) -> None:
         assert out.max_query_len == max(longer) and out.max_seq_len == max(lens) + num_rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_a_discard_mask_may_be_of_ints(dtype: torch.dtype) -> None:
+    sampled = ints([[4, 5, -1], [6, -1, -1], [7, 8, 9]])
+    discard = torch.tensor([0, 2, 1]).to(dtype)
+    counts, tokens = run("next_tokens_padded", sampled, ints([1, 2, 3]), discard, 10)
+    assert counts.tolist() == [2, 0, 0] and tokens.tolist() == [5, 2, 3]
+
+
+INT_ARGUMENTS: dict[str, tuple[Any, ...]] = {  # tensors as lists; 2 requests of 3 and 2 rows
+    "next_tokens_padded": ([[4, 5, -1], [6, -1, -1]], [1, 2], [0, 1], 10),
+    "inputs_padded": ([0, 3, 5], [2, 1], [1, 2]),
+    "compact_rejected": ([0, 3, 5], [2, 0], 6),
+    "step_slots_and_lens": ([4, 7], [5, 8], ([[2, 3], [4, 5]],), (4,), 8, 3),
+    "expand_for_parallel_drafting": (
+        [4, 5, 6, 7, 8], [0, 1, 2, 9, 10], [11, 12], [1, 0], [0, 3, 5], 3, 77,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", INT_ARGUMENTS)
+def test_ints_of_either_width_give_the_dtypes_promised(name: str, dtype: torch.dtype) -> None:
+    def tensors(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(tensors, value))
+        return ints(value, dtype) if isinstance(value, list) else value
+
+    arguments = tensors(INT_ARGUMENTS[name])
+    options = {"shift": True} if name == "expand_for_parallel_drafting" else {}
+    out = run(name, *arguments, **options)  # the kernel's dtypes are the twin's
+    int32, int64 = torch.int32, torch.int64
+    if name == "step_slots_and_lens":
+        positions, (slots,), lens = out
+        assert (positions.dtype, slots.dtype, lens.dtype) == (int64, int64, int32)
+        assert positions.tolist() == [5, 0, 0] and slots.tolist() == [13, -1, -1]
+    elif name == "expand_for_parallel_drafting":
+        rows = out.input_ids, out.position_ids, out.rows_to_sample, out.hidden_rows
+        assert {row.dtype for row in rows} == {int64}
+    else:
+        promised = {
+            "next_tokens_padded": (int32, int32),
+            "inputs_padded": (int64, int32),
+            "compact_rejected": (int32, int64),
+        }
+        assert tuple(tensor.dtype for tensor in out) == promised[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_extended_queries_keep_their_dtype(dtype: torch.dtype) -> None:
+    queries = drafting.Queries(ints([0, 3, 5], dtype), ints([4, 9], dtype), 5, 3, 9)
+    with patch.object(drafting, "_kernels", lambda x: None):
+        twin = drafting.extend_queries(queries, 2)
+    with kernels():
+        moved = replace(
+            queries, query_starts=_move(queries.query_starts), seq_lens=_move(queries.seq_lens)
+        )
+        assert _plain(drafting.extend_queries(moved, 2)) == _plain(twin)
+    assert twin.query_starts.dtype == twin.seq_lens.dtype == dtype
+
+
+def test_what_padding_rows_read_can_be_chosen() -> None:
+    arguments = [ints(v, torch.int64) for v in ([4, 5, 6], [0, 1, 2], [9], [1], [0, 3])]
+    for shift in (True, False):
+        out = run("expand_for_parallel_drafting", *arguments, 2, 77, shift=shift, padding_token=3)
+        assert set(out.input_ids[out.is_rejected].tolist()) == {3}
+        none = ints([], torch.int64)
+        out = run(
+            "expand_for_parallel_drafting", arguments[0], arguments[1], none, none, ints([0]), 2,
+            77, shift=shift, padding_token=3,
+        )  # fmt: skip
+        assert out.input_ids.tolist() == [3, 3, 3]
+
+
 # -- our generation step -----------------------------------------------------------------------
 @CASES
 @given(SEEDS, st.integers(0, 5), st.integers(0, 8))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_drafting import _run_random_schedule
 from test_windows import Ledger, _assert_nothing_leaked, _poison_free_blocks
 from tiny import prefill_metadata
+from tiny_heads import mtp_model_dir
 from tiny_step import (
     FULL,
     MTP_TYPES,
@@ -29,6 +30,7 @@ from tiny_step import (
 from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.errors import CheckpointError
+from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.head_weights import read_head
 from trtspec.models.hf_config import load_config, parse_config
 from trtspec.models.weights import load_decoder
@@ -135,6 +137,59 @@ def test_sampled_drafts_of_every_step_are_remembered(target: Path) -> None:
     for depth in range(3):
         torch.testing.assert_close(kept[depth], drawn[depth][0].to(kept.dtype))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+# -- which layers draft ------------------------------------------------------------------------
+MODES = SpeculativeDecodingMode
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "mode", "layers"),
+    [
+        (3, {}, MODES.MTP, 3),  # what the family was trained for
+        (4, {}, MODES.MTP, 4),
+        (1, {}, MODES.MTP_EAGLE_ONE_MODEL, 1),  # with one draft both are the same
+        (3, {"use_mtp_vanilla": True}, MODES.MTP, 3),
+        (3, {"use_mtp_vanilla": False}, MODES.MTP_EAGLE_ONE_MODEL, 1),
+        (3, {"mtp_eagle_one_model": False}, MODES.MTP_EAGLE, 1),
+    ],
+)
+def test_each_draft_has_its_layer_unless_the_config_says_otherwise(
+    target: Path, caplog: pytest.LogCaptureFixture,
+    k: int, options: dict[str, bool], mode: SpeculativeDecodingMode, layers: int,
+) -> None:  # fmt: skip
+    config = MTPDecodingConfig(num_nextn_predict_layers=k, **options)
+    llm = LLM(target, config, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=64)
+    assert llm.mode is mode and llm.executor.worker.config.spec_dec_mode is mode
+    assert llm.max_draft_len == k and llm.executor.draft_model.num_layers == layers
+    told = [record.getMessage() for record in caplog.records if "draft nothing" in record.message]
+    if layers == 4:
+        assert not told
+    else:
+        (message,) = told
+        unused = ", ".join(map(str, range(layers, 4)))
+        assert f"4 MTP layers, counted from 0, {unused} draft nothing" in message
+        assert "num_nextn_predict_layers=4, use_mtp_vanilla=True" in message
+
+
+def test_more_drafts_than_layers_are_refused_as_the_family_drafts(target: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 4.*use_mtp_vanilla=False"):
+        LLM(target, MTPDecodingConfig(num_nextn_predict_layers=5), device="cpu")
+
+
+def test_other_families_draft_with_their_first_layer_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = mtp_model_dir(tmp_path, seed=1, num_mtp_layers=3)
+    llm = LLM(several, MTPDecodingConfig(num_nextn_predict_layers=3), device="cpu",
+              dtype="float32", max_batch_size=1, max_seq_len=64)  # fmt: skip
+    assert llm.mode is MODES.MTP_EAGLE_ONE_MODEL and llm.executor.draft_model.num_layers == 1
+    assert "3 MTP layers, counted from 0, 1, 2 draft nothing" in caplog.text
+    caplog.clear()
+    one = mtp_model_dir(tmp_path, seed=1, num_mtp_layers=1)
+    LLM(one, MTPDecodingConfig(num_nextn_predict_layers=3), device="cpu", dtype="float32",
+        max_batch_size=1, max_seq_len=64)  # fmt: skip
+    assert "draft nothing" not in caplog.text
 
 
 # -- reading the checkpoint --------------------------------------------------------------------

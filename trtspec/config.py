@@ -243,7 +243,9 @@ class MTPDecodingConfig(DecodingBaseConfig):
             not be given.
         speculative_model: directory with the MTP layers, or a known name ("smollm2-135m-mtp");
             None is the target's own checkpoint.
-        use_mtp_vanilla: K layers, one for each draft token. False uses the first layer K times.
+        use_mtp_vanilla: True is K layers, one for each draft token; False uses the first layer K
+            times. None is what the checkpoint's family was trained for (True for Step-3.5), which
+            `LLM` looks up. False where that is not known: other families, a worker made alone.
         mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
             of its own (MTP_EAGLE), for comparison.
         mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the family's way.
@@ -258,7 +260,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
     num_nextn_predict_layers: int = 1
     speculative_model: str | os.PathLike[str] | None = None
     mtp_eagle_one_model: bool = True
-    use_mtp_vanilla: bool = False
+    use_mtp_vanilla: bool | None = None
     mtp_feeds_post_norm: bool | None = None
     use_relaxed_acceptance_for_thinking: bool = False
     relaxed_topk: int = 1
@@ -272,11 +274,11 @@ class MTPDecodingConfig(DecodingBaseConfig):
     def __post_init__(self) -> None:
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
-        for name in ("mtp_eagle_one_model", "use_mtp_vanilla",
-                     "use_relaxed_acceptance_for_thinking"):  # fmt: skip
+        for name in ("mtp_eagle_one_model", "use_relaxed_acceptance_for_thinking"):
             require_bool(self, name)
-        if self.mtp_feeds_post_norm is not None:
-            require_bool(self, "mtp_feeds_post_norm")
+        for name in ("use_mtp_vanilla", "mtp_feeds_post_norm"):
+            if getattr(self, name) is not None:
+                require_bool(self, name)
         if self.use_mtp_vanilla and not self.mtp_eagle_one_model:
             raise ConfigError(
                 "MTPDecodingConfig.mtp_eagle_one_model=False asks for the two-engine form of one "

@@ -163,6 +163,8 @@ def build_executor(
         if speculative_config.max_draft_len == 0:
             draft_len = head.config.suggested_draft_len or DEFAULT_DRAFT_LEN
             speculative_config = replace(speculative_config, max_draft_len=draft_len)
+        if isinstance(speculative_config, MTPDecodingConfig):
+            speculative_config = _settle_mtp_layers(speculative_config, head)
         draft_model, drafter_config = head, head.config.decoder
         capture = head.layers_to_capture
     elif isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
@@ -349,17 +351,36 @@ def _load_head(
         )  # fmt: skip
     head = load_head(
         head_dir, target, dtype, device, backend, kv_group=first_group, kind="mtp",
-        num_mtp_layers=spec.max_draft_len if spec.use_mtp_vanilla else 1,
+        num_mtp_layers=spec.max_draft_len,
+        layer_per_draft=spec.use_mtp_vanilla if spec.mtp_eagle_one_model else False,
         norm_output=spec.mtp_feeds_post_norm,
     )  # fmt: skip
-    for name, default in (("use_mtp_vanilla", False), ("mtp_feeds_post_norm", None)):
-        if not head.advances_positions and getattr(spec, name) is not default:
+    for name, defaults in (("use_mtp_vanilla", (None, False)), ("mtp_feeds_post_norm", (None,))):
+        if not head.advances_positions and getattr(spec, name) not in defaults:
             raise ConfigError(
                 f"MTPDecodingConfig.{name}={getattr(spec, name)!r} is about MTP layers; "
                 f"{head_dir} is a {head.config.format}, which drafts every token alike. Leave it "
                 "out."
             )
     return head
+
+
+def _settle_mtp_layers(spec: MTPDecodingConfig, head: DraftHead) -> MTPDecodingConfig:
+    """`use_mtp_vanilla` as the head was loaded; tells which of its layers do not draft."""
+    used, there = head.num_layers, head.config.num_mtp_layers
+    if not there:  # an assistant, all of whose layers make every draft
+        return spec
+    if used > 1 and spec.use_mtp_vanilla is None:
+        spec = replace(spec, use_mtp_vanilla=True)
+    if used < there:
+        unused = ", ".join(map(str, range(used, there)))
+        logger.warning(
+            "Of the checkpoint's %d MTP layers, counted from 0, %s draft nothing. To have each of "
+            "them draft a token: MTPDecodingConfig(num_nextn_predict_layers=%d, "
+            "use_mtp_vanilla=True). `trtspec doctor` compares that with the first layer alone.",
+            there, unused, there,
+        )  # fmt: skip
+    return spec
 
 
 def _layers_to_save(spec: SaveHiddenStatesDecodingConfig, config: DecoderConfig) -> tuple[int, ...]:

@@ -95,6 +95,11 @@ class AttentionMetadata:
         return sum(self.context_lens)
 
     @property
+    def num_ctx_tokens(self) -> int:
+        """`num_context_tokens` by TensorRT-LLM's name."""
+        return self.num_context_tokens
+
+    @property
     def num_tokens(self) -> int:
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
 

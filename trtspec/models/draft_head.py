@@ -48,6 +48,7 @@ class HeadConfig:
     fc_bias: bool = False
     hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
     zero_centered_norms: bool = False  # the checkpoint has norms' weights minus 1
+    num_mtp_layers: int = 0  # in the checkpoint; `decoder` has those in use
     suggested_draft_len: int | None = None
     mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
     trained_draft_len: int | None = None  # how many at most, where the checkpoint says so

@@ -83,6 +83,7 @@ def read_head(
     kind: str | None = None,
     layers_to_capture: Sequence[int] | None = None,
     num_mtp_layers: int | None = None,
+    layer_per_draft: bool | None = True,
 ) -> HeadReport:
     """Reads and checks a head, contents of every tensor included.
 
@@ -91,7 +92,9 @@ def read_head(
         target: what it is to draft for; None checks the head alone.
         stack: keeps the files open.
         kind: "eagle" (EAGLE-1 or -3) or "mtp" where only that will do.
-        num_mtp_layers: MTP layers that are needed; None is all there are.
+        num_mtp_layers: MTP layers that are needed, one for each draft; None is all there are.
+        layer_per_draft: False needs the first of them alone; None is what the family was trained
+            for.
     """
     report = HeadReport(resolve_head(head_dir))
     if not report.head_dir.is_dir():
@@ -101,7 +104,7 @@ def read_head(
         )
         return report
     try:
-        _read(report, target, stack, kind, layers_to_capture, num_mtp_layers)
+        _read(report, target, stack, kind, layers_to_capture, num_mtp_layers, layer_per_draft)
     except CheckpointError as error:
         report.problems.append(str(error))
     return report
@@ -118,6 +121,7 @@ def load_head(
     kind: str,
     layers_to_capture: Sequence[int] | None = None,
     num_mtp_layers: int = 1,
+    layer_per_draft: bool | None = True,
     norm_output: bool | None = None,
     pack: bool = True,
 ) -> DraftHead:
@@ -129,7 +133,7 @@ def load_head(
     Args:
         head_dir: a directory, or a name in `zoo.HEADS`.
         target: a `Decoder`, or anything with `config`, `embed_tokens` and `lm_head`.
-        kind, layers_to_capture, num_mtp_layers: as in `read_head`.
+        kind, layers_to_capture, num_mtp_layers, layer_per_draft: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
         pack: on CPU, weights in the layout its kernels like.
 
@@ -139,7 +143,7 @@ def load_head(
     with ExitStack() as stack:
         report = read_head(
             head_dir, target.config, stack, kind=kind, layers_to_capture=layers_to_capture,
-            num_mtp_layers=num_mtp_layers,
+            num_mtp_layers=num_mtp_layers, layer_per_draft=layer_per_draft,
         )  # fmt: skip
         config = report.require()
         if norm_output is not None:
@@ -167,6 +171,7 @@ def _read(
     kind: str | None,
     layers_to_capture: Sequence[int] | None,
     num_mtp_layers: int | None,
+    layer_per_draft: bool | None,
 ) -> None:
     head_dir = report.head_dir
     sources = open_checkpoint(head_dir, stack, pickle=True)
@@ -211,7 +216,10 @@ def _read(
             "mixed. Copy one head again, into an empty directory."
         )
     if layout is not None:
-        _read_mtp(report, sources, layout, parse_config(raw, where), target, num_mtp_layers)
+        if layer_per_draft is None:
+            layer_per_draft = layout.layer_per_draft
+        asked = num_mtp_layers if layer_per_draft else 1
+        _read_mtp(report, sources, layout, parse_config(raw, where), target, asked)
     else:
         report.tensors = canonical_eagle_names(sources, head_dir)
         if "fc.weight" not in report.tensors:
@@ -254,7 +262,8 @@ def _read_mtp(
         )
         needed = len(numbers)
     report.tensors = {n: s for n, s in names.items() if int(n.split(".")[1]) < needed}
-    report.config = parse_mtp(decoder, report.tensors, layout, needed)
+    config = parse_mtp(decoder, report.tensors, layout, needed)
+    report.config = replace(config, num_mtp_layers=len(numbers))
     if target is not None:
         for name in ("hidden_size", "vocab_size"):
             ours, theirs = getattr(decoder, name), getattr(target, name)

@@ -46,6 +46,7 @@ class MTPLayout:
     shared_prefix: str | None = None  # of names without a number, which belong to every layer
     zero_centered_norms: bool = False  # a norm's weight is kept as its difference from 1
     marker: str = ""  # the tensor of each layer that tells the layout; by default its projection
+    layer_per_draft: bool = False  # trained so that layer i drafts token i, never the first for all
 
 
 MTP_LAYOUTS = (
@@ -57,6 +58,7 @@ MTP_LAYOUTS = (
         hidden_first=False,
         norm_output=False,
         marker="shared_head.output",
+        layer_per_draft=True,
     ),
     MTPLayout(
         format="DeepSeek-style MTP layers",

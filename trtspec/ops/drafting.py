@@ -54,7 +54,8 @@ def next_tokens_padded(
     Args:
         sampled: [B, K+1] int32; a token outside 0 … vocab_size - 1 (-1 above all) is none.
         backup: [B] int32, the token of a request that got none or is discarded.
-        discard: [B] bool, requests whose sample is not wanted (a chunk inside the prompt).
+        discard: [B] bool or int (not 0), requests whose sample is not wanted (a chunk inside the
+            prompt).
 
     Returns:
         (count [B] int32, 0 where discarded; token [B] int32).
@@ -62,7 +63,7 @@ def next_tokens_padded(
     kernels = _kernels(sampled)
     if kernels is not None:
         return kernels.next_tokens_padded(sampled, backup, discard, vocab_size)
-    valid = (sampled >= 0) & (sampled < vocab_size) & ~discard[:, None]
+    valid = (sampled >= 0) & (sampled < vocab_size) & (discard[:, None] == 0)
     columns = torch.arange(sampled.shape[1], device=sampled.device)
     last = torch.where(valid, columns, -1).amax(1)  # [B]
     token = sampled.gather(1, last.clamp_min(0)[:, None])[:, 0]
@@ -128,7 +129,7 @@ def step_slots_and_lens(
     """One row per request, one token on: where it stands, is written, and how long its text is.
 
     Args:
-        positions: [B] int64 of the rows before, not guarded.
+        positions: [B] int of the rows before, not guarded.
         seq_lens: [B] int32, KV lengths before.
         block_tables: per KV group [B, M] int32; page_sizes: of each group.
         num_rows: N >= B rows of the pass (a graph's bucket); None is B.
@@ -182,6 +183,7 @@ def expand_for_parallel_drafting(
     mask_token: int,
     *,
     shift: bool,
+    padding_token: int = PADDING_TOKEN,
 ) -> ParallelRows:
     """The pass of a drafter that reads mask tokens where its earlier proposals would stand.
 
@@ -205,6 +207,7 @@ def expand_for_parallel_drafting(
         query_starts: [B+1] int32, cumulative rows.
         num_proposals: P >= 1.
         mask_token: what the drafter was trained to read where a token is unknown.
+        padding_token: what padding rows read (vLLM's `padding_token_id`).
     """
     device, num_seqs = input_ids.device, next_tokens.shape[0]
     extra = num_proposals - 1 if shift else num_proposals
@@ -212,14 +215,14 @@ def expand_for_parallel_drafting(
     if not num_seqs or not len(input_ids):  # all is padding
         nothing = torch.zeros(total, dtype=torch.int64, device=device)
         return ParallelRows(
-            nothing + PADDING_TOKEN, nothing, nothing == 0, nothing != 0,
+            nothing + padding_token, nothing, nothing == 0, nothing != 0,
             nothing.new_zeros((num_seqs, num_proposals)), nothing - 1,
         )  # fmt: skip
     kernels = _kernels(input_ids)
     if kernels is not None:
         return ParallelRows(*kernels.expand_for_parallel_drafting(
             input_ids, position_ids, next_tokens, num_rejected, query_starts, num_proposals,
-            mask_token, PADDING_TOKEN, shift,
+            mask_token, padding_token, shift,
         ))  # fmt: skip
     starts = query_starts.to(torch.int64)
     new_starts = starts + extra * torch.arange(num_seqs + 1, device=device)
@@ -241,7 +244,7 @@ def expand_for_parallel_drafting(
     first = position_ids[starts[seq].clamp(max=input_ids.shape[0] - 1)].to(torch.int64)
     samples = (new_starts[:-1] + bonus)[:, None] + torch.arange(num_proposals, device=device)
     return ParallelRows(
-        input_ids=ids.masked_fill(is_rejected, PADDING_TOKEN),
+        input_ids=ids.masked_fill(is_rejected, padding_token),
         position_ids=torch.where(is_rejected, 0, first + place),
         is_rejected=is_rejected,
         is_masked=is_masked,

@@ -9,14 +9,14 @@ from ..metadata.attention import NULL_BLOCK, AttentionMetadata
 
 
 def guard_positions(positions: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor]:
-    """Clamps positions at or past `max_seq_len` to 0.
+    """Clamps positions, any int, at or past `max_seq_len` to 0.
 
     Returns:
-        (positions, inside): same shape as given; `inside` is False for the clamped rows, which
-        must write nowhere (slot -1). At position 0 such a row attends to length 1.
+        (positions int64, inside bool): same shape as given; `inside` is False for the clamped rows,
+        which must write nowhere (slot -1). At position 0 such a row attends to length 1.
     """
     inside = positions < max_seq_len
-    return torch.where(inside, positions, 0), inside
+    return torch.where(inside, positions, 0).to(torch.int64), inside
 
 
 def slot_mapping(block_table: Tensor, positions: Tensor, inside: Tensor, page_size: int) -> Tensor:

@@ -4,13 +4,14 @@
               `------------- verify, by verification.py ----------'
 
 A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
+One written for TensorRT-LLM writes `forward` itself, with the names of `tensorrt_llm_names.py`.
 Nothing here reads a device value on the host, so the same code runs eagerly and captured.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
@@ -28,22 +30,35 @@ from ..ops.choose import choose_drafts
 from ..ops.drafting import next_new_tokens
 from ..sampling.draft import DraftSampler
 from .protocols import DraftInputs, DraftModel, LanguageModel
+from .tensorrt_llm_names import TensorRTLLMNames
 from .verification import Verification
 
 logger = logging.getLogger(__name__)
 
 
-class SpecWorkerBase(Verification, ABC):
+class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """A drafter living inside the target's forward.
 
     Args:
         config: the decoding config; `None` for plain decoding.
+
+    Raises:
+        ConfigError: the subclass writes neither `draft` nor `forward`.
     """
 
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
     _memory_sizes = 0, 0
     """(slots, the target's vocabulary) of the last step."""
+
+    def __init__(self, config: DecodingBaseConfig | None = None):
+        super().__init__(config)
+        own, base = type(self), SpecWorkerBase
+        if own.draft is base.draft and own.forward is base.forward:
+            raise ConfigError(
+                f"{own.__name__} cannot draft: write draft(inputs) -> [B, K] int32, -1 where there "
+                "is no draft, or all of forward."
+            )
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -154,10 +169,7 @@ class SpecWorkerBase(Verification, ABC):
             accepted, lens = self.sample_and_accept_draft_tokens(
                 logits, drafts, num_contexts, batch_size, spec_metadata
             )
-        following = spec_metadata.next_prompt_tokens
-        if num_contexts and following is not None:  # of a part of a prompt the next token is known
-            sampled = accepted[:num_contexts, 0]
-            accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
+        self.put_known_tokens(accepted, num_contexts, spec_metadata)
         return DraftInputs(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -169,6 +181,16 @@ class SpecWorkerBase(Verification, ABC):
             draft_model=draft_model,
             num_contexts=num_contexts,
         )
+
+    def put_known_tokens(
+        self, accepted: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> None:
+        """After a chunk inside the prompt the next token is known: it goes into accepted [B, K+1],
+        in place, where the sample stands."""
+        following = spec_metadata.next_prompt_tokens
+        if num_contexts and following is not None:
+            sampled = accepted[:num_contexts, 0]
+            accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
 
     def outputs(
         self, logits: Tensor, inputs: DraftInputs, next_drafts: Tensor
@@ -194,9 +216,9 @@ class SpecWorkerBase(Verification, ABC):
         return torch.full((lens.shape[0], self.max_draft_len), -1, dtype=torch.int32,
                           device=lens.device)  # fmt: skip
 
-    @abstractmethod
     def draft(self, inputs: DraftInputs) -> Tensor:
-        """Proposals for the next step, [B, K] int32, -1 where there is none."""
+        """Proposals for the next step, [B, K] int32, -1 where there is none. Each worker's own."""
+        raise NotImplementedError(f"{type(self).__name__} writes forward in place of draft.")
 
     def skip_forward(
         self,

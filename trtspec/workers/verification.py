@@ -81,6 +81,7 @@ class Verification(nn.Module):
         num_contexts: int,
         batch_size: int,
         spec_metadata: SpecMetadata,
+        is_guided: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Chooses the target's token at every row and accepts the drafts that agree.
 
@@ -88,6 +89,7 @@ class Verification(nn.Module):
             logits: [C + G*(K'+1), V]; 1-D logits are one row.
             draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K.
             num_contexts, batch_size: C and B; G = B - C.
+            is_guided: the guided decoder has masked these logits already.
 
         Returns:
             accepted_tokens [B, K+1] int32 (-1 past the length) and num_accepted_tokens [B] int32
@@ -99,12 +101,15 @@ class Verification(nn.Module):
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
         drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
         with spec_metadata.rows_of_step(num_contexts, *drafts.shape):
-            return self._sample_and_accept(logits, drafts, num_contexts, spec_metadata)
+            return self._sample_and_accept(
+                logits, drafts, num_contexts, spec_metadata, is_guided=is_guided
+            )
 
     def _sample_and_accept(
-        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
-    ) -> tuple[Tensor, Tensor]:
-        if self.guided_decoder is not None:
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata,
+        *, is_guided: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.guided_decoder is not None and not is_guided:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
         shaping = spec_metadata.logits_state
@@ -129,7 +134,7 @@ class Verification(nn.Module):
         self.after_acceptance(accepted, lens, num_contexts, spec_metadata)
         if shaping is not None:
             self._count_output(shaping, accepted, lens, num_contexts, spec_metadata)
-        spec_metadata.bad_requests = _per_request(bad_rows, num_contexts, drafts.shape[1])
+        spec_metadata.bad_requests = per_request(bad_rows, num_contexts, drafts.shape[1])
         spec_metadata.num_accepted_draft_tokens = lens - 1
         unused = self.max_draft_len - drafts.shape[1]
         return nn.functional.pad(accepted, (0, unused), value=-1), lens
@@ -276,14 +281,14 @@ class Verification(nn.Module):
 
     @has_kernel
     def apply_forced_acceptance(
-        self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata
+        self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata | None
     ) -> Tensor:
         """lens [B], overridden for generations when forced acceptance is on."""
         if self.force_num_accepted_tokens <= 0 or lens.shape[0] == num_contexts:
             return lens
         generations = lens[num_contexts:]
         num_rows = num_contexts + generations.shape[0] * (num_drafts + 1)
-        sampling = spec_metadata.sampling_rows(num_rows)
+        sampling = None if spec_metadata is None else spec_metadata.sampling_rows(num_rows)
         if sampling is not None:  # one row per request is enough: its first
             seeds = sampling.seeds[num_contexts :: num_drafts + 1]
             positions = sampling.positions[num_contexts :: num_drafts + 1]
@@ -324,7 +329,7 @@ class Verification(nn.Module):
         return drafts
 
 
-def _per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
+def per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
     """[C + G*(K+1)] bool -> [B] bool: any row of the request.
 
     Rows of rejected drafts count too: their NaN stands in the KV cache, where a masked read
