@@ -33,6 +33,9 @@ Messages = Sequence[dict[str, Any]]
 class LLM:
     """A model with an optional drafter, ready to generate.
 
+    Any number of threads may call it: each step, and each output that is made, holds a lock. As a
+    context manager it shuts down at the end.
+
     Args:
         model: HF directory, .gguf file or a known name ("smollm2-135m").
         speculative_config: a decoding config, or None for plain decoding.
@@ -96,6 +99,19 @@ class LLM:
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
         self._lock = threading.RLock()
+
+    def shutdown(self) -> None:
+        """Cancels what still runs and gives the memory back at once, the GPU's too. What was
+        generated can still be read; anything new raises RequestError. A second call does nothing.
+        """
+        with self._lock:
+            self.executor.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -173,12 +189,12 @@ class LLM:
         """
         if self._lock.acquire(blocking=False):
             try:
-                return self.executor.cancel(request_id)
+                return self.executor.cancel(request_id, report=False)
             finally:
                 self._lock.release()
         running = self.executor.is_running(request_id)
         if running:
-            self.executor.cancel_at_next_step(request_id)
+            self.executor.cancel_at_next_step(request_id, report=False)
         return running
 
     # -- tokens and text -----------------------------------------------------------------------
@@ -208,10 +224,12 @@ class LLM:
             ) from error
 
     def stats(self) -> EngineStats:
-        return self.executor.stats()
+        with self._lock:
+            return self.executor.stats()
 
     def reset_stats(self) -> None:
-        self.executor.reset_stats()
+        with self._lock:
+            self.executor.reset_stats()
 
     def _run(
         self,
@@ -238,7 +256,7 @@ class LLM:
         finally:  # an interrupt must not leave half a batch running
             with self._lock:
                 for request in requests:
-                    self.executor.cancel(request.request_id)
+                    self.executor.cancel(request.request_id, report=False)
         texts = [text for text, _ in tokenized]
         return [
             self._join([self.snapshot(request, text) for request in group], group)
@@ -338,6 +356,12 @@ class LLM:
         self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
     ) -> RequestOutput:
         """A request's output so far; the `_diff` fields start at what was seen."""
+        with self._lock:  # tokens, text and finish_reason of one moment
+            return self._snapshot(request, prompt, seen_tokens, seen_text)
+
+    def _snapshot(
+        self, request: Request, prompt: str | None, seen_tokens: int, seen_text: int
+    ) -> RequestOutput:
         stream = self._text_of(request)
         stream.extend(request.output_token_ids)
         full = stream.final() if request.is_finished else stream.safe_text()
@@ -375,14 +399,15 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         request = self._request
-        if self._is_done:
-            raise StopIteration
         while not request.is_finished and len(request.output_token_ids) <= self._seen_tokens:
             self._llm.advance()
-        output = self._llm.snapshot(request, self._prompt, self._seen_tokens, self._seen_text)
-        self._seen_tokens = len(output.outputs[0].token_ids)
-        self._seen_text += len(output.outputs[0].text_diff)
-        self._is_done = output.finished
+        with self._llm._lock:
+            if self._is_done:
+                raise StopIteration
+            output = self._llm.snapshot(request, self._prompt, self._seen_tokens, self._seen_text)
+            self._seen_tokens = len(output.outputs[0].token_ids)
+            self._seen_text += len(output.outputs[0].text_diff)
+            self._is_done = output.finished
         return output
 
     def close(self) -> None:
@@ -394,7 +419,7 @@ class RequestStream(Iterator[RequestOutput]):
         # The collector may run inside a step, so the request is only marked.
         request = getattr(self, "_request", None)
         if request is not None and not request.is_finished:
-            self._llm.executor.cancel_at_next_step(request.request_id)
+            self._llm.executor.cancel_at_next_step(request.request_id, report=False)
 
 
 @contextmanager

@@ -44,12 +44,15 @@ class TextStream:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _take(self, piece: str) -> None:
-        self._prefix, self._read = self._read, len(self._ids)
         start = max(0, len(self._text) - max((len(s) for s in self._stops), default=0))
-        self._text += piece
-        found = [i for i in (self._text.find(s, start) for s in self._stops) if i >= 0]
+        text = self._text + piece
+        found = [i for i in (text.find(s, start) for s in self._stops) if i >= 0]
         if found:
-            self._text, self._stopped = self._text[: min(found)], True
+            text = text[: min(found)]
+        # At once: an interrupt leaves all of it or nothing.
+        self._prefix, self._read, self._text, self._stopped = (
+            self._read, len(self._ids), text, bool(found)
+        )  # fmt: skip
 
     def safe_text(self) -> str:
         """The text that no later token can take back: without a tail that may start a stop."""

@@ -173,6 +173,10 @@ class KVCacheManager:
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._tables, self._versions = {}, {}
 
+    def release_memory(self) -> None:
+        """Lets go of the storage; nothing can be computed after it."""
+        self.groups = ()
+
     def version(self, request_id: int) -> int:
         """Changes whenever one of the request's block tables does."""
         return self._versions.get(request_id, 0)

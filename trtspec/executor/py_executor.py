@@ -151,6 +151,7 @@ class PyExecutor:
         self._finished: list[Request] = []
         self._cancel_later: deque[tuple[int, bool]] = deque()  # and whether a step returns it
         self._is_half_done = False  # an exception left a step half done
+        self._is_shut_down = False
         self.reset_stats()
 
     # -- requests ------------------------------------------------------------------------------
@@ -191,10 +192,12 @@ class PyExecutor:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises RequestError where the model or the executor cannot do what is asked."""
+        self._require_memory()
         check_params(params, self.target.config)
 
     def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
         """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
+        self._require_memory()
         return check_prompt(
             given, max_tokens, self.target, self.config, self.mode, self.max_draft_len
         )
@@ -244,6 +247,28 @@ class PyExecutor:
         request.error = error
         self._finish(request, "error")
 
+    def shutdown(self) -> None:
+        """Cancels all requests and gives models, cache and graphs back at once. Anything new raises
+        RequestError; a second call does nothing."""
+        if self._is_shut_down:
+            return
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+        self._is_shut_down = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._pending.clear()
+        self.kv_cache.release_memory()
+        self.worker.draft_memory = None
+        del self.target, self.draft_model, self.state, self.graphs
+        self.stop_check = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _require_memory(self) -> None:
+        if self._is_shut_down:
+            raise RequestError("The engine is shut down, its models are gone: make a new one.")
+
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running or self._pending)
@@ -262,6 +287,8 @@ class PyExecutor:
         Whatever is raised meanwhile, an interrupt too, the executor can go on: no request is lost,
         and each says "error" or ends as it would have.
         """
+        if self._is_shut_down:
+            return self._take_finished()
         if self._is_half_done:
             self._start_over()
         try:
