@@ -9,15 +9,16 @@ TORCH  ?= torch==2.13.0
 # use and its data pipeline needs much that no test does, so it goes in without its dependencies.
 REFERENCE := speculators==0.9.0 loguru pydantic-settings python-dotenv
 
-VENV  := .venv
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.setup-done
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+LOWEST := .venv-lowest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint style bench test-gpu bench-gpu kernels clean
+.PHONY: help setup demo test test-lowest lint style bench test-gpu bench-gpu kernels clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Create .venv with everything (does nothing when it is up to date)
 
@@ -35,6 +36,18 @@ demo: $(STAMP)  ## Decode the same prompts without and with speculation
 # Tiny models gain nothing from a second thread, the suite everything from a second process.
 test: $(STAMP)  ## Run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# A build of torch without CUDA is enough: pip takes it where PIP_FIND_LINKS or
+# PIP_EXTRA_INDEX_URL offers one.
+test-lowest: $(LOWEST)/.setup-done  ## Run the same tests on the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile
+
+$(LOWEST)/.setup-done: pyproject.toml .ci/lowest.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) .ci/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev,demo]'
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --no-deps $(REFERENCE)
+	@touch $@
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .
@@ -57,6 +70,6 @@ kernels: $(STAMP)  ## Compile csrc for Hopper ahead of time (needs nvcc, no GPU)
 bench-gpu:  ## What a step costs on the GPU, with PYTHON; ARGS="--help" lists what can be asked
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_step.py $(ARGS)
 
-clean:  ## Remove caches and build outputs (.venv stays)
+clean:  ## Remove caches and build outputs (the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
