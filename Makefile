@@ -6,8 +6,10 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 
 # The package whose EAGLE-3 model the tests compare ours with. It pins an older transformers than we
-# use and its data pipeline needs much that no test does, so it goes in without its dependencies.
-REFERENCE := speculators==0.9.0 loguru pydantic-settings python-dotenv
+# use and its data pipeline needs much that no test does, so it goes in without its dependencies but
+# those that its import needs.
+REFERENCE := speculators==0.9.0
+IMPORTED  := loguru pydantic-settings
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -26,7 +28,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else f"error: python {v} is too old, 3.11 or newer is needed: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,demo]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,demo]' $(IMPORTED)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(REFERENCE)
 	@touch $@
 
@@ -45,7 +47,7 @@ test-lowest: $(LOWEST)/.setup-done  ## Run the same tests on the lowest versions
 $(LOWEST)/.setup-done: pyproject.toml .ci/lowest.py
 	$(PYTHON) -m venv $(LOWEST)
 	$(PYTHON) .ci/lowest.py > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev,demo]'
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev,demo]' $(IMPORTED)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --no-deps $(REFERENCE)
 	@touch $@
 
