@@ -6,18 +6,21 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 
 # The package whose EAGLE-3 model the tests compare ours with. It pins an older transformers than we
-# use and its data pipeline needs much that no test does, so it goes in without its dependencies.
-REFERENCE := speculators==0.9.0 loguru pydantic-settings python-dotenv
+# use and its data pipeline needs much that no test does, so it goes in without its dependencies but
+# those that its import needs.
+REFERENCE := speculators==0.9.0
+IMPORTED  := loguru pydantic-settings
 
-VENV  := .venv
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.setup-done
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+LOWEST := .venv-lowest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint style bench test-gpu bench-gpu kernels clean
+.PHONY: help setup demo test test-lowest lint style bench test-gpu bench-gpu kernels clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Create .venv with everything (does nothing when it is up to date)
 
@@ -25,7 +28,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else f"error: python {v} is too old, 3.11 or newer is needed: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,demo]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,demo]' $(IMPORTED)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(REFERENCE)
 	@touch $@
 
@@ -35,6 +38,18 @@ demo: $(STAMP)  ## Decode the same prompts without and with speculation
 # Tiny models gain nothing from a second thread, the suite everything from a second process.
 test: $(STAMP)  ## Run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# A build of torch without CUDA is enough: pip takes it where PIP_FIND_LINKS or
+# PIP_EXTRA_INDEX_URL offers one.
+test-lowest: $(LOWEST)/.setup-done  ## Run the same tests on the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n 2 --dist loadfile
+
+$(LOWEST)/.setup-done: pyproject.toml .ci/lowest.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) .ci/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[dev,demo]' $(IMPORTED)
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --no-deps $(REFERENCE)
+	@touch $@
 
 lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .
@@ -57,6 +72,6 @@ kernels: $(STAMP)  ## Compile csrc for Hopper ahead of time (needs nvcc, no GPU)
 bench-gpu:  ## What a step costs on the GPU, with PYTHON; ARGS="--help" lists what can be asked
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_step.py $(ARGS)
 
-clean:  ## Remove caches and build outputs (.venv stays)
+clean:  ## Remove caches and build outputs (the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

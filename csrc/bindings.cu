@@ -5,11 +5,13 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include "trtspec/dense.h"
 #include "trtspec/launchers.h"
 
 namespace {
 
 using trtspec::Epilogue;
+using trtspec::is_dense;
 using trtspec::LinearParams;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
@@ -125,7 +127,7 @@ trtspec::ChooseParams chooser(const TensorView& logits, int num_contexts, int ro
   check(chunks <= trtspec::kMaxChunks && rows <= trtspec::kMaxRowsPerRequest, "too many rows");
   check(partial.size(0) >= count && sizeof(trtspec::ChunkBest) == 20, "room for partial results");
   check(tickets.size(0) >= num_contexts + (count - num_contexts) / rows, "a ticket per request");
-  check(count == 0 || logits.stride(1) == 1, "logits must have rows in one piece");
+  check(is_dense(logits, 1), "logits must have rows in one piece");
   return {logits.data_ptr(), logits.stride(0), static_cast<int>(logits.size(1)), num_contexts, rows,
           chunks, static_cast<trtspec::ChunkBest*>(partial.data_ptr()),
           static_cast<int*>(tickets.data_ptr())};
@@ -140,10 +142,10 @@ void accept_greedy(TensorView logits, TensorView drafts, int64_t num_contexts, i
   trtspec::AcceptParams p = {};
   const int rows = static_cast<int>(drafts.size(1)) + 1;
   p.choose = chooser(logits, static_cast<int>(num_contexts), rows, partial, tickets);
-  check(rows == 1 || drafts.stride(1) == 1, "drafts must have rows in one piece");
+  check(is_dense(drafts, 1), "drafts must have rows in one piece");
   p.drafts = static_cast<const int*>(drafts.data_ptr()), p.draft_stride = drafts.stride(0);
   p.width = static_cast<int>(tokens.size(1)), p.forced_len = static_cast<int>(forced_len);
-  check(p.width >= rows && tokens.stride(0) == p.width, "room for the tokens");
+  check(p.width >= rows && is_dense(tokens), "room for the tokens");
   p.tokens = static_cast<int*>(tokens.data_ptr()), p.lens = static_cast<int*>(lens.data_ptr());
   p.num_accepted_drafts = static_cast<int*>(num_accepted_drafts.data_ptr());
   p.bad = static_cast<bool*>(bad.data_ptr());
@@ -169,11 +171,10 @@ void choose_drafts(TensorView logits, Optional<TensorView> d2t, TensorView parti
 
 void update_window(TensorView hidden, TensorView ids, TensorView last, TensorView slots,
                    TensorView window_hidden, TensorView window_ids) {
-  check(hidden.IsContiguous() && window_hidden.IsContiguous() && window_ids.IsContiguous(),
-        "contiguous windows");
   const int size = static_cast<int>(hidden.size(1)) * hidden.dtype().bits / 8;
   const int width = static_cast<int>(window_ids.size(1)), count = static_cast<int>(last.size(0));
   if (width == 0 || count == 0) return;
+  check(is_dense(hidden) && is_dense(window_hidden) && is_dense(window_ids), "contiguous windows");
   check(trtspec::launch_window(
       {hidden.data_ptr(), static_cast<const int64_t*>(ids.data_ptr()),
        static_cast<const int64_t*>(last.data_ptr()), static_cast<const int64_t*>(slots.data_ptr()),

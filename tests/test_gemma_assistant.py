@@ -120,15 +120,17 @@ def test_first_drafts_are_those_of_transformers_generate(
     llm = LLM(target, _config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
     for prompt in prompts:
         generator = SinglePositionMultiTokenCandidateGenerator(
-            module, model.get_input_embeddings(), model.generation_config
-        )
+            assistant_model=module, target_model_input_embeddings=model.get_input_embeddings(),
+            generation_config=model.generation_config,
+            input_ids=torch.tensor([prompt]), model_kwargs={},  # older versions ask for them
+        )  # fmt: skip
         generator.main_model_max_length = 64
         with torch.inference_mode():
             outputs = model(
                 torch.tensor([prompt]), output_hidden_states=True, return_shared_kv_states=True
             )
             text = torch.tensor([[*prompt, int(outputs.logits[0, -1].argmax())]])
-            candidates, _ = generator.get_candidates(text, {}, outputs, False, 0)
+            candidates, _ = generator.get_candidates(text, {}, outputs, False, len(prompt) - 1)
         request = llm.executor.enqueue(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
         llm.executor.step()
         left = llm.executor.state.next_tokens[request.slot].tolist()

@@ -287,6 +287,18 @@ def test_acceptance(
     assert served == ["accept_greedy"] * 6
 
 
+def test_one_draft_for_each_request_may_have_any_stride(served: list[str]) -> None:
+    """As torch says, a dimension of size 1 leaves no gaps."""
+    worker = Eagle3OneModelWorker(EagleDecodingConfig(max_draft_len=3, speculative_model="x"))
+    logits = _random(5 * 2, 50)
+    drafts = logits[::2].argmax(-1).to(torch.int32)[None].t()
+    assert drafts.is_contiguous() and drafts.stride() == (1, 5)
+    ours = _accepted(worker, logits, drafts, 0, _spec("cuda"))
+    twin = _accepted(worker, logits.cpu(), drafts.cpu(), 0, _spec("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, twin, strict=True))
+    assert ours[1].tolist() == [2] * 5 and served == ["accept_greedy"]
+
+
 def test_forced_acceptance(monkeypatch: pytest.MonkeyPatch, served: list[str]) -> None:
     monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "2")
     worker = Eagle3OneModelWorker(EagleDecodingConfig(max_draft_len=3, speculative_model="x"))
@@ -351,4 +363,12 @@ def test_window(size: int, served: list[str]) -> None:
     for row, slot in (([0, 0, 1], 2), ([7, 8, 9], 0), ([17, 18, 19], 4)):
         assert torch.equal(kept[slot], hidden[row]) and torch.equal(tokens[slot], ids[row])
     assert not kept[[1, 3]].any() and (tokens[[1, 3]] == -7).all()
+    assert served == ["update_window"]
+
+
+def test_empty_windows_are_left_alone(served: list[str]) -> None:
+    """Vanilla MTP with one module keeps none."""
+    hidden, ids = _random(20, 12), torch.arange(20, device="cuda")
+    last, slots = (torch.tensor(x, device="cuda") for x in ([1, 9, 19], [2, 0, 4]))
+    choose.update_window(hidden, ids, last, slots, hidden.new_empty(5, 0, 12), ids.new_empty(5, 0))
     assert served == ["update_window"]
