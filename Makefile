@@ -66,7 +66,7 @@ bench: $(STAMP)  ## Tokens per second on this CPU, without and with speculation
 # A process for each core, with one thread: what takes long is launching and compiling. Kernels are
 # compiled before, or all processes would wait for the first.
 test-gpu:  ## Run the GPU tests with PYTHON (no .venv), which needs pytest-xdist; names the slowest ten
-	$(PYTHON) -m trtspec.ops.native
+	-$(PYTHON) -m trtspec.ops.native
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n auto --dist worksteal --durations=10
 
 kernels: $(STAMP)  ## Compile csrc for Hopper ahead of time (needs nvcc, no GPU)

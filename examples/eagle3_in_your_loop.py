@@ -92,7 +92,11 @@ def generate(
 def describe_pass(
     cache: KVCacheManager, start: int, count: int, is_context: bool, max_seq_len: int
 ) -> AttentionMetadata:
-    """Rows of one request at positions `start …`, and where the head keeps their KV."""
+    """Rows of one request at positions `start …`, and where the head keeps their KV.
+
+    The cache hands out block ids from 2 on: 0 and 1 are reserved, which tables of your own must
+    leave alone.
+    """
     positions = torch.arange(start, start + count)
     (table,) = cache.block_tables([0])
     inside = positions < max_seq_len

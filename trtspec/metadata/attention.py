@@ -2,7 +2,7 @@
 
 A pass is a flat list of T token rows: each context's rows first, then `rows_per_generation` rows
 for every generation request. An `AttentionMetadata` describes one pass and is never edited: a
-draft step asks `for_rows` for a new one (DESIGN, decision D5).
+draft step asks `for_rows` for a new one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class ImageRows(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One pass over T rows of B requests (C contexts, then G generations)."""
+    """One pass over T rows of B requests (C contexts, then G generations).
+
+    Block ids 0 and 1 are reserved in every group (NULL_BLOCK, SCRATCH_BLOCK): a loop that writes
+    its own tables hands out ids from NUM_RESERVED_BLOCKS on.
+    """
 
     context_lens: tuple[int, ...]  # rows of each context in this pass
     num_generations: int  # G
