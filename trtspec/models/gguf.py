@@ -108,8 +108,10 @@ def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:
     source = {"gguf_file": link.name, "local_files_only": True}
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **_dequantized()}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(work, **source, **options)
-        tokenizer = AutoTokenizer.from_pretrained(work, **source)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            work, trust_remote_code=False, **source, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False, **source)
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot load {path} ({type(error).__name__}: {error}). Use the model's "

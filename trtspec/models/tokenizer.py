@@ -14,15 +14,24 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     """The directory's transformers tokenizer; None if it holds no tokenizer file.
 
     Raises:
-        CheckpointError: the files are there but cannot be read.
+        CheckpointError: the files are there but cannot be read, or need code of the directory.
     """
     if not any((model_dir / name).exists() for name in _FILES):
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        # Where this is not said, transformers asks on stdin whether to run the directory's code.
+        return AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its parsers raise many types; each means bad files
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"The tokenizer in {model_dir} is Python code (auto_map in tokenizer_config.json), "
+                "and trtspec runs no code of a model directory. If its tokenizer.json is enough, "
+                "remove auto_map; else use a model whose tokenizer transformers has itself."
+            ) from error
         raise CheckpointError(
             f"The tokenizer in {model_dir} cannot be loaded ({error}). Copy tokenizer.json and "
             "tokenizer_config.json again from the model's source."
