@@ -1,4 +1,4 @@
-"""What a model directory from a stranger may not do: run code, hang, or raise other than our errors."""
+"""What a stranger's model directory may not do: run code, hang, raise other than our errors."""
 
 from __future__ import annotations
 

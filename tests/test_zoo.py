@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -402,6 +403,31 @@ def test_cache_that_cannot_be_written(
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match="TRTSPEC_CACHE"):
         zoo.resolve_model(tiny_gguf)
+
+
+def test_a_full_disk_asks_for_room_and_leaves_nothing(tiny_gguf: Path, cache: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the weights are larger
+    try:
+        with pytest.raises(ConfigError, match=r"File too large.*Make room there"):
+            zoo.resolve_model(tiny_gguf)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
+    tiny_gguf: Path, cache: Path
+) -> None:
+    code = (
+        "import os, sys; from trtspec.models.zoo import resolve_model; "
+        "resolve_model(sys.argv[1], lambda text: os.kill(os.getpid(), 9))"
+    )
+    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tiny_gguf)])
+    assert killed.returncode == -9
+    assert [p for p in cache.iterdir() if p.name.startswith(".work-")]
+    found = zoo.resolve_model(tiny_gguf)
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == [found.name]
 
 
 def _fake_pip(monkeypatch: pytest.MonkeyPatch, body: str) -> None:

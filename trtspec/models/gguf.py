@@ -36,6 +36,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
         CheckpointError: the file is missing, damaged, not GGUF, or of a model that would not be
             computed as it was meant.
         ConfigError: the gguf or accelerate package is missing, or `out_dir` exists.
+        OSError: `out_dir` cannot be written, as on a full disk.
     """
     gguf_path, out_dir = Path(gguf_path), Path(out_dir)
     if out_dir.exists():
@@ -49,9 +50,8 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
             model, tokenizer = _load(gguf_path, num_tensors, work)
             vars(model.config).pop("quantization_config", None)
             model.config.rms_norm_eps = float(str(np.float32(model.config.rms_norm_eps)))  # 1e-05
-            model.save_pretrained(work, max_shard_size="1000GB")  # one file
             context = model.config.max_position_embeddings
-            _corrected(tokenizer, fields, context, gguf_path).save_pretrained(work)
+            _write(model, _corrected(tokenizer, fields, context, gguf_path), work)
         load_config(work)
         work.chmod(0o755)
         os.rename(work, out_dir)
@@ -170,6 +170,16 @@ def _corrected(loaded: Any, fields: dict[str, Any], context: int, path: Path) ->
         add_eos_token=own.get("add_eos_token", False),
         **{f"{short}_token": backend.id_to_token(i) for short, i in ids.items() if i is not None},
     )
+
+
+def _write(model: Any, tokenizer: Any, work: Path) -> None:
+    try:
+        model.save_pretrained(work, max_shard_size="1000GB")  # one file
+        tokenizer.save_pretrained(work)
+    except Exception as error:
+        if "os error" not in str(error):
+            raise
+        raise OSError(str(error)) from error  # Rust's libraries have types of their own for it
 
 
 @contextmanager

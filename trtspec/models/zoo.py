@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,8 +134,7 @@ def _cached(
             if final.exists():
                 logger.warning("%s is incomplete or outdated and is made again.", final)
                 shutil.rmtree(final)
-            with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as name:
-                work = Path(name)
+            with _work_folder(root / f".work-{key}") as work:
                 gguf_path = build(work)
                 tell(f"converting {gguf_path.name} (once)")
                 convert_gguf(gguf_path, work / "converted")
@@ -206,6 +204,18 @@ def _complete(directory: Path, sha256: str) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _work_folder(path: Path) -> Iterator[Path]:
+    """An empty folder, gone afterwards. Its name is fixed, so that whoever holds the lock next
+    removes what a killed process left."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
