@@ -120,6 +120,7 @@ def load_head(
     num_mtp_layers: int = 1,
     norm_output: bool | None = None,
     pack: bool = True,
+    num_positions: int | None = None,
 ) -> DraftHead:
     """A head ready to draft for `target`, sharing its embedding and lm_head where it has no own.
 
@@ -132,6 +133,7 @@ def load_head(
         kind, layers_to_capture, num_mtp_layers: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
         pack: on CPU, weights in the layout its kernels like.
+        num_positions: the longest text; None is the target's max_position_embeddings.
 
     Raises:
         CheckpointError: with everything that is wrong with the head.
@@ -144,7 +146,8 @@ def load_head(
         config = report.require()
         if norm_output is not None:
             config = replace(config, norm_output=norm_output)
-        head = _build(config, target.config.max_position_embeddings, backend, kv_group)
+        num_positions = num_positions or target.config.max_position_embeddings
+        head = _build(config, num_positions, backend, kv_group)
         _drop_what_the_target_has(head, report.tensors, target, dtype)
         place_tensors(head, _places(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)

@@ -22,6 +22,7 @@ from .text_part import text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
+MAX_LAYERS = 1000  # each costs time before the weights are looked at
 
 
 def load_config(model_dir: Path) -> DecoderConfig:
@@ -107,6 +108,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{', '.join(FAMILIES)}. Use a model of one of these families."
         )
     refuse_quantized(raw, where)
+    _check_num_layers(raw.get("num_hidden_layers"), where)
     family = FAMILIES[model_type]
     act = raw.get("hidden_act", family.activations[0])
     if act not in family.activations:
@@ -144,6 +146,15 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
 def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
     """Raises CheckpointError for weights that `fp8.py` does not read either."""
     block_size(raw, where)
+
+
+def _check_num_layers(count: Any, where: Path) -> None:
+    """Of what the file says, before transformers makes lists of that length."""
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            f"{where}: num_hidden_layers={count}; it must be an int in 1 … {MAX_LAYERS}. Copy the "
+            "file again from the model's source."
+        )
 
 
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
