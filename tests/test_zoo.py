@@ -111,7 +111,7 @@ def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: A
             writer.add_tensor(key, value)
         elif value is None:
             continue
-        elif key in ("tokenizer.ggml.pre", "tokenizer.ggml.model"):
+        elif key in writer.kv_data[0]:
             writer.kv_data[0][key].value = value
         elif isinstance(value, bool):
             writer.add_bool(key, value)
@@ -278,6 +278,7 @@ def test_not_gguf(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ({"llama.attention.sliding_window": 512}, r"llama.attention.sliding_window=512"),
+        ({"llama.block_count": 20_000}, r"block_count=20000, but the file holds 30 tensors"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type='yarn'"),
         ({"llama.rope.dimension_count": 4}, r"transformers cannot load .*another quantisation"),
         ({"tokenizer.ggml.model": "rwkv"}, r"transformers cannot load .*rwkv"),

@@ -42,7 +42,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     if out_dir.exists():
         raise ConfigError(f"{out_dir} exists already. Give a new directory, or remove that one.")
     fields, num_tensors = _open(gguf_path)
-    _refuse_unsupported(fields, gguf_path)
+    _refuse_unsupported(fields, num_tensors, gguf_path)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
@@ -82,12 +82,18 @@ def _open(path: Path) -> tuple[dict[str, Any], int]:
         ) from error
 
 
-def _refuse_unsupported(fields: dict[str, Any], path: Path) -> None:
+def _refuse_unsupported(fields: dict[str, Any], num_tensors: int, path: Path) -> None:
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise CheckpointError(
             f"{path}: architecture {arch!r} is not supported; allowed are "
             f"{', '.join(ARCHITECTURES)}. Use another model."
+        )
+    blocks = fields.get(f"{arch}.block_count", 0)
+    if not isinstance(blocks, int) or blocks > num_tensors:  # transformers would build them all
+        raise CheckpointError(
+            f"{path}: {arch}.block_count={blocks!r}, but the file holds {num_tensors} tensors. "
+            "Copy it again from the model's source."
         )
     for name in _IGNORED_BY_TRANSFORMERS:
         value = fields.get(f"{arch}.{name}")

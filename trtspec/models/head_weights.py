@@ -6,6 +6,7 @@ has one, `trtspec inspect-head` shows them all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from .json_object import read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .parallel_head import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
 from .placement import Placement
-from .weights import finish, place_tensors, placements, shape_problem
+from .weights import finish, place_tensors, placements, shape_problem, sizes_alone
 from .zoo import HEADS, resolve_head
 
 _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {
@@ -94,7 +95,7 @@ def read_head(
         num_mtp_layers: MTP layers that are needed; None is all there are.
     """
     report = HeadReport(resolve_head(head_dir))
-    if not report.head_dir.is_dir():
+    if not os.path.isdir(report.head_dir):
         report.problems.append(
             f"{head_dir} is neither a directory nor a known head. Give the head's directory, or "
             f"one of: {', '.join(HEADS)}."
@@ -147,7 +148,7 @@ def load_head(
         if norm_output is not None:
             config = replace(config, norm_output=norm_output)
         num_positions = num_positions or target.config.max_position_embeddings
-        head = _build(config, num_positions, backend, kv_group)
+        head = _build(report.head_dir, config, num_positions, backend, kv_group)
         _drop_what_the_target_has(head, report.tensors, target, dtype)
         place_tensors(head, _places(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
@@ -413,7 +414,7 @@ def _check_tensors(report: HeadReport) -> None:
             f"{len(layers)} layers. Correct it, or copy the head again."
         )
         return
-    places = placements(_build(config, 1, TorchAttention(), 0))
+    places = placements(_build(report.head_dir, config, 1, TorchAttention(), 0))
     missing = [name for name in places if name not in sources]
     if missing:
         report.problems.append(
@@ -467,9 +468,13 @@ def _tensor_problem(
 
 
 def _build(
-    config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+    head_dir: Path,
+    config: HeadConfig,
+    num_positions: int,
+    backend: AttentionBackend,
+    kv_group: int,
 ) -> DraftHead:
-    with torch.device("meta"):
+    with sizes_alone(head_dir):
         return _HEAD_CLASSES[config.kind](config, num_positions, backend, kv_group)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .files import is_there
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -16,8 +17,11 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     Raises:
         CheckpointError: the files are there but cannot be read, or need code of the directory.
     """
-    if not any((model_dir / name).exists() for name in _FILES):
+    if not any(is_there(model_dir / name) for name in _FILES):
         return None
+    for path in (*model_dir.glob("*.*"), *model_dir.glob("*/*.jinja")):
+        if not path.is_dir():  # of the others transformers opens whatever has one of its names
+            is_there(path)
     from transformers import AutoTokenizer
 
     try:

@@ -7,8 +7,8 @@ are copied one by one, so the peak is the model plus one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -81,10 +81,27 @@ def load_decoder(
     """
     config = load_config(model_dir)
     _check_depth(config, model_dir)
-    with torch.device("meta"):
+    with sizes_alone(model_dir):
         model = Decoder(config, backend, kv_group, num_positions)
     load_weights(model, model_dir, dtype, device, pack)
     return model.eval()
+
+
+@contextmanager
+def sizes_alone(model_dir: Path) -> Iterator[None]:
+    """Modules made inside have parameters without memory.
+
+    Raises:
+        CheckpointError: the sizes in config.json are beyond what can be counted.
+    """
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{model_dir / 'config.json'} has sizes that no memory holds ({error}). Copy it again "
+            "from the model's source."
+        ) from error
 
 
 def _check_depth(config: DecoderConfig, model_dir: Path) -> None:

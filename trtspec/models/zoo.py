@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
 from ..utils import cache_dir
+from .files import is_there
 from .gguf import convert_gguf
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ DRAFT_LENS = {"smollm2-135m-mtp": 3}
 
 def resolve_head(head: str | os.PathLike[str]) -> Path:
     """A name in `HEADS` as its directory in the package; anything else as it is."""
-    if str(head) in HEADS and not Path(head).is_dir():
+    if str(head) in HEADS and not os.path.isdir(head):
         return Path(__file__).parent.parent / "data" / "heads" / str(head)
     return Path(head)
 
@@ -70,7 +71,7 @@ def resolve_head(head: str | os.PathLike[str]) -> Path:
 def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
     """The name of the package's head for a model that is given by name. kind: "eagle3", "mtp"."""
     name = f"{model}-{kind}"
-    return name if HEADS.get(name) == str(model) and not Path(model).is_dir() else None
+    return name if HEADS.get(name) == str(model) and not os.path.isdir(model) else None
 
 
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:
@@ -85,8 +86,14 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
         CheckpointError: the file is damaged or not supported.
     """
     tell = progress or (lambda text: None)
-    path = Path(model).expanduser()
-    if str(model) and path.is_dir():
+    try:
+        path = Path(os.path.expanduser(model))
+    except TypeError as error:
+        raise ConfigError(
+            f"model={model!r} is not a path. Give a Hugging Face model directory, a .gguf file, or "
+            f"one of: {', '.join(MODELS)}."
+        ) from error
+    if str(model) and os.path.isdir(path):
         return path
     if path.suffix.lower() == ".gguf":
         return _from_file(path, tell)
@@ -99,9 +106,12 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
 
 
 def _from_file(path: Path, tell: Progress) -> Path:
-    if not path.is_file():
+    if not is_there(path):
         raise CheckpointError(f"There is no file {path}. Give the path of a .gguf file.")
-    sha256 = _sha256(path)
+    try:
+        sha256 = _sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
 
     def build(work: Path) -> Path:
         return path
