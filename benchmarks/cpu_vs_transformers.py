@@ -42,7 +42,7 @@ def main() -> None:
         }.items()
     }
     reference = AutoModelForCausalLM.from_pretrained(
-        engines["plain"].model_dir, dtype=getattr(torch, args.dtype)
+        engines["plain"].model_dir, dtype=getattr(torch, args.dtype), trust_remote_code=False
     ).eval()
     reference.generation_config.eos_token_id = None  # all run to max_tokens
     params = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)

@@ -34,7 +34,9 @@ def generate(
     model_dir: str, head_dir: str, prompt: list[int], max_tokens: int
 ) -> tuple[list[int], int]:
     """Greedy tokens after the prompt, and the passes of the target they took."""
-    target = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    target = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     config = load_config(model_dir)
     ends = SimpleNamespace(  # what a head may share
         config=config,
@@ -119,7 +121,7 @@ def describe_pass(
 def main(model: str = "smollm2-135m", head: str = "smollm2-135m-eagle3") -> None:
     """Directories, or the names that the package knows."""
     model_dir, head_dir = str(resolve_model(model)), str(resolve_head(head))
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     prompt = tokenizer.encode("The quick brown fox")
     tokens, steps = generate(model_dir, head_dir, prompt, 64)
     print(tokenizer.decode(prompt + tokens))

@@ -24,8 +24,10 @@ PROMPT = "Repeat exactly: the quick brown fox jumps over the lazy dog.\nthe quic
 
 @torch.inference_mode()
 def main(model_dir: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    target = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    target = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     worker = NGramWorker(NGramDecodingConfig(max_draft_len=K))
     state = worker.allocate_state(num_slots=1, max_seq_len=1024, device=torch.device("cpu"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: A
             writer.add_tensor(key, value)
         elif value is None:
             continue
-        elif key in ("tokenizer.ggml.pre", "tokenizer.ggml.model"):
+        elif key in writer.kv_data[0]:
             writer.kv_data[0][key].value = value
         elif isinstance(value, bool):
             writer.add_bool(key, value)
@@ -277,6 +278,7 @@ def test_not_gguf(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ({"llama.attention.sliding_window": 512}, r"llama.attention.sliding_window=512"),
+        ({"llama.block_count": 20_000}, r"block_count=20000, but the file holds 30 tensors"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type='yarn'"),
         ({"llama.rope.dimension_count": 4}, r"transformers cannot load .*another quantisation"),
         ({"tokenizer.ggml.model": "rwkv"}, r"transformers cannot load .*rwkv"),
@@ -402,6 +404,31 @@ def test_cache_that_cannot_be_written(
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match="TRTSPEC_CACHE"):
         zoo.resolve_model(tiny_gguf)
+
+
+def test_a_full_disk_asks_for_room_and_leaves_nothing(tiny_gguf: Path, cache: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the weights are larger
+    try:
+        with pytest.raises(ConfigError, match=r"File too large.*Make room there"):
+            zoo.resolve_model(tiny_gguf)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next(
+    tiny_gguf: Path, cache: Path
+) -> None:
+    code = (
+        "import os, sys; from trtspec.models.zoo import resolve_model; "
+        "resolve_model(sys.argv[1], lambda text: os.kill(os.getpid(), 9))"
+    )
+    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tiny_gguf)])
+    assert killed.returncode == -9
+    assert [p for p in cache.iterdir() if p.name.startswith(".work-")]
+    found = zoo.resolve_model(tiny_gguf)
+    assert [p.name for p in cache.iterdir() if not p.name.endswith(".lock")] == [found.name]
 
 
 def _fake_pip(monkeypatch: pytest.MonkeyPatch, body: str) -> None:

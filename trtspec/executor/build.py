@@ -135,10 +135,18 @@ def build_executor(
             raise ConfigError(f"output_directory={str(directory)!r} is a file: give a directory.")
     target_dir = resolve_model(model)
     config = load_config(target_dir)
+    limits, draft_dir = [config], None  # a head covers its target's positions, whatever it says
+    if isinstance(speculative_config, DraftTargetDecodingConfig):
+        assert speculative_config.speculative_model is not None
+        draft_dir = resolve_model(speculative_config.speculative_model)
+        limits.append(load_config(draft_dir))
+    seq_len = _sequence_length(max_seq_len, limits)
+    # With M-RoPE a text's positions may run ahead of its length: those tables stay whole.
+    num_positions = None if config.rope_parameters.get("mrope_section") else seq_len
     torch_dtype = resolve_dtype(dtype, config, where)
     backend = _attention_backend(attn_backend, where)
     try:
-        target = load_decoder(target_dir, torch_dtype, where, backend)
+        target = load_decoder(target_dir, torch_dtype, where, backend, num_positions=num_positions)
     except torch.OutOfMemoryError as error:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(where))
         raise ConfigError(
@@ -146,35 +154,28 @@ def build_executor(
             f"{total:.1f} GiB are free. Free some, or use a smaller model or dtype."
         ) from error
     draft_model: Decoder | DraftHead | None = None
-    drafter_config: DecoderConfig | None = None
     capture: tuple[int, ...] = ()
     if isinstance(speculative_config, MTPDecodingConfig):
         _check_thinking_tokens(speculative_config, config.vocab_size)
-    if isinstance(speculative_config, DraftTargetDecodingConfig):
-        assert speculative_config.speculative_model is not None
-        draft_dir = resolve_model(speculative_config.speculative_model)
+    if draft_dir is not None:
         draft_model = _load_draft_model(
             draft_dir, target_dir, config, torch_dtype, where, backend,
-            first_group=len(target.kv_group_specs(torch_dtype)),
+            first_group=len(target.kv_group_specs(torch_dtype)), num_positions=num_positions,
         )  # fmt: skip
-        drafter_config = draft_model.config
     elif isinstance(speculative_config, EagleDecodingConfig | MTPDecodingConfig):
-        head = _load_head(speculative_config, target, target_dir, torch_dtype, where, backend)
+        head = _load_head(
+            speculative_config, target, target_dir, torch_dtype, where, backend, num_positions
+        )
         if speculative_config.max_draft_len == 0:
             draft_len = head.config.suggested_draft_len or DEFAULT_DRAFT_LEN
             speculative_config = replace(speculative_config, max_draft_len=draft_len)
         if isinstance(speculative_config, MTPDecodingConfig):
             speculative_config = _settle_mtp_layers(speculative_config, head)
-        draft_model, drafter_config = head, head.config.decoder
-        capture = head.layers_to_capture
+        draft_model, capture = head, head.layers_to_capture
     elif isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
         capture = _layers_to_save(speculative_config, config)
     worker = create_worker(speculative_config, find_mask_token(speculative_config, draft_model))
 
-    configs = [config] if drafter_config is None else [config, drafter_config]
-    # A head's RoPE table covers the target's positions, whatever its own config says.
-    limits = [config] if isinstance(draft_model, DraftHead) else configs
-    seq_len = _sequence_length(max_seq_len, limits)
     require_batch(max_batch_size)
     rows = worker.max_draft_len + 1
     specs = [
@@ -317,6 +318,7 @@ def _load_draft_model(
     device: torch.device,
     backend: AttentionBackend,
     first_group: int,
+    num_positions: int | None,
 ) -> Decoder:
     """The draft model, once its tokens are known to be the target's."""
     from ..models.hf_config import load_config
@@ -325,7 +327,10 @@ def _load_draft_model(
     problem = token_problem(load_config(draft_dir).vocab_size, target.vocab_size, *tokenizers)
     if problem:
         raise ConfigError(problem)
-    draft = load_decoder(draft_dir, dtype, device, backend, kv_group=first_group, pack=False)
+    draft = load_decoder(
+        draft_dir, dtype, device, backend, kv_group=first_group, pack=False,
+        num_positions=num_positions,
+    )  # fmt: skip
     draft.keep_logits(target.vocab_size)
     finish(draft, device)
     keep_kv_finite(draft)
@@ -339,6 +344,7 @@ def _load_head(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend,
+    num_positions: int | None,
 ) -> DraftHead:
     """The EAGLE head or MTP layers, which may be in the target's checkpoint. Their KV groups come
     after the target's."""
@@ -347,13 +353,13 @@ def _load_head(
     if isinstance(spec, EagleDecodingConfig):
         return load_head(
             head_dir, target, dtype, device, backend, kv_group=first_group, kind="eagle",
-            layers_to_capture=spec.eagle3_layers_to_capture,
+            layers_to_capture=spec.eagle3_layers_to_capture, num_positions=num_positions,
         )  # fmt: skip
     head = load_head(
         head_dir, target, dtype, device, backend, kv_group=first_group, kind="mtp",
         num_mtp_layers=spec.max_draft_len,
         layer_per_draft=spec.use_mtp_vanilla if spec.mtp_eagle_one_model else False,
-        norm_output=spec.mtp_feeds_post_norm,
+        norm_output=spec.mtp_feeds_post_norm, num_positions=num_positions,
     )  # fmt: skip
     for name, defaults in (("use_mtp_vanilla", (None, False)), ("mtp_feeds_post_norm", (None,))):
         if not head.advances_positions and getattr(spec, name) not in defaults:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .files import is_there
 from .json_object import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,8 +62,8 @@ def open_checkpoint(
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a directory. Give the checkpoint's directory.")
-    safe = (model_dir / WEIGHTS).exists() or (model_dir / INDEX).exists()
-    if pickle and not safe and (model_dir / PICKLE).exists():
+    safe = is_there(model_dir / WEIGHTS) or is_there(model_dir / INDEX)
+    if pickle and not safe and is_there(model_dir / PICKLE):
         return _open_pickle(model_dir / PICKLE)
     sources: dict[str, TensorSource] = {}
     for path, promised in _files(model_dir, pickle).items():
@@ -136,9 +137,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _files(model_dir: Path, pickle: bool) -> dict[Path, set[str]]:
     """Weight file -> the tensors the index promises in it (none without an index)."""
-    if (model_dir / WEIGHTS).exists():
+    if is_there(model_dir / WEIGHTS):
         return {model_dir / WEIGHTS: set()}
-    if not (model_dir / INDEX).exists():
+    if not is_there(model_dir / INDEX):
         pickles = sorted(path.name for path in model_dir.glob("pytorch_model*.bin"))
         if pickles and not pickle:
             raise CheckpointError(
@@ -163,7 +164,7 @@ def _files(model_dir: Path, pickle: bool) -> dict[Path, set[str]]:
                 "the same directory. Copy the index again."
             )
         files.setdefault(model_dir / shard, set()).add(name)
-    gone = sorted(path.name for path in files if not path.exists())
+    gone = sorted(path.name for path in files if not is_there(path))
     if gone:
         raise CheckpointError(
             f"{model_dir / INDEX} names {len(gone)} of {len(files)} shards that are not there: "

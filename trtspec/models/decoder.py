@@ -251,10 +251,17 @@ class Decoder(nn.Module):
     """Embedding, layers, final norm and lm_head. Weights are empty until `weights.load` ran.
 
     `kv_group` is the first of the metadata's KV groups that the layers live in: 0 for a target, for
-    a draft model that runs inside the same step the one after the target's last.
+    a draft model that runs inside the same step the one after the target's last. `num_positions`
+    is how many the rotary tables have; None is max_position_embeddings.
     """
 
-    def __init__(self, config: DecoderConfig, backend: AttentionBackend, kv_group: int = 0):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        backend: AttentionBackend,
+        kv_group: int = 0,
+        num_positions: int | None = None,
+    ):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -265,7 +272,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rope_tables = RopeTables(config)
+        self.rope_tables = RopeTables(config, num_positions)
 
     def forward(
         self,

@@ -36,12 +36,13 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
         CheckpointError: the file is missing, damaged, not GGUF, or of a model that would not be
             computed as it was meant.
         ConfigError: the gguf or accelerate package is missing, or `out_dir` exists.
+        OSError: `out_dir` cannot be written, as on a full disk.
     """
     gguf_path, out_dir = Path(gguf_path), Path(out_dir)
     if out_dir.exists():
         raise ConfigError(f"{out_dir} exists already. Give a new directory, or remove that one.")
     fields, num_tensors = _open(gguf_path)
-    _refuse_unsupported(fields, gguf_path)
+    _refuse_unsupported(fields, num_tensors, gguf_path)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
     try:
@@ -49,9 +50,8 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
             model, tokenizer = _load(gguf_path, num_tensors, work)
             vars(model.config).pop("quantization_config", None)
             model.config.rms_norm_eps = float(str(np.float32(model.config.rms_norm_eps)))  # 1e-05
-            model.save_pretrained(work, max_shard_size="1000GB")  # one file
             context = model.config.max_position_embeddings
-            _corrected(tokenizer, fields, context, gguf_path).save_pretrained(work)
+            _write(model, _corrected(tokenizer, fields, context, gguf_path), work)
         load_config(work)
         work.chmod(0o755)
         os.rename(work, out_dir)
@@ -82,12 +82,18 @@ def _open(path: Path) -> tuple[dict[str, Any], int]:
         ) from error
 
 
-def _refuse_unsupported(fields: dict[str, Any], path: Path) -> None:
+def _refuse_unsupported(fields: dict[str, Any], num_tensors: int, path: Path) -> None:
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise CheckpointError(
             f"{path}: architecture {arch!r} is not supported; allowed are "
             f"{', '.join(ARCHITECTURES)}. Use another model."
+        )
+    blocks = fields.get(f"{arch}.block_count", 0)
+    if not isinstance(blocks, int) or blocks > num_tensors:  # transformers would build them all
+        raise CheckpointError(
+            f"{path}: {arch}.block_count={blocks!r}, but the file holds {num_tensors} tensors. "
+            "Copy it again from the model's source."
         )
     for name in _IGNORED_BY_TRANSFORMERS:
         value = fields.get(f"{arch}.{name}")
@@ -108,8 +114,10 @@ def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:
     source = {"gguf_file": link.name, "local_files_only": True}
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **_dequantized()}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(work, **source, **options)
-        tokenizer = AutoTokenizer.from_pretrained(work, **source)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            work, trust_remote_code=False, **source, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(work, trust_remote_code=False, **source)
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot load {path} ({type(error).__name__}: {error}). Use the model's "
@@ -168,6 +176,16 @@ def _corrected(loaded: Any, fields: dict[str, Any], context: int, path: Path) ->
         add_eos_token=own.get("add_eos_token", False),
         **{f"{short}_token": backend.id_to_token(i) for short, i in ids.items() if i is not None},
     )
+
+
+def _write(model: Any, tokenizer: Any, work: Path) -> None:
+    try:
+        model.save_pretrained(work, max_shard_size="1000GB")  # one file
+        tokenizer.save_pretrained(work)
+    except Exception as error:
+        if "os error" not in str(error):
+            raise
+        raise OSError(str(error)) from error  # Rust's libraries have types of their own for it
 
 
 @contextmanager

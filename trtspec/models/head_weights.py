@@ -6,6 +6,7 @@ has one, `trtspec inspect-head` shows them all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from .json_object import read_json_object
 from .mtp import MTPHead, MTPLayout, mtp_layout, mtp_names
 from .parallel_head import MASK_HIDDEN, mask_hidden_problem, read_mask_hidden
 from .placement import Placement
-from .weights import finish, place_tensors, placements, shape_problem
+from .weights import finish, place_tensors, placements, shape_problem, sizes_alone
 from .zoo import HEADS, resolve_head
 
 _HEAD_CLASSES: dict[str, Callable[[HeadConfig, int, AttentionBackend, int], DraftHead]] = {
@@ -97,7 +98,7 @@ def read_head(
             for.
     """
     report = HeadReport(resolve_head(head_dir))
-    if not report.head_dir.is_dir():
+    if not os.path.isdir(report.head_dir):
         report.problems.append(
             f"{head_dir} is neither a directory nor a known head. Give the head's directory, or "
             f"one of: {', '.join(HEADS)}."
@@ -124,6 +125,7 @@ def load_head(
     layer_per_draft: bool | None = True,
     norm_output: bool | None = None,
     pack: bool = True,
+    num_positions: int | None = None,
 ) -> DraftHead:
     """A head ready to draft for `target`, sharing its embedding and lm_head where it has no own.
 
@@ -136,6 +138,7 @@ def load_head(
         kind, layers_to_capture, num_mtp_layers, layer_per_draft: as in `read_head`.
         norm_output: feed the normed hidden state on, or not; None is the checkpoint's way.
         pack: on CPU, weights in the layout its kernels like.
+        num_positions: the longest text; None is the target's max_position_embeddings.
 
     Raises:
         CheckpointError: with everything that is wrong with the head.
@@ -148,7 +151,8 @@ def load_head(
         config = report.require()
         if norm_output is not None:
             config = replace(config, norm_output=norm_output)
-        head = _build(config, target.config.max_position_embeddings, backend, kv_group)
+        num_positions = num_positions or target.config.max_position_embeddings
+        head = _build(report.head_dir, config, num_positions, backend, kv_group)
         _drop_what_the_target_has(head, report.tensors, target, dtype)
         place_tensors(head, _places(head), report.tensors, dtype, device)
     head.d2t = None if report.d2t is None else report.d2t.to(device)
@@ -419,7 +423,7 @@ def _check_tensors(report: HeadReport) -> None:
             f"{len(layers)} layers. Correct it, or copy the head again."
         )
         return
-    places = placements(_build(config, 1, TorchAttention(), 0))
+    places = placements(_build(report.head_dir, config, 1, TorchAttention(), 0))
     missing = [name for name in places if name not in sources]
     if missing:
         report.problems.append(
@@ -473,9 +477,13 @@ def _tensor_problem(
 
 
 def _build(
-    config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+    head_dir: Path,
+    config: HeadConfig,
+    num_positions: int,
+    backend: AttentionBackend,
+    kv_group: int,
 ) -> DraftHead:
-    with torch.device("meta"):
+    with sizes_alone(head_dir):
         return _HEAD_CLASSES[config.kind](config, num_positions, backend, kv_group)
 
 

@@ -15,13 +15,16 @@ from typing import Any
 from ..errors import CheckpointError
 from .config import DecoderConfig
 from .families import FAMILIES, Family
+from .files import is_there
 from .fp8 import block_size
 from .json_object import read_json_object
-from .rope import ROPE_TYPES
+from .rope import ROPE_TYPES, RopeTables
 from .text_part import text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
+MAX_LABELS = 10_000
+MAX_LAYERS = 1000  # each costs time before the weights are looked at
 
 
 def load_config(model_dir: Path) -> DecoderConfig:
@@ -45,6 +48,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     Raises:
         CheckpointError: as `load_config`.
     """
+    _check_labels(raw, where)
     raw = text_config(raw, where)
     _refuse_unsupported(raw, where)
     hf = _hf_config(raw, where)
@@ -75,11 +79,24 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
         raw=merged,
     )
-    config = replace(config, **FAMILIES[raw["model_type"]].fields(hf, where))
+    config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
     for layer in range(config.num_layers):
         own = config.of_layer(layer)
         _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
+    _check_rotation(config, where)
     return config
+
+
+def _fields_of_family(model_type: str, hf: Any, where: Path) -> dict[str, Any]:
+    try:
+        return FAMILIES[model_type].fields(hf, where)
+    except CheckpointError:
+        raise
+    except Exception as err:  # of a list where a number was expected, and the like
+        raise CheckpointError(
+            f"{where} has a field of another kind than {model_type!r} models have "
+            f"({type(err).__name__}: {err}). Copy it again from the model's source."
+        ) from err
 
 
 def _hf_config(raw: dict[str, Any], where: Path) -> Any:
@@ -107,6 +124,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
             f"{', '.join(FAMILIES)}. Use a model of one of these families."
         )
     refuse_quantized(raw, where)
+    _check_num_layers(raw.get("num_hidden_layers"), where)
     family = FAMILIES[model_type]
     act = raw.get("hidden_act", family.activations[0])
     if act not in family.activations:
@@ -146,6 +164,29 @@ def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
     block_size(raw, where)
 
 
+def _check_labels(raw: dict[str, Any], where: Path) -> None:
+    """transformers names every label, in the parts we leave alone too."""
+    parts = [raw]
+    while parts:
+        part = parts.pop()
+        count = part.get("num_labels", 0)
+        if isinstance(count, int) and count > MAX_LABELS:
+            raise CheckpointError(
+                f"{where}: num_labels={count}; it must be an int in 0 … {MAX_LABELS}. A language "
+                "model needs none: remove it."
+            )
+        parts += [inner for inner in part.values() if isinstance(inner, dict)]
+
+
+def _check_num_layers(count: Any, where: Path) -> None:
+    """Of what the file says, before transformers makes lists of that length."""
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            f"{where}: num_hidden_layers={count}; it must be an int in 1 … {MAX_LAYERS}. Copy the "
+            "file again from the model's source."
+        )
+
+
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
     """Sizes are ints >= 1; RoPE's numbers are positive and finite."""
     for name in (
@@ -175,12 +216,28 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
         )
 
 
+def _check_rotation(config: DecoderConfig, where: Path) -> None:
+    """Every layer's first rows are tried: the formulas are transformers', and raise many types."""
+    try:
+        for table in RopeTables(config, 2).buffers(recurse=False):
+            if not bool(table.isfinite().all()):
+                raise OverflowError("cos and sin are not finite")
+    except Exception as error:
+        shown = {repr(config.of_layer(i).rope_parameters) for i in range(config.num_layers)}
+        raise CheckpointError(
+            f"{where}: the RoPE parameters {' and '.join(sorted(shown))} make no rotation "
+            f"({type(error).__name__}: {error}). Copy the file again from the model's source."
+        ) from error
+
+
 def _check_rope_numbers(rope: dict[str, Any], where: Path) -> None:
-    for nested in rope.values():
-        if isinstance(nested, dict):
-            _check_rope_numbers(nested, where)
+    by_type = [nested for nested in rope.values() if isinstance(nested, dict)]
+    for nested in by_type:
+        _check_rope_numbers(nested, where)
     for name in ("rope_theta", "factor", "attention_factor"):
-        value = 1.0 if rope.get(name) is None else rope[name]
+        value = rope.get(name)
+        if value is None and (by_type or name != "rope_theta"):
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise CheckpointError(
                 f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
@@ -264,7 +321,7 @@ def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, 
     """The union of both files' end tokens, config.json's first."""
     found = list(from_config)
     path = model_dir / "generation_config.json"
-    if path.exists():
+    if is_there(path):
         cure = "Copy it again from the model's source, or remove it."
         found += _token_ids(read_json_object(path, cure).get("eos_token_id"), path)
     return tuple(dict.fromkeys(found))
@@ -272,8 +329,11 @@ def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, 
 
 def _token_ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+    if any(
+        isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < MAX_SIZE
+        for token in ids
+    ):
         raise CheckpointError(
             f"{path}: eos_token_id={value!r} must be a token id, a list of them, or null. Fix it."
         )
-    return list(ids)
+    return [token for token in ids if token >= 0]  # -1 is how some files say none

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .files import is_there
 
 
 def read_json_object(path: Path, cure: str) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError, which ends with `cure`."""
+    if not is_there(path):
+        raise CheckpointError(f"There is no {path.name} in {path.parent}. {cure}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"There is no {path.name} in {path.parent}. {cure}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}). {cure}") from error
     if not isinstance(content, dict):

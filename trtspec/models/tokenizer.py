@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from .files import is_there
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -14,15 +15,27 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     """The directory's transformers tokenizer; None if it holds no tokenizer file.
 
     Raises:
-        CheckpointError: the files are there but cannot be read.
+        CheckpointError: the files are there but cannot be read, or need code of the directory.
     """
-    if not any((model_dir / name).exists() for name in _FILES):
+    if not any(is_there(model_dir / name) for name in _FILES):
         return None
+    for path in (*model_dir.glob("*.*"), *model_dir.glob("*/*.jinja")):
+        if not path.is_dir():  # of the others transformers opens whatever has one of its names
+            is_there(path)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+        # Where this is not said, transformers asks on stdin whether to run the directory's code.
+        return AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # its parsers raise many types; each means bad files
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"The tokenizer in {model_dir} is Python code (auto_map in tokenizer_config.json), "
+                "and trtspec runs no code of a model directory. If its tokenizer.json is enough, "
+                "remove auto_map; else use a model whose tokenizer transformers has itself."
+            ) from error
         raise CheckpointError(
             f"The tokenizer in {model_dir} cannot be loaded ({error}). Copy tokenizer.json and "
             "tokenizer_config.json again from the model's source."

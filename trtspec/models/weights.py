@@ -7,8 +7,8 @@ are copied one by one, so the peak is the model plus one tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -67,21 +67,56 @@ def load_decoder(
     backend: AttentionBackend,
     kv_group: int = 0,
     pack: bool = True,
+    num_positions: int | None = None,
 ) -> Decoder:
     """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
 
     Args:
         pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
             the weights are to be cut first (`finish` packs them then).
+        num_positions: the longest text; None is max_position_embeddings.
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
     """
     config = load_config(model_dir)
-    with torch.device("meta"):
-        model = Decoder(config, backend, kv_group)
+    _check_depth(config, model_dir)
+    with sizes_alone(model_dir):
+        model = Decoder(config, backend, kv_group, num_positions)
     load_weights(model, model_dir, dtype, device, pack)
     return model.eval()
+
+
+@contextmanager
+def sizes_alone(model_dir: Path) -> Iterator[None]:
+    """Modules made inside have parameters without memory.
+
+    Raises:
+        CheckpointError: the sizes in config.json are beyond what can be counted.
+    """
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{model_dir / 'config.json'} has sizes that no memory holds ({error}). Copy it again "
+            "from the model's source."
+        ) from error
+
+
+def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
+    """Before a model of so many layers is built, which takes longer than reading names."""
+    with ExitStack() as stack:
+        found = (
+            re.search(r"\blayers\.(\d+)\.", name) for name in open_checkpoint(model_dir, stack)
+        )
+        count = len({match[1] for match in found if match})
+    if config.num_layers > count:
+        raise CheckpointError(
+            f"{model_dir / 'config.json'} says num_hidden_layers={config.num_layers}, but the "
+            f"weights beside it are of {count} layers. Use the config.json that belongs to these "
+            "weights, or copy them again from the model's source."
+        )
 
 
 def load_weights(

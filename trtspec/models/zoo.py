@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
 from ..utils import cache_dir
+from .files import is_there
 from .gguf import convert_gguf
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ DRAFT_LENS = {"smollm2-135m-mtp": 3}
 
 def resolve_head(head: str | os.PathLike[str]) -> Path:
     """A name in `HEADS` as its directory in the package; anything else as it is."""
-    if str(head) in HEADS and not Path(head).is_dir():
+    if str(head) in HEADS and not os.path.isdir(head):
         return Path(__file__).parent.parent / "data" / "heads" / str(head)
     return Path(head)
 
@@ -71,7 +71,7 @@ def resolve_head(head: str | os.PathLike[str]) -> Path:
 def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
     """The name of the package's head for a model that is given by name. kind: "eagle3", "mtp"."""
     name = f"{model}-{kind}"
-    return name if HEADS.get(name) == str(model) and not Path(model).is_dir() else None
+    return name if HEADS.get(name) == str(model) and not os.path.isdir(model) else None
 
 
 def resolve_model(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:
@@ -86,8 +86,14 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
         CheckpointError: the file is damaged or not supported.
     """
     tell = progress or (lambda text: None)
-    path = Path(model).expanduser()
-    if str(model) and path.is_dir():
+    try:
+        path = Path(os.path.expanduser(model))
+    except TypeError as error:
+        raise ConfigError(
+            f"model={model!r} is not a path. Give a Hugging Face model directory, a .gguf file, or "
+            f"one of: {', '.join(MODELS)}."
+        ) from error
+    if str(model) and os.path.isdir(path):
         return path
     if path.suffix.lower() == ".gguf":
         return _from_file(path, tell)
@@ -100,9 +106,12 @@ def resolve_model(model: str | os.PathLike[str], progress: Progress | None = Non
 
 
 def _from_file(path: Path, tell: Progress) -> Path:
-    if not path.is_file():
+    if not is_there(path):
         raise CheckpointError(f"There is no file {path}. Give the path of a .gguf file.")
-    sha256 = _sha256(path)
+    try:
+        sha256 = _sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Copy it again.") from error
 
     def build(work: Path) -> Path:
         return path
@@ -135,8 +144,7 @@ def _cached(
             if final.exists():
                 logger.warning("%s is incomplete or outdated and is made again.", final)
                 shutil.rmtree(final)
-            with tempfile.TemporaryDirectory(prefix=".work-", dir=root) as name:
-                work = Path(name)
+            with _work_folder(root / f".work-{key}") as work:
                 gguf_path = build(work)
                 tell(f"converting {gguf_path.name} (once)")
                 convert_gguf(gguf_path, work / "converted")
@@ -206,6 +214,18 @@ def _complete(directory: Path, sha256: str) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _work_folder(path: Path) -> Iterator[Path]:
+    """An empty folder, gone afterwards. Its name is fixed, so that whoever holds the lock next
+    removes what a killed process left."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

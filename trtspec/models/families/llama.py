@@ -8,6 +8,8 @@ from typing import Any
 from ...errors import CheckpointError
 from .moe import qwen_moe
 
+MAX_WINDOW = 2**24
+
 
 def llama(hf: Any, where: Path) -> dict[str, Any]:
     bias = bool(hf.attention_bias)
@@ -66,7 +68,14 @@ def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
 
 
 def _window(hf: Any, where: Path) -> int | None:
-    window = hf.sliding_window
-    if window is not None and window < 1:
-        raise CheckpointError(f"{where}: sliding_window={window!r} must be null or at least 1.")
+    return None if hf.sliding_window is None else checked_window(hf.sliding_window, where)
+
+
+def checked_window(window: Any, where: Path) -> int:
+    """Raises CheckpointError for what is no window."""
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MAX_WINDOW:
+        raise CheckpointError(
+            f"{where}: sliding_window={window!r} must be an int in 1 … {MAX_WINDOW}, or null where "
+            "no layer slides. Copy the file again from the model's source."
+        )
     return window

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .llama import checked_window
 from .moe import step_moe
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -49,12 +50,7 @@ def step3p5(hf: Any, where: Path) -> dict[str, Any]:
     raw, num_mtp = hf.written, getattr(hf, "num_nextn_predict_layers", None) or 0
     types = _layer_types(raw, hf.num_hidden_layers, num_mtp, where)
     _refuse(raw, where)
-    window = raw.get("sliding_window")
-    if SLIDING in types and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise CheckpointError(
-            f"{where}: sliding_window={window!r}; layer_types names {SLIDING!r}, whose window must "
-            "be an int >= 1. Correct one of them."
-        )
+    window = checked_window(raw.get("sliding_window"), where) if SLIDING in types else None
     attention = {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)}
     behind = _feed_forwards(raw, hf.num_hidden_layers, num_mtp, where)
     names, fields = [], {}
@@ -173,10 +169,10 @@ def _fields_of(
     factor = _of_kind("partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind,
                       types, where)  # fmt: skip
     sizes = heads, kv_heads, head_dim
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 2**24 for n in sizes):
         raise CheckpointError(
-            f"{where}: heads, groups and head_dim of {kind} are {sizes!r}; they must be ints >= 1. "
-            "Correct attention_other_setting."
+            f"{where}: heads, groups and head_dim of {kind} are {sizes!r}; they must be ints in "
+            f"1 … {2**24}. Correct attention_other_setting."
         )
     rotary_dim = int(head_dim * factor)
     if heads % kv_heads or head_dim % 2 or not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
