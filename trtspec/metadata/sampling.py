@@ -12,6 +12,7 @@ from torch import Tensor
 GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
 NO_TOP_K = 0
+MAX_TOP_K = 2**31 - 1  # they are int32 on the device
 NO_TOP_P = 1.0
 
 
@@ -67,14 +68,14 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
     given = value("random_seed") if value("seed") is None else value("seed")
-    seed = _seed_of_id(request) if given is None else int(given)
+    seed = _seed_of_id(request) if given is None else int(given) % 2**63  # theirs are unsigned
     filters = (top_k or 0) > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
     if temperature <= 0 or top_k == 1 or top_p == 0:
         return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, seed
     top_p = NO_TOP_P if top_p is None else float(top_p)
-    return float(temperature), int(top_k or NO_TOP_K), top_p, seed
+    return float(temperature), min(int(top_k or NO_TOP_K), MAX_TOP_K), top_p, seed
 
 
 def _seed_of_id(request: Any) -> int:
