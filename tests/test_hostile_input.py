@@ -10,14 +10,23 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
-from trtspec import LLM, NGramDecodingConfig, SamplingParams
-from trtspec.errors import MAX_SHOWN, RequestError, shown
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.errors import MAX_SHOWN, ConfigError, RequestError, shown
 from trtspec.executor.admission import end_ids
 from trtspec.metadata.logits import LogitsState
 from trtspec.metadata.sampling import request_sampling_params
@@ -215,3 +224,64 @@ def test_text_that_is_no_unicode_is_refused(llm: LLM) -> None:
             SamplingParams(**fields)
     with pytest.raises(RequestError):
         llm.chat([{"role": "user", "content": HALF}])
+
+
+# -- engines -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_batch_size": 10**9}, "max_batch_size=1000000000: .* 1 … 1048576"),
+        ({"max_batch_size": HUGE}, "max_batch_size"),
+        ({"max_batch_size": 65, "kv_cache_config": KvCacheConfig(max_tokens=64)}, "64 tokens"),
+        ({"kv_cache_config": KvCacheConfig(max_tokens=2**70)}, "max_tokens=.* GiB hold at most"),
+        ({"kv_cache_config": KvCacheConfig(max_tokens=HUGE)}, "max_tokens=.* GiB hold at most"),
+        ({"kv_cache_config": {}}, "KvCacheConfig"),
+        ({"enable_chunked_prefill": "no"}, "enable_chunked_prefill='no'"),
+        ({"enable_chunked_prefill": None}, "enable_chunked_prefill=None"),
+        ({"disable_overlap_scheduler": 0}, "disable_overlap_scheduler=0: .* True, False or None"),
+        ({"max_seq_len": HUGE}, "max_seq_len"),
+        ({"prefill_batch_size": HUGE}, "prefill_batch_size"),
+        ({"device": None}, "device=None"),
+        ({"device": ["cpu"]}, "device="),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_at_once(
+    model_dir: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(model_dir, **{"device": "cpu", **arguments})
+
+
+def test_a_pass_has_room_for_no_more_tokens_than_there_can_be(tmp_path: Path) -> None:
+    target, head = tiny_model_dir(tmp_path), eagle3_dir(tmp_path)
+    drafts = EagleDecodingConfig(speculative_model=head, eagle3_layers_to_capture=[0, 1, 2])
+    llm = LLM(target, drafts, device="cpu", max_batch_size=2, max_num_tokens=2**70)
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=3)).outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["is_use_oldest", "is_keep_all", "is_public_pool"])
+def test_the_flags_of_look_up_are_true_or_false(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='no'"):
+        NGramDecodingConfig(**{name: "no"})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NGramDecodingConfig(max_draft_len=HUGE), "max_draft_len"),
+        (lambda: MTPDecodingConfig(relaxed_delta=HUGE), "relaxed_delta"),
+        (lambda: KvCacheConfig(free_gpu_memory_fraction=HUGE), "free_gpu_memory_fraction"),
+        (lambda: CudaGraphConfig(batch_sizes=[-HUGE]), "batch_sizes"),
+        (lambda: NGramDecodingConfig.from_dict(5), r"from_dict\(5\).*a dict"),
+        (lambda: NGramDecodingConfig.from_dict({1: 2, "x": 3}), "no field 1, x"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_configs_with_lists_can_be_hashed() -> None:
+    layers = {"eagle3_layers_to_capture": [1, 2], "speculative_model": "head"}
+    for make, fields in ((CudaGraphConfig, {"batch_sizes": [1, 2]}), (EagleDecodingConfig, layers)):
+        assert hash(make(**fields)) == hash(make(**fields)) and make(**fields) == make(**fields)
