@@ -31,6 +31,7 @@ from trtspec.executor.admission import end_ids
 from trtspec.metadata.logits import LogitsState
 from trtspec.metadata.sampling import request_sampling_params
 from trtspec.text import TextStream
+from trtspec.train.data import DataError, render_chat
 
 HUGE = 10**5000  # more digits than Python prints
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
@@ -224,6 +225,32 @@ def test_text_that_is_no_unicode_is_refused(llm: LLM) -> None:
             SamplingParams(**fields)
     with pytest.raises(RequestError):
         llm.chat([{"role": "user", "content": HALF}])
+
+
+# -- conversations -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}", "{{ 2.0 ** 100000 }}", "{{ 'a' * 10 ** 18 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)  # fmt: skip
+def test_whatever_a_template_raises_is_the_request_s_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    assert llm.tokenizer is not None
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    with pytest.raises(RequestError, match="chat template cannot render"):
+        llm.chat([{"role": "user", "content": "hello"}])
+    with pytest.raises(DataError, match="chat template cannot render"):
+        render_chat(llm.tokenizer, [{"role": "user", "content": "hello"}], False)
+
+
+@pytest.mark.parametrize("request_id", [[1], {}, None, "3", 1.5])
+def test_only_an_int_is_a_request_s_id(llm: LLM, request_id: Any) -> None:
+    with pytest.raises(RequestError, match=r"request_id=.*an int"):
+        llm.abort(request_id)
+    assert llm.abort(10**6) is False and llm.abort(np.int64(10**6)) is False
 
 
 # -- engines -----------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def longest_text(num_blocks: Sequence[int], specs: Sequence[KVGroupSpec], needs:
 def _tokens_within(
     memory: float, specs: Sequence[KVGroupSpec], needs: CacheNeeds, most: int
 ) -> int:
+    """How many tokens, up to `most`, a cache of so many bytes holds."""
     if _bytes(specs, needs, most) <= memory:
         return most
     return bisect_right(range(1, most), memory, key=lambda count: _bytes(specs, needs, count))
