@@ -754,6 +754,7 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--categories", "poetry"], "'poetry'. Allowed: a, b"),
+        (["--html", "one", "--json", "one"], "--html and --json are both one: name two files"),
         (["--temperatures", "warm"], "'warm' is not allowed"),
         (["--temperatures", "0,,1"], "'' is not allowed"),
         (["--temperatures", "-1"], "'-1' is not allowed"),

@@ -32,6 +32,8 @@ from trtspec.metadata.logits import LogitsState
 from trtspec.metadata.sampling import request_sampling_params
 from trtspec.text import TextStream
 from trtspec.train.data import DataError, render_chat
+from trtspec.train.new_head import NewHead
+from trtspec.train.trainer import TrainConfig
 
 HUGE = 10**5000  # more digits than Python prints
 PROMPT = [1, 2, 3, 4, 1, 2, 3]
@@ -299,6 +301,9 @@ def test_the_flags_of_look_up_are_true_or_false(name: str) -> None:
         (lambda: MTPDecodingConfig(relaxed_delta=HUGE), "relaxed_delta"),
         (lambda: KvCacheConfig(free_gpu_memory_fraction=HUGE), "free_gpu_memory_fraction"),
         (lambda: CudaGraphConfig(batch_sizes=[-HUGE]), "batch_sizes"),
+        (lambda: NewHead(kind="mtp", num_layers=10**6), r"num_layers=1000000.* 1 … 64"),
+        (lambda: TrainConfig(num_steps=10**6), r"num_steps=1000000.* 1 … 64"),
+        (lambda: TrainConfig(seed=2**63), r"seed=9223372036854775808"),
         (lambda: NGramDecodingConfig.from_dict(5), r"from_dict\(5\).*a dict"),
         (lambda: NGramDecodingConfig.from_dict({1: 2, "x": 3}), "no field 1, x"),
     ],

@@ -56,6 +56,8 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions) -> int:
     prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
     for path in (what.html, what.json):
         _check_writable(path)
+    if what.html is not None and what.html == what.json:
+        raise CliError(f"--html and --json are both {what.html}: name two files.")
     if what.html is not None:
         from ..report.plots import require_matplotlib
 
