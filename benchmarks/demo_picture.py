@@ -5,7 +5,6 @@ python benchmarks/demo_picture.py docs/demo.svg
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from contextlib import nullcontext
@@ -14,9 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from trtspec.cli import demo
 from trtspec.cli.options import EngineOptions, SamplingOptions
-
-demo = importlib.import_module("trtspec.cli.demo")  # the package has a command of that name
 
 
 def main(path: str) -> None:

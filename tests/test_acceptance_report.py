@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -753,6 +754,7 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--categories", "poetry"], "'poetry'. Allowed: a, b"),
+        (["--html", "one", "--json", "one"], "--html and --json are both one: name two files"),
         (["--temperatures", "warm"], "'warm' is not allowed"),
         (["--temperatures", "0,,1"], "'' is not allowed"),
         (["--temperatures", "-1"], "'-1' is not allowed"),
@@ -779,3 +781,59 @@ def test_bad_files_and_modes(run: Any, tmp_path: Path) -> None:
         assert code == 2 and word in err
     code, _, err = run(mode="none")
     assert code == 2 and "drafts nothing to measure" in err
+
+
+ODD_NAMES = ["$\\frac{$", "a\x00\x1b[31mb\nc", "\ud800 half", "[b]x[/i] $x^2$", "long " * 40]
+
+
+def odd_prompts(tmp_path: Path) -> Path:
+    lines = [
+        {"id": f"$ {i}", "category": name, "messages": [{"role": "user", "content": "hello"}]}
+        for i, name in enumerate(ODD_NAMES)
+    ]
+    file = tmp_path / "odd.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib (the extra `report`) is not installed")
+def test_names_are_drawn_as_they_are(run: Any, tmp_path: Path) -> None:
+    page, file = tmp_path / "page.html", tmp_path / "report.json"
+    given = odd_prompts(tmp_path)
+    code, _, err = run("--html", page, "--json", file, prompts=given, mode="ngram")
+    assert code == 0, err
+    assert [g["name"] for g in json.loads(file.read_text())["by_category"]] == ODD_NAMES
+    images = re.findall(r"base64,([^\"]+)", page.read_text(encoding="utf-8"))
+    drawn = [base64.b64decode(data).decode() for data in images]
+    for image in drawn:
+        ElementTree.fromstring(image)  # XML that a browser can read
+    for name in ("$\\frac{$", "a\ufffd\ufffd[31mb\ufffdc", "\ufffd half", "[b]x[/i] $x^2$"):
+        assert f"<!-- {name} -->" in drawn[1]
+    assert max(map(len, re.findall(r"<!-- (.*) -->", drawn[1]))) <= 50
+
+
+@pytest.mark.parametrize("broken", ["_print_report", "render_html"])
+def test_what_was_measured_is_kept_before_it_is_shown(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    home = "trtspec.cli.acceptance" if broken == "_print_report" else "trtspec.report.html"
+    monkeypatch.setattr(f"{home}.{broken}", lambda *_: {}["broken"])
+    monkeypatch.setattr("trtspec.report.plots.require_matplotlib", lambda: FakeFigure)
+    file = tmp_path / "report.json"
+    with pytest.raises(KeyError):
+        run("--json", file, "--html", tmp_path / "page.html", mode="ngram")
+    assert json.loads(file.read_text())["num_prompts"] == 4
+
+
+def test_a_template_that_leaves_turns_out_makes_no_contexts() -> None:
+    given, others = PROMPTS[0], [prompt(50 + i, words=70) for i in range(3)]
+    calls = 0
+
+    def last_only(messages: list[dict[str, str]]) -> list[int]:
+        nonlocal calls
+        calls += 1
+        assert calls < 100, "it never ends"
+        return encode(messages[-1:])
+
+    with pytest.raises(ConfigError, match="leaves earlier turns out"):
+        pad_prompt(given, padding_texts([given, *others], given), 200, last_only)

@@ -6,6 +6,7 @@ public face of `trtspec.LLM`. Tests of the commands on a real model are elsewher
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -550,12 +551,58 @@ def test_prompt_sets_are_distinct():
     assert len(set(texts)) == len(texts) == 8
 
 
-def test_importing_the_cli_does_not_import_torch():
-    code = "import sys, trtspec.cli; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+def start(*arguments, path=(), **options):
+    """Python in a process of its own; `path` comes before the packages."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(trtspec.__file__)))
-    environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60)
-    assert done.returncode == 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, root)))}
+    given = {"env": environment, "timeout": 60, "text": True, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, *arguments], **given)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"), [("cli.app", ("torch", "numpy")), ("cli", ("typer", "rich"))]
+)
+def test_importing_the_cli_does_not_import_what_takes_long(module, heavy):
+    code = f"import sys, trtspec.{module}; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert start("-c", code).returncode == 0
+
+
+def test_ctrl_c_while_importing_exits_130_quietly(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = start("-m", "trtspec.cli", "--version", path=[tmp_path])
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+# -- where output goes -------------------------------------------------------------------------
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_a_full_output_exits_1_with_a_sentence(argument):
+    with open("/dev/full", "w") as full:
+        done = start("-m", "trtspec.cli", argument, stdout=full)
+    assert done.returncode == 1
+    assert error_line(done.stderr) == (
+        "error: the output cannot be written: No space left on device. Make room, or write "
+        "elsewhere."
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_without_room_is_no_bad_usage(run, fake, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a-file")
+
+    monkeypatch.setattr(fake, "generate_stream", fail)
+    code, _, err = run("generate", "--prompt", "a")
+    assert code == 1 and "a-file cannot be written: No space left" in error_line(err)
+
+
+def test_a_full_stderr_keeps_the_exit_code():
+    with open("/dev/full", "w") as full:
+        assert start("-m", "trtspec.cli", "decode", stderr=full).returncode == 2
+
+
+def test_a_closed_output_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["generate", "--model", "model", "--prompt", "a", "--json"]) == 0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 from .metadata.mode import SpeculativeDecodingMode
 
 logger = logging.getLogger(__name__)
@@ -80,15 +80,18 @@ class DecodingBaseConfig:
         return self.max_draft_len
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DecodingBaseConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> DecodingBaseConfig:
         """Builds the config, naming unknown keys instead of dropping them. TensorRT-LLM's
         `decoding_type` may be among them, if it is this class's.
 
         Raises:
-            ConfigError: an unknown key, another class's `decoding_type`, a value not allowed.
+            ConfigError: not a mapping, an unknown key, another class's `decoding_type`, a value
+                not allowed.
         """
         if not hasattr(cls, "decoding_type"):
             raise ConfigError("DecodingBaseConfig is no mode's: call from_dict of a config class.")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{cls.__name__}.from_dict({shown(values)}): give a dict of fields.")
         values = dict(values)
         kind = values.pop("decoding_type", None) or cls.decoding_type
         if str(kind).replace("_", "").lower() != cls.decoding_type.lower():
@@ -97,7 +100,7 @@ class DecodingBaseConfig:
                 f"{cls.decoding_type!r}. Use the class it belongs to, or leave it out."
             )
         known = {f.name for f in fields(cls) if f.init}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(map(str, set(values) - known))
         if unknown:
             raise ConfigError(
                 f"{cls.__name__} has no field {', '.join(unknown)}. Known: "
@@ -145,6 +148,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
                 f"NGramDecodingConfig.min_matching_ngram_size={self.min_matching_ngram_size} is "
                 f"above max_matching_ngram_size={self.max_matching_ngram_size}: lower it."
             )
+        for name in ("is_use_oldest", "is_keep_all", "is_public_pool"):
+            require_bool(self, name)
         if self.is_public_pool:
             logger.warning(
                 "NGramDecodingConfig.is_public_pool=True has no effect: lookup is per request."
@@ -305,7 +310,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
         delta: Any = self.relaxed_delta
         if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta <= 1:
             raise ConfigError(
-                f"MTPDecodingConfig.relaxed_delta={self.relaxed_delta!r} is a difference of "
+                f"MTPDecodingConfig.relaxed_delta={shown(self.relaxed_delta)} is a difference of "
                 "probabilities: it must be in 0 … 1."
             )
         relaxes = self.relaxed_topk > 1 and self.relaxed_delta > 0
@@ -426,7 +431,8 @@ class KvCacheConfig:
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
         if not is_number or not 0.0 < share <= 1.0:
             raise ConfigError(
-                f"KvCacheConfig.free_gpu_memory_fraction={share!r}: it must be a number in (0, 1]."
+                f"KvCacheConfig.free_gpu_memory_fraction={shown(share)}: it must be a number in "
+                "(0, 1]."
             )
 
 
@@ -473,8 +479,10 @@ class CudaGraphConfig:
                 isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes
             ):
                 raise ConfigError(
-                    f"CudaGraphConfig.{name}={sizes!r}: give a list of ints >= 1, {allowed}or None."
+                    f"CudaGraphConfig.{name}={shown(sizes)}: give a list of ints >= 1, {allowed}or "
+                    "None."
                 )
+            object.__setattr__(self, name, tuple(sizes))
 
     def buckets(self, max_batch_size: int) -> list[int]:
         """The sizes in use, ascending; by default up to max_batch_size exactly."""
@@ -520,13 +528,15 @@ def require_int(config: object, name: str, low: int, high: int | None) -> None:
         or (high is not None and value > high)
     ):
         allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
-        raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be {allowed}.")
+        raise ConfigError(f"{type(config).__name__}.{name}={shown(value)}: it must be {allowed}.")
 
 
 def require_bool(config: object, name: str) -> None:
     value = getattr(config, name)
     if not isinstance(value, bool):
-        raise ConfigError(f"{type(config).__name__}.{name}={value!r}: it must be True or False.")
+        raise ConfigError(
+            f"{type(config).__name__}.{name}={shown(value)}: it must be True or False."
+        )
 
 
 def require_common(config: DecodingBaseConfig) -> None:
@@ -534,7 +544,7 @@ def require_common(config: DecodingBaseConfig) -> None:
         require_int(config, "max_concurrency", 1, None)
     if config.acceptance not in ACCEPTANCE_RULES:
         raise ConfigError(
-            f"{type(config).__name__}.acceptance={config.acceptance!r}: it must be one of "
+            f"{type(config).__name__}.acceptance={shown(config.acceptance)}: it must be one of "
             f"{', '.join(ACCEPTANCE_RULES)}."
         )
 
@@ -546,9 +556,10 @@ def require_layers(config: object, name: str) -> None:
     good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if not good or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
         raise ConfigError(
-            f"{type(config).__name__}.{name}={value!r}: give a list of layer numbers from 0, or "
-            "None for the default."
+            f"{type(config).__name__}.{name}={shown(value)}: give a list of layer numbers from 0, "
+            "or None for the default."
         )
+    object.__setattr__(config, name, tuple(value))
 
 
 def require_path(config: object, name: str) -> None:

@@ -5,6 +5,17 @@ Each message says what was given, what is allowed and what to do. All of them de
 class derives from it too, so callers need not import this module to catch it.
 """
 
+MAX_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """A value as a message has it: its `repr`, cut where that is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, a list of as many levels
+        return f"<{type(value).__name__} that cannot be printed>"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
 
 class TrtspecError(Exception):
     """Base of every error trtspec raises on purpose."""

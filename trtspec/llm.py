@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .config import CudaGraphConfig, DecodingBaseConfig, KvCacheConfig
-from .errors import RequestError
+from .errors import RequestError, shown
 from .executor.build import DEFAULT_CUDA_GRAPHS, build_executor
 from .executor.request import Request
 from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -186,7 +186,16 @@ class LLM:
         """Cancels a running request (finish_reason "cancelled"); False if there is none.
 
         From another thread it takes effect at the next step.
+
+        Raises:
+            RequestError: the id is not an int.
         """
+        try:
+            request_id = operator.index(request_id)
+        except TypeError:
+            raise RequestError(
+                f"request_id={shown(request_id)}: give an int, as a RequestOutput has it."
+            ) from None
         if self._lock.acquire(blocking=False):
             try:
                 return self.executor.cancel(request_id, report=False)
@@ -210,17 +219,15 @@ class LLM:
             raise RequestError(
                 f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
             )
-        from jinja2 import TemplateError
-
         conversation = [_with_plain_text(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a template is code, which may raise anything
             raise RequestError(
-                f"The chat template cannot render {messages!r}: {error}. Give a list of "
-                "{'role': …, 'content': …}."
+                f"The chat template cannot render {shown(messages)} ({type(error).__name__}: "
+                f"{error}). Give a list of {{'role': …, 'content': …}}."
             ) from error
 
     def stats(self) -> EngineStats:

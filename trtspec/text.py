@@ -59,8 +59,9 @@ class TextStream:
         text = self._text
         if self._stopped:
             return text
+        starts = ((s, min(len(s), len(text) + 1)) for s in self._stops)
         held = max(
-            (n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+            (n for s, end in starts for n in range(1, end) if text.endswith(s[:n])), default=0
         )
         return text[: len(text) - held]
 

@@ -56,24 +56,26 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions) -> int:
     prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
     for path in (what.html, what.json):
         _check_writable(path)
+    if what.html is not None and what.html == what.json:
+        raise CliError(f"--html and --json are both {what.html}: name two files.")
     if what.html is not None:
         from ..report.plots import require_matplotlib
 
         require_matplotlib()  # before minutes of measuring
     with redirect_stdout(sys.stderr), Progress() as progress:
         report = _measure(options, what, prompts, temperatures, contexts, progress)
-    console = make_console()
-    _print_report(console, options, report)
-    if what.json is not None:
+    if what.json is not None:  # first: whatever happens to the rest, nothing is measured again
         found = {"model": options.model, "head": options.head, **report.to_json()}
         what.json.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
+    console = make_console()
+    _print_report(console, options, report)
     if what.html is not None:
         from ..report.html import render_html
         from ..report.plots import draw_plots
 
         title = f"Acceptance: {options.model}, {_mode(report)}"
         page = render_html(report, title, draw_plots(report))
-        what.html.write_text(page, encoding="utf-8")
+        what.html.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     for path in (what.html, what.json):
         if path is not None:
             console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)

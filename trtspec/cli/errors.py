@@ -1,9 +1,16 @@
 """What the command line does with errors: one red line and an exit code, never a traceback.
 
-2 is bad usage or configuration (nothing was decoded), 1 a request that failed.
+2 is bad usage or configuration (nothing was decoded), 1 a request that failed or an output that
+cannot be written.
 """
 
 from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from contextlib import suppress
 
 import typer
 from rich.text import Text
@@ -11,7 +18,7 @@ from rich.text import Text
 from ..errors import DrafterError, KVCacheError, RequestError
 from .render import make_console
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 # Option errors of typer: `BadParameter` -> `UsageError` -> `ClickException`. Taken from the
 # public class because typer moved from the click package to a copy of its own.
@@ -35,13 +42,44 @@ USER_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+_UNWRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
+
+
 def exit_code_of(error: BaseException) -> int:
-    if isinstance(error, (RequestError, DrafterError, KVCacheError)):
-        return EXIT_FAILED
-    return EXIT_USAGE
+    failed = isinstance(error, (RequestError, DrafterError, KVCacheError))
+    return EXIT_FAILED if failed or _is_unwritten(error) else EXIT_USAGE
+
+
+def message_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and _is_unwritten(error):
+        where = error.filename or "the output"
+        return f"{where} cannot be written: {error.strerror}. Make room, or write elsewhere."
+    return str(error) or type(error).__name__
+
+
+def _is_unwritten(error: BaseException) -> bool:
+    """The usage is right, and the place that is written to has no room or is broken."""
+    return isinstance(error, OSError) and error.errno in _UNWRITTEN
 
 
 def show_error(message: str) -> None:
-    """`error: …` in red on stderr, on one line."""
+    """`error: …` in red on stderr, on one line. (Without a word where stderr is full or gone.)"""
     line = " ".join(message.split())
-    make_console(stderr=True).print(Text(f"error: {line}", style="bold red"), soft_wrap=True)
+    with suppress(OSError):
+        make_console(stderr=True).print(Text(f"error: {line}", style="bold red"), soft_wrap=True)
+
+
+def prepare_streams() -> None:
+    """Lets any text be written, also to streams that are closed (and None)."""
+    sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
+    for stream in (sys.stdout, sys.stderr):  # model text may not fit the terminal's encoding
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def drop_unwritten() -> None:
+    """Forgets what stdout cannot take, or the interpreter would fail over it once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -91,7 +91,9 @@ def run_train(options: TrainOptions) -> int:
             f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
             f"{config.vocab_size}: lower it."
         )
-    TrainConfig(learning_rate=options.learning_rate, num_steps=options.num_steps)  # before hours
+    TrainConfig(  # before hours
+        learning_rate=options.learning_rate, num_steps=options.num_steps, seed=options.seed
+    )
     tokenizer = load_tokenizer(target_dir)
     if tokenizer is None:
         raise CliError(f"{target_dir} has no tokenizer, which the text needs. Use one that has.")

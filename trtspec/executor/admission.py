@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 
 from ..config import ExecutorConfig
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..metadata.logits import MAX_ENDS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
@@ -16,10 +16,9 @@ from ..sampling.params import SamplingParams
 from .embeds import check_embeds
 
 
-def end_ids(params: SamplingParams, model: DecoderConfig) -> set[int]:
+def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
     """Tokens that end a request's output."""
-    own = () if params.ignore_eos else model.eos_token_ids
-    return {*(params.stop_token_ids or ()), *own}
+    return params.ends(model.eos_token_ids)
 
 
 def check_params(params: SamplingParams, model: DecoderConfig) -> None:
@@ -33,7 +32,7 @@ def check_params(params: SamplingParams, model: DecoderConfig) -> None:
     vocab, words = model.vocab_size, params.bad_words or ()
     if any(isinstance(word, str) for word in words):
         raise RequestError(
-            f"SamplingParams.bad_words={words!r}: an executor has no tokenizer. Give token "
+            f"SamplingParams.bad_words={shown(words)}: an executor has no tokenizer. Give token "
             "ids, or text to LLM.generate."
         )
     for name, ids in (
@@ -41,12 +40,12 @@ def check_params(params: SamplingParams, model: DecoderConfig) -> None:
         ("bad_token_ids", params.bad_token_ids or ()),
         ("bad_words", [int(token) for word in words for token in word]),
     ):
-        outside = [token for token in ids if token >= vocab]
-        if outside:
+        largest = max(ids, default=0)
+        if largest >= vocab:
             raise RequestError(
-                f"SamplingParams.{name} has token {outside[0]}: ids must be in 0 … {vocab - 1}."
+                f"SamplingParams.{name} has token {shown(largest)}: ids must be in 0 … {vocab - 1}."
             )
-    if params.bad_token_ids and len(set(params.bad_token_ids)) == vocab:
+    if params.bad_token_ids and len(params.bad_token_ids) == vocab:
         raise RequestError(
             f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
         )
@@ -85,10 +84,10 @@ def check_prompt(
         try:
             prompt[position] = operator.index(token)
         except TypeError:
-            raise RequestError(f"Prompt token {position} is {token!r}, not an int.") from None
+            raise RequestError(f"Prompt token {position} is {shown(token)}, not an int.") from None
         if not 0 <= prompt[position] < vocab:
             raise RequestError(
-                f"Prompt token {position} is {token}: ids must be in 0 … {vocab - 1}."
+                f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
             )
     if len(prompt) >= config.max_seq_len:
         raise RequestError(

@@ -25,8 +25,9 @@ from ..config import (
     SaveHiddenStatesDecodingConfig,
     resolve_speculative_config,
 )
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..hidden_states import HiddenStatesWriter
+from ..metadata.attention import NUM_RESERVED_BLOCKS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, keep_kv_finite
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
 DEFAULT_DRAFT_LEN = 4
+MAX_BATCH_SIZE = 2**20
+"""A sanity bound: no cache holds so many requests."""
 DEFAULT_CUDA_GRAPHS = CudaGraphConfig()
 _DTYPES = {
     "float32": torch.float32,
@@ -60,7 +63,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.") from error
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.")
@@ -125,9 +128,13 @@ def build_executor(
     from ..models.hf_config import load_config
 
     speculative_config = resolve_speculative_config(speculative_config)
-    kv_cache_config = kv_cache_config or KvCacheConfig()
+    kv_cache_config = KvCacheConfig() if kv_cache_config is None else kv_cache_config
     if not isinstance(kv_cache_config, KvCacheConfig):
         raise ConfigError(f"kv_cache_config={kv_cache_config!r}: give a KvCacheConfig.")
+    require_batch(max_batch_size)
+    _require_flag("enable_chunked_prefill", enable_chunked_prefill)
+    if disable_overlap_scheduler is not None:
+        _require_flag("disable_overlap_scheduler", disable_overlap_scheduler, "True, False or None")
     where = resolve_device(device)
     if isinstance(speculative_config, SaveHiddenStatesDecodingConfig):
         directory = Path(speculative_config.output_directory or "")
@@ -176,7 +183,6 @@ def build_executor(
         capture = _layers_to_save(speculative_config, config)
     worker = create_worker(speculative_config, find_mask_token(speculative_config, draft_model))
 
-    require_batch(max_batch_size)
     rows = worker.max_draft_len + 1
     specs = [
         spec
@@ -190,6 +196,12 @@ def build_executor(
         rows, worker.num_extra_kv_tokens, worker.num_rewritten_tokens, page_size,
     )  # fmt: skip
     num_blocks = size_cache(kv_cache_config, specs, needs, where)
+    held = (min(num_blocks) - NUM_RESERVED_BLOCKS) * page_size
+    if max_batch_size > held:
+        raise ConfigError(
+            f"max_batch_size={max_batch_size}, but the KV cache holds {held} tokens, of which each "
+            "request that runs needs one at least. Lower it, or raise KvCacheConfig.max_tokens."
+        )
     capacity = longest_text(num_blocks, specs, needs)
     if capacity < seq_len:
         logger.warning(
@@ -202,10 +214,11 @@ def build_executor(
         max_num_tokens = max(seq_len, max_batch_size * rows)
     if not isinstance(max_num_tokens, int) or max_num_tokens < max_batch_size * rows:
         raise ConfigError(
-            f"max_num_tokens={max_num_tokens!r} is below max_batch_size * (K + 1) = "
+            f"max_num_tokens={shown(max_num_tokens)} is below max_batch_size * (K + 1) = "
             f"{max_batch_size} * {rows}: a full batch could not take a step. Raise it, or lower "
             "max_batch_size."
         )
+    max_num_tokens = min(max_num_tokens, max_batch_size * (seq_len + rows))  # a pass has no more
     overlap = (
         where.type == "cuda" if disable_overlap_scheduler is None else not disable_overlap_scheduler
     )
@@ -305,9 +318,16 @@ def require_batch(max_batch_size: int) -> None:
     if (
         isinstance(max_batch_size, bool)
         or not isinstance(max_batch_size, int)
-        or max_batch_size < 1
+        or not 1 <= max_batch_size <= MAX_BATCH_SIZE
     ):
-        raise ConfigError(f"max_batch_size={max_batch_size!r}: it must be an int >= 1.")
+        raise ConfigError(
+            f"max_batch_size={shown(max_batch_size)}: it must be an int in 1 … {MAX_BATCH_SIZE}."
+        )
+
+
+def _require_flag(name: str, value: object, allowed: str = "True or False") -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)}: it must be {allowed}.")
 
 
 def _load_draft_model(
@@ -428,7 +448,7 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
         length = min(limit, DEFAULT_MAX_SEQ_LEN)
     elif isinstance(asked, bool) or not isinstance(asked, int) or not 2 <= asked <= limit:
         raise ConfigError(
-            f"max_seq_len={asked!r}: it must be an int in 2 … {limit}, the model's "
+            f"max_seq_len={shown(asked)}: it must be an int in 2 … {limit}, the model's "
             "max_position_embeddings."
         )
     else:

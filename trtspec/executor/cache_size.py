@@ -13,6 +13,7 @@ import torch
 
 from ..cache.manager import KVGroupSpec
 from ..config import KvCacheConfig
+from ..errors import ConfigError, shown
 from ..metadata.attention import NUM_RESERVED_BLOCKS
 
 logger = logging.getLogger(__name__)
@@ -54,14 +55,22 @@ class CacheNeeds:
 def size_cache(
     config: KvCacheConfig, specs: Sequence[KVGroupSpec], needs: CacheNeeds, device: torch.device
 ) -> list[int]:
-    """Blocks of each group, reserved ones included."""
+    """Blocks of each group, reserved ones included.
+
+    Raises:
+        ConfigError: `max_tokens` was given, and memory cannot hold them.
+    """
     tokens = config.max_tokens
     if tokens is None:
         tokens = needs.max_batch_size * needs.max_seq_len
-        free = _free_memory(config, device)
-        if _bytes(specs, needs, tokens) > free:
-            tokens = bisect_right(
-                range(1, tokens), free, key=lambda count: _bytes(specs, needs, count)
+        tokens = _tokens_within(_free_memory(config, device), specs, needs, tokens)
+    else:
+        memory = _memory(device)
+        if _bytes(specs, needs, tokens) > memory:
+            most = _tokens_within(memory, specs, needs, memory)
+            raise ConfigError(
+                f"KvCacheConfig.max_tokens={shown(tokens)}: {memory / 2**30:.1f} GiB hold at "
+                f"most {most}. Lower it, or leave it out."
             )
     blocks = [needs.blocks_of_group(spec, tokens) for spec in specs]
     whole = max(1, -(-tokens // needs.page_size))
@@ -85,16 +94,30 @@ def longest_text(num_blocks: Sequence[int], specs: Sequence[KVGroupSpec], needs:
     return longest
 
 
+def _tokens_within(
+    memory: float, specs: Sequence[KVGroupSpec], needs: CacheNeeds, most: int
+) -> int:
+    """How many tokens, up to `most`, a cache of so many bytes holds."""
+    if _bytes(specs, needs, most) <= memory:
+        return most
+    return bisect_right(range(1, most), memory, key=lambda count: _bytes(specs, needs, count))
+
+
 def _bytes(specs: Sequence[KVGroupSpec], needs: CacheNeeds, num_tokens: int) -> int:
     blocks = [(spec, needs.blocks_of_group(spec, num_tokens)) for spec in specs]
     return sum(count * needs.page_size * spec.bytes_per_token() for spec, count in blocks)
 
 
 def _free_memory(config: KvCacheConfig, device: torch.device) -> float:
-    """Bytes that the cache may take."""
+    """Bytes that the cache may take of itself."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
     return _free_host_memory() / 4
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that no cache can be larger than. (Of a GPU all: what torch keeps is not free.)"""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_host_memory()
 
 
 def _free_host_memory() -> int:

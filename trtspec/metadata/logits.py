@@ -76,10 +76,10 @@ class LogitsState:
         counts = torch.bincount(text[len(prompt) :], minlength=vocab).to(torch.int32)
         in_prompt = torch.bincount(text[: len(prompt)], minlength=vocab) > 0
         bias = torch.zeros(vocab)
-        for token, value in params.logit_bias_items:
-            bias[token] = value
-        for token in params.bad_token_ids or ():
-            bias[token] = float("-inf")
+        biased = [token for token, _ in params.logit_bias_items]
+        values = torch.tensor([value for _, value in params.logit_bias_items], dtype=bias.dtype)
+        bias[torch.tensor(biased, dtype=torch.int64)] = values
+        bias[torch.tensor(params.bad_token_ids or (), dtype=torch.int64)] = float("-inf")
         self.counts[slot] = to_device(counts, device)
         self.in_prompt[slot] = to_device(in_prompt, device)
         self.bias[slot] = to_device(bias, device)
@@ -90,12 +90,12 @@ class LogitsState:
         ends = [token for token in end_ids if token < vocab] if params.min_tokens else []
         ends += [-1] * (MAX_ENDS - len(ends))
         self.ends[slot] = rows_to_tensor(ends, torch.int64, device)
-        first = len(prompt) + params.min_tokens
+        first = min(len(prompt) + params.min_tokens, torch.iinfo(torch.int64).max)
         self.first_end[slot : slot + 1] = rows_to_tensor([first], torch.int64, device)
-        words = torch.full(self.words.shape[1:], -1)
-        for i, word in enumerate(params.bad_words):
-            words[i, -len(word) :] = torch.tensor(word)
-        self.words[slot] = to_device(words, device)
+        count, longest = self.words.shape[1:]
+        words = [[-1] * (longest - len(word)) + list(word) for word in params.bad_words or ()]
+        words += [[-1] * longest] * (count - len(words))
+        self.words[slot] = rows_to_tensor(words, torch.int64, device)
         tail = [-1] * self.tail.shape[1] + text.tolist()[-self.tail.shape[1] :]
         self.tail[slot] = rows_to_tensor(tail[-self.tail.shape[1] :], torch.int64, device)
 

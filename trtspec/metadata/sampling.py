@@ -12,8 +12,8 @@ from torch import Tensor
 GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
 NO_TOP_K = 0
+MAX_TOP_K = 2**31 - 1  # of int32; TensorRT-LLM's for "off"
 NO_TOP_P = 1.0
-_INT32_MAX = 2**31 - 1  # TensorRT-LLM's top-k for "off"
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
         return given
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
-    top_k = NO_TOP_K if top_k is None or top_k >= _INT32_MAX else int(top_k)
+    top_k = NO_TOP_K if top_k is None or top_k >= MAX_TOP_K else int(top_k)
     given = value("random_seed") if value("seed") is None else value("seed")
-    seed = _seed_of_id(request) if given is None else int(given) % 2**63
+    seed = _seed_of_id(request) if given is None else int(given) % 2**63  # theirs are unsigned
     filters = top_k > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE

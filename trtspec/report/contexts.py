@@ -29,15 +29,23 @@ def pad_prompt(
     than what is said around a turn's text.
 
     A prompt that is that long by itself stays as it is.
+
+    Raises:
+        ConfigError: `encode` leaves earlier turns out, so that no context gets longer.
     """
     ids = encode(list(prompt.messages))
     if len(ids) >= length:
         return ids
     turns: list[Message] = []
     for turn in _turns(texts):
-        ids = encode(_before(prompt, turns + turn))
+        shorter, ids = len(ids), encode(_before(prompt, turns + turn))
         if len(ids) >= length:
             break
+        if len(ids) <= shorter:
+            raise ConfigError(
+                f"Turns before prompt {prompt.id!r} make it no longer than {len(ids)} tokens, not "
+                f"{length}: the chat template leaves earlier turns out. Give no contexts."
+            )
         turns += turn
     # The last turn's text is cut after the word that reaches the length. `ids` is known to.
     instruction, _, text = turn[0]["content"].partition("\n\n")

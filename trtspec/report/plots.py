@@ -11,6 +11,7 @@ from .measure import AcceptanceReport
 from .statistics import Estimate, Group
 
 _WIDTH, _ROW = 7.0, 0.34  # inches: of a plot, and of one bar in it
+_LABEL = 50  # characters
 
 
 def require_matplotlib() -> Any:
@@ -81,7 +82,9 @@ def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[flo
             places, values, height, xerr=errors, capsize=3, color=f"C{number}",
             label=f"T = {temperature:g}",
         )  # fmt: skip
-    axes.set(xlabel="tokens per step", yticks=list(range(len(names))), yticklabels=names)
+    axes.set(xlabel="tokens per step")
+    labels = [_label(name) for name in names]
+    axes.set_yticks(list(range(len(names))), labels=labels, parse_math=False)
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
     axes.grid(axis="x", alpha=0.3)
@@ -116,6 +119,12 @@ def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return _svg(figure)
+
+
+def _label(name: str) -> str:
+    """One line that XML can hold, of somebody's own text. (`$` is what it is: parse_math=False.)"""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in name)
+    return line if len(line) <= _LABEL else f"{line[: _LABEL - 1]}…"
 
 
 def _with_errors(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[float]]]:

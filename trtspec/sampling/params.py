@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import RequestError, shown
 from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from ..metadata.sampling import MAX_TOP_K
 
-MAX_SEED = 2**63 - 1
-MAX_TOP_K = 2**31 - 1
+MAX_SEED = MAX_TOKENS = 2**63 - 1
 MAX_TEMPERATURE = 1e4
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_STOPS = 1024
+MAX_REPETITION_PENALTY = 100.0  # and 1 / 100: beyond, float32 may run out
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request. The default is greedy.
+    """Parameters of one request. The default is greedy. Equal ones have equal hashes.
 
     Args:
         max_tokens: most new tokens, >= 1; the engine's max_seq_len ends a text too ("length").
@@ -30,7 +34,7 @@ class SamplingParams:
         min_p: drop tokens less likely than this share of the likeliest one; 0 is off. Before top-k
             and top-p, after temperature.
         repetition_penalty: logits of tokens in prompt or output are divided by it where positive,
-            else multiplied; 1 is off.
+            else multiplied; 0.01 … 100, 1 is off.
         presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and
             for each time; -2 … 2, 0 is off.
         logit_bias: token id -> what is added to its logit, -100 … 100.
@@ -44,7 +48,7 @@ class SamplingParams:
             acceptance="rejection" and "block" if nothing turns drafting down meanwhile:
             `max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests
             differ.
-        stop: text that ends the output; it is not part of `text`.
+        stop: text that ends the output, or up to 1024 such; it is not part of `text`.
         stop_token_ids: ids that end the output, beside the model's own end tokens.
         ignore_eos: do not stop at the model's end tokens.
         logprobs: also give each output token's log probability and rank, and those of this many
@@ -60,7 +64,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    stop: str | Sequence[str] | None = None
+    stop: str | Sequence[str] | None = field(default=None, compare=False)  # see stop_strings
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -69,7 +73,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, compare=False)
     bad_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None
     min_tokens: int = 0
@@ -80,7 +84,13 @@ class SamplingParams:
         for own in fields(self):
             if own.init:
                 object.__setattr__(self, own.name, _plain(getattr(self, own.name)))
-        _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self, "an int >= 1")
+        _check(
+            _is_int(self.max_tokens) and 1 <= self.max_tokens <= MAX_TOKENS,
+            "max_tokens",
+            self,
+            f"an int in 1 … {MAX_TOKENS}",
+        )
+        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self, "True or False")
         _check(
             _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
@@ -102,10 +112,10 @@ class SamplingParams:
         )
         stop = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
         _check(
-            stop is not None and all(isinstance(s, str) and s for s in stop),
+            stop is not None and len(stop) <= MAX_STOPS and all(_is_text(s) and s for s in stop),
             "stop",
             self,
-            "non-empty text, or a list of such",
+            f"non-empty Unicode text, or a list of at most {MAX_STOPS} such",
         )
         self._check_ids("stop_token_ids")
         object.__setattr__(self, "stop_strings", stop)
@@ -128,17 +138,17 @@ class SamplingParams:
 
     def _check_ids(self, name: str) -> None:
         ids = _items(getattr(self, name))
-        good = ids is not None and all(_is_int(i) and i >= 0 for i in ids)
-        _check(good, name, self, "a list of token ids >= 0")
-        object.__setattr__(self, name, ids)
+        _check(ids is not None and _are_ids(ids), name, self, "a list of token ids >= 0")
+        object.__setattr__(self, name, tuple(dict.fromkeys(ids or ())))
 
     def _check_shaping(self) -> None:
         _check(_is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
         _check(
-            _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 100,
+            _is_number(self.repetition_penalty)
+            and 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "repetition_penalty",
             self,
-            "in (0, 100] (1 is off)",
+            f"in {1 / MAX_REPETITION_PENALTY:g} … {MAX_REPETITION_PENALTY:g} (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -146,20 +156,20 @@ class SamplingParams:
         bias = {} if self.logit_bias is None else self.logit_bias
         _check(
             isinstance(bias, Mapping)
-            and all(_is_int(k) and k >= 0 for k in bias)
+            and _are_ids(bias)
             and all(_is_number(v) and -100 <= v <= 100 for v in bias.values()),
             "logit_bias",
             self,
             "a mapping of token ids >= 0 to numbers in -100 … 100",
         )
-        object.__setattr__(self, "logit_bias_items", tuple(bias.items()))
+        object.__setattr__(self, "logit_bias_items", tuple(sorted(bias.items())))
         self._check_ids("bad_token_ids")
         self._check_words()
         _check(
             _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
             self,
-            f"an int in 0 … max_tokens ({self.max_tokens})",
+            f"an int in 0 … max_tokens={self.max_tokens}",
         )
 
     def _check_words(self) -> None:
@@ -168,10 +178,10 @@ class SamplingParams:
         good = (
             given is not None
             and not isinstance(self.bad_words, str | bytes)
-            and all(isinstance(w, str | tuple) and w for w in words)
-            and all(_is_int(i) and i >= 0 for w in words if isinstance(w, tuple) for i in w)
+            and all(w and (_is_text(w) or (isinstance(w, tuple) and _are_ids(w))) for w in words)
         )
-        _check(good, "bad_words", self, "a list of texts or of lists of token ids, none empty")
+        allowed = "a list of Unicode texts or of lists of token ids, none empty"
+        _check(good, "bad_words", self, allowed)
         longest = max((len(w) for w in words if isinstance(w, tuple)), default=0)
         _check(
             len(words) <= MAX_BAD_WORDS and longest <= MAX_BAD_WORD_TOKENS,
@@ -189,7 +199,22 @@ class SamplingParams:
         seeds = [
             None if self.seed is None else (self.seed + i * step) % 2**63 for i in range(self.n)
         ]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
+        completions = [copy.copy(self) for _ in seeds]  # `replace` would check the lists again
+        for one, seed in zip(completions, seeds, strict=True):
+            vars(one).update(n=1, seed=seed)
+        return completions
+
+    def ends(self, own: tuple[int, ...]) -> frozenset[int]:
+        """Tokens that end the output of a model with end tokens of its `own`."""
+        own = () if self.ignore_eos else own
+        if own not in self._ends:
+            self._ends[own] = frozenset((*(self.stop_token_ids or ()), *own))
+        return self._ends[own]
+
+    @cached_property
+    def _ends(self) -> dict[tuple[int, ...], frozenset[int]]:
+        """Asked for after every step, and there may be many: each set is made once."""
+        return {}
 
     @property
     def shapes_logits(self) -> bool:
@@ -224,6 +249,21 @@ def _items(value: object) -> tuple[Any, ...] | None:
     return tuple(value) if isinstance(value, Sequence | set | frozenset) else None
 
 
+def _are_ids(values: Iterable[Any]) -> bool:
+    return all(_is_int(i) and i >= 0 for i in values)
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be written: half a surrogate pair is a str, but no tokenizer takes it."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -235,5 +275,6 @@ def _is_number(value: object) -> bool:
 def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:
     if not ok:
         raise RequestError(
-            f"SamplingParams.{name}={getattr(params, name)!r} is not allowed: it must be {allowed}."
+            f"SamplingParams.{name}={shown(getattr(params, name))} is not allowed: it must be "
+            f"{allowed}."
         )

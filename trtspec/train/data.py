@@ -105,14 +105,13 @@ def render_chat(
     Raises:
         DataError: the messages do not fit the template.
     """
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
         )
-    except (TemplateError, TypeError, KeyError, ValueError, IndexError) as error:
-        raise DataError(f"the chat template cannot render the messages: {error}") from error
+    except Exception as error:  # a template is code, which may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"the chat template cannot render the messages ({reason})") from error
 
 
 def render_conversation(

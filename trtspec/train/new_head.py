@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention.torch_sdpa import TorchAttention
+from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
@@ -44,8 +45,7 @@ class NewHead:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r}; allowed are {', '.join(KINDS)}.")
-        if not isinstance(self.num_layers, int) or self.num_layers < 1:
-            raise ConfigError(f"num_layers={self.num_layers!r}; it must be an int >= 1.")
+        require_int(self, "num_layers", 1, MAX_DRAFT_LEN)
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "

@@ -27,10 +27,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config import require_int
+from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
 from ..models.draft_head import DraftHead
+from ..sampling.params import MAX_SEED
 from .new_head import save_head, trainable
 from .unroll import StepScore, Texts, conditional_acceptance, score, teach, unroll
 
@@ -65,11 +66,12 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "max_steps", "batch_size", "log_every", "evaluate_every",
+        require_int(self, "num_steps", 1, MAX_DRAFT_LEN)
+        for name in ("max_steps", "batch_size", "log_every", "evaluate_every",
                      "checkpoint_every"):  # fmt: skip
             require_int(self, name, 1, None)
         require_int(self, "warmup_steps", 0, None)
-        require_int(self, "seed", 0, None)
+        require_int(self, "seed", 0, MAX_SEED)
         for name in ("learning_rate", "clip"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
