@@ -79,7 +79,7 @@ def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: A
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b"] * 2)  # older transformers take a list of one for its item
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
