@@ -152,8 +152,33 @@ def test_without_slots_the_worker_says_that_it_is_exact_match(
 
 
 def test_slots_that_no_memory_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"py_seq_slot=9 with max_num_requests=8"):
-        Loop(_worker("rejection"), [0, 9]).step()
+    loop = Loop(_worker("rejection"), [0, 9])
+    with pytest.raises(ConfigError, match=r"py_seq_slot=9: SpecMetadata has 8 slots"):
+        loop.step()
+    loop.spec.num_seq_slots = 16
+    loop.step()
+    assert [loop.step() for _ in range(5)] == [[K + 1] * 2] * 5
+    assert loop.worker.draft_memory is not None and len(loop.worker.draft_memory.best) == 17
+
+
+def test_a_graphs_copy_for_few_requests_knows_all_slots() -> None:
+    """What is remembered by slot must not be made for the graph's batch size."""
+    loop = Loop(_worker("rejection"), [7, 6])
+    loop.spec = loop.spec.create_cuda_graph_metadata(2)
+    loop.step()
+    assert [loop.step() for _ in range(5)] == [[K + 1] * 2] * 5
+    assert loop.worker.draft_memory is not None and len(loop.worker.draft_memory.best) == 9
+
+
+def test_slots_of_the_last_batch_are_not_the_next_ones() -> None:
+    spec = SpecMetadata(8, 1, 1, allow_advanced_sampling=True, device="cpu")
+    with_slots = _requests(0.5, 0.7)
+    for slot, request in zip((5, None), with_slots, strict=True):
+        request.py_seq_slot = slot
+    spec.populate_sampling_params_for_one_model(with_slots)
+    assert spec.slot_ids is not None and spec.slot_ids.tolist() == [5, 8]
+    spec.populate_sampling_params_for_one_model(_requests(0.5))
+    assert spec.slot_ids is None
 
 
 def test_slots_that_the_loop_set_stay() -> None:

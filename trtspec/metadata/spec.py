@@ -76,9 +76,10 @@ class SpecMetadata:
     positions: Tensor | None = None  # [>= R] int64, of the tokens sampled; None: the worker's
     # -- ours: host ----------------------------------------------------------------------------
     runtime_draft_len: int | None = None  # drafts to propose in this step, None is K
+    num_seq_slots: int = 0  # slots that there are, TensorRT-LLM's name; 0 is max_num_requests
     device: torch.device | str | None = None  # of the buffers; None is CUDA where there is one
     # -- ours: device tensors of this step -----------------------------------------------------
-    slot_ids: Tensor | None = None  # [B] int64 below max_num_requests, a row in per-slot state
+    slot_ids: Tensor | None = None  # [B] int64 below slot_capacity, a row in per-slot state
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     inputs_embeds: RowEmbeds | None = None  # rows of contexts that no token's embedding is for
     next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token is such a one
@@ -119,9 +120,10 @@ class SpecMetadata:
         if self.is_cuda_graph:
             return self
         if self.allow_advanced_sampling:  # before copying, so that both have the same
-            self._row_buffers(max(max_batch_size, self.max_num_requests))
+            self._make_buffers(max(max_batch_size, self.max_num_requests))
         captured = copy.copy(self)
         captured.is_cuda_graph = True
+        captured.num_seq_slots = self.slot_capacity
         captured.max_num_requests = max_batch_size
         captured.state = dict(self.state)
         captured.__post_init__()
@@ -216,7 +218,7 @@ class SpecMetadata:
         def drawn() -> Tensor:
             return torch.randint(2**62, (count,), dtype=torch.int64, device=temperatures.device)
 
-        positions = self._next_positions
+        positions = None if self._next_positions is None else self._next_positions[:count]
         if self.positions is not None:
             positions = of_step(self.positions)
         return SamplingMetadata(
@@ -252,41 +254,52 @@ class SpecMetadata:
         for request in requests:
             repeat = 1 + self.max_draft_len if _is_generation(request) else 1
             rows += [request_sampling_params(request)] * repeat
-        buffers = self._row_buffers(self.max_num_requests)
+        *buffers, slot_buffer = self._make_buffers(self.max_num_requests)
         rows += [_NEUTRAL] * (buffers[0].shape[0] - len(rows))
-        for buffer, values in zip(buffers, zip(*rows, strict=True), strict=True):
-            buffer.copy_(to_device(torch.tensor(values, dtype=buffer.dtype), buffer.device))
-        self._set_slots([getattr(request, "py_seq_slot", None) for request in requests])
+        for i, buffer in enumerate(buffers):
+            values = torch.tensor([row[i] for row in rows], dtype=buffer.dtype)
+            buffer.copy_(to_device(values, buffer.device))
+        if self.slot_ids is self._populated_slots:  # else it is the loop's own
+            slots = [getattr(request, "py_seq_slot", None) for request in requests]
+            self.slot_ids = self._populated_slots = self._written(slots, slot_buffer)
 
-    def _row_buffers(self, num_requests: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """temperatures, top_ks, top_ps, seeds: made on first use, or if there are too few rows."""
+    def _make_buffers(self, num_requests: int) -> tuple[Tensor, ...]:
+        """temperatures, top_ks, top_ps, seeds and slots: made on first use, or if too small."""
         count = (self.max_draft_len + 1) * num_requests
-        made = self.temperatures, self.top_ks, self.top_ps, self.seeds
-        if all(rows is not None and rows.shape[0] >= count for rows in made):
-            return made  # type: ignore[return-value]
-        dtypes = torch.float32, torch.int32, torch.float32, torch.int64
-        device = self.buffer_device
-        self.temperatures, self.top_ks, self.top_ps, self.seeds = made = tuple(
-            torch.full((count,), value, dtype=dtype, device=device)
-            for value, dtype in zip(_NEUTRAL, dtypes, strict=True)
-        )  # type: ignore[assignment]
+        sizes = (count, count, count, count, num_requests)
+        made = self.temperatures, self.top_ks, self.top_ps, self.seeds, self._slot_buffer
+        is_enough = all(
+            buffer is not None and buffer.shape[0] >= size
+            for buffer, size in zip(made, sizes, strict=True)
+        )
+        if not is_enough:
+            dtypes = torch.float32, torch.int32, torch.float32, torch.int64, torch.int64
+            made = tuple(
+                torch.full((size,), value, dtype=dtype, device=self.buffer_device)
+                for size, value, dtype in zip(sizes, (*_NEUTRAL, 0), dtypes, strict=True)
+            )  # type: ignore[assignment]
+            self.temperatures, self.top_ks, self.top_ps, self.seeds, self._slot_buffer = made
         return made  # type: ignore[return-value]
 
-    def _set_slots(self, slots: list[int | None]) -> None:
-        """Takes the loop's slots, where its requests have any and `slot_ids` is not its own."""
-        if self.slot_ids is not self._populated_slots or all(slot is None for slot in slots):
-            return
-        unused = self.max_num_requests  # of a request that only fills the batch
+    def _written(self, slots: list[int | None], buffer: Tensor) -> Tensor | None:
+        """The buffer's first places with these slots; None if no request has one."""
+        unused = self.slot_capacity  # of a request that only fills the batch
         given = [unused if slot is None else slot for slot in slots]
+        if all(slot is None for slot in slots):
+            return None
         if max(given) > unused:
             raise ConfigError(
-                f"py_seq_slot={max(given)} with max_num_requests={unused}: give SpecMetadata as "
-                "many requests as there are slots, or set slot_ids [B]."
+                f"py_seq_slot={max(given)}: SpecMetadata has {unused} slots. Set num_seq_slots, or "
+                "slot_ids [B]."
             )
-        if self._slot_buffer is None:
-            self._slot_buffer = torch.zeros(unused, dtype=torch.int64, device=self.buffer_device)
-        self.slot_ids = self._populated_slots = self._slot_buffer[: len(given)]
-        self.slot_ids.copy_(to_device(torch.tensor(given), self.slot_ids.device))
+        written = buffer[: len(given)]
+        written.copy_(to_device(torch.tensor(given), buffer.device))
+        return written
+
+    @property
+    def slot_capacity(self) -> int:
+        """Slots of per-slot state. The row after them is of requests that only fill a batch."""
+        return self.num_seq_slots or self.max_num_requests
 
     @property
     def buffer_device(self) -> torch.device:

@@ -164,7 +164,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             drafts = torch.empty(
                 (batch_size - num_contexts, 0), dtype=torch.int32, device=logits.device
             )
-        self._memory_sizes = spec_metadata.max_num_requests, logits.shape[-1]
+        self._memory_sizes = spec_metadata.slot_capacity, logits.shape[-1]
         with spec_metadata.keyed_by(_next_positions(position_ids, attn_metadata, spec_metadata)):
             accepted, lens = self.sample_and_accept_draft_tokens(
                 logits, drafts, num_contexts, batch_size, spec_metadata
