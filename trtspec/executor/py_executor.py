@@ -252,9 +252,14 @@ class PyExecutor:
         RequestError; a second call does nothing."""
         if self._is_shut_down:
             return
-        for request_id in list(self._requests):
-            self.cancel(request_id)
-        self._is_shut_down = True
+        try:
+            for request_id in list(self._requests):
+                self.cancel(request_id)
+        finally:  # also where samples cannot be written
+            self._is_shut_down = True
+            self._release_memory()
+
+    def _release_memory(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._pending.clear()
