@@ -91,6 +91,7 @@ def test_one_stream_read_by_two_threads_gives_each_token_once(llm: LLM) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert all(s.outputs[0].token_ids_diff for s in snapshots)
     tokens = [token for s in snapshots for token in s.outputs[0].token_ids_diff]
     whole = llm.generate([3, 1], SamplingParams(max_tokens=40, ignore_eos=True))
     assert sorted(tokens) == sorted(whole.outputs[0].token_ids)
@@ -197,6 +198,40 @@ def test_after_shutdown_outputs_can_be_read_and_nothing_new_begins(llm: LLM) -> 
     llm.shutdown()
     assert llm.executor.step() == [] or not llm.executor.has_work
     assert llm.stats().generated_tokens > 0 and not llm.abort(last.request_id)
+
+
+def test_a_shutdown_that_was_interrupted_can_be_finished(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = llm.executor.kv_cache
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "release_memory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.shutdown()
+    monkeypatch.undo()
+    llm.shutdown()
+    assert not cache.groups and not hasattr(llm.executor, "target")
+
+
+def test_a_request_that_an_interrupt_kept_from_the_queue_leaves_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(dict[int, Any]):
+        def __setitem__(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    executor = llm.executor
+    monkeypatch.setattr(executor, "_requests", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([1, 2])
+    monkeypatch.undo()
+    assert llm.generate([5, 6], SamplingParams(max_tokens=2)).outputs[0].token_ids
+    executor.run_until_done()
+    assert not executor.has_work and not executor._requests
+    executor.kv_cache.check_integrity()
 
 
 def test_leaving_by_an_exception_shuts_down_too(llm: LLM) -> None:

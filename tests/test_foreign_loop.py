@@ -152,8 +152,10 @@ def test_without_slots_the_worker_says_that_it_is_exact_match(
 
 
 def test_slots_that_no_memory_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"py_seq_slot=-1: SpecMetadata has slots 0 … 7"):
+        Loop(_worker("rejection"), [0, -1]).step()
     loop = Loop(_worker("rejection"), [0, 9])
-    with pytest.raises(ConfigError, match=r"py_seq_slot=9: SpecMetadata has 8 slots"):
+    with pytest.raises(ConfigError, match=r"py_seq_slot=9: SpecMetadata has slots 0 … 7"):
         loop.step()
     loop.spec.num_seq_slots = 16
     loop.step()
@@ -168,6 +170,28 @@ def test_a_graphs_copy_for_few_requests_knows_all_slots() -> None:
     loop.step()
     assert [loop.step() for _ in range(5)] == [[K + 1] * 2] * 5
     assert loop.worker.draft_memory is not None and len(loop.worker.draft_memory.best) == 9
+
+
+def test_a_memory_is_not_read_past_its_slots() -> None:
+    loop = Loop(_worker("rejection"), [1, 0])
+    loop.step()
+    loop.spec.num_seq_slots = 16
+    with pytest.raises(ConfigError, match="kept for 8 slots, and now there are 16"):
+        loop.step()
+
+
+def test_a_drafter_of_more_tokens_than_the_target_is_refused() -> None:
+    loop = Loop(_worker("rejection"), [1, 0])
+    loop.head.table = torch.randn(V, V + 4)
+    with pytest.raises(ConfigError, match="16 logits, the target 12"):
+        loop.step()
+
+
+def test_a_padded_pass_is_sampled_too() -> None:
+    """Rows of gather_ids past those of the logits are of nobody."""
+    loop = Loop(_worker("rejection"), [1, 0])
+    loop.spec.gather_ids = torch.tensor([0, 2, 2, 2, 2])
+    assert loop.step() == [1, 1]
 
 
 def test_slots_of_the_last_batch_are_not_the_next_ones() -> None:

@@ -115,9 +115,11 @@ def _check(llm: LLM, requests: list[Request], expected: list[Request], where: ob
             continue
         assert request.output_token_ids == other.output_token_ids, where
         assert request.finish_reason == other.finish_reason, where
-        logprobs = request.logprobs
-        assert (logprobs is None) == (other.logprobs is None), where
-        assert logprobs is None or len(logprobs) == len(request.output_token_ids), where
+        assert (request.logprobs is None) == (other.logprobs is None), where
+        for got, wanted in zip(request.logprobs or [], other.logprobs or [], strict=True):
+            assert list(got) == list(wanted), where
+            for token, entry in wanted.items():
+                assert got[token].logprob == pytest.approx(entry.logprob, abs=1e-4), where
     executor.kv_cache.check_integrity()
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, where
     assert not executor._requests and not executor._pending and not executor.has_work, where
@@ -190,6 +192,30 @@ def test_an_admission_that_raises_fails_its_request_alone(target_dir: Path) -> N
     assert "OverflowError: a number too large" in (requests[4].error or "")
     assert not requests[4].output_token_ids
     _check(llm, requests, expected, "admission")
+
+
+def test_an_admission_that_raises_leaves_nothing_of_the_slots_last_request(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ban that it had not yet overwritten must not reach who comes next."""
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=64)
+    executor, params = llm.executor, SamplingParams(max_tokens=3, ignore_eos=True)
+    expected = llm.generate([3, 4], params).outputs[0].token_ids
+    shaping = SamplingParams(max_tokens=30, ignore_eos=True, presence_penalty=0.5)
+    executor.enqueue([8, 9], shaping)  # stays, so that logits are shaped in every step
+    banned = SamplingParams(max_tokens=2, ignore_eos=True, bad_token_ids=expected)
+    llm.generate([1, 2], banned)
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr("trtspec.metadata.logits.to_device", broken)
+    failed = executor.enqueue([5, 6], params)
+    executor.step()
+    monkeypatch.undo()
+    assert failed.finish_reason == "error" and "no room" in (failed.error or "")
+    assert llm.generate([3, 4], params).outputs[0].token_ids == expected
+    llm.shutdown()
 
 
 @pytest.fixture

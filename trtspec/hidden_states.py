@@ -139,10 +139,10 @@ class HiddenStatesWriter:
         """A sample that will not be finished."""
         self._open.pop(sample, None)
 
-    def start_over(self) -> None:
+    def start_over(self) -> set[int]:
         """After an exception: samples under way are dropped, and what a call left half done is
-        either undone or, where it reached the disk, known to be done."""
-        self._open.clear()
+        either undone or, where it reached the disk, known to be done. Returns those dropped."""
+        dropped = set(self._open)
         with self._locked():
             index = self._index()
         self._done = [sample for sample in self._done if sample not in index["samples"]]
@@ -151,6 +151,8 @@ class HiddenStatesWriter:
         count = min(len(parts) for parts in self._columns.values())
         self._columns = {column: parts[:count] for column, parts in self._columns.items()}
         self._num_rows = sum(len(part) for part in self._columns[_COLUMNS[0]])
+        self._open.clear()
+        return dropped
 
     def _begin_shard(self) -> None:
         self._columns = {column: [] for column in _COLUMNS}

@@ -406,15 +406,21 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __next__(self) -> RequestOutput:
         request = self._request
-        while not request.is_finished and len(request.output_token_ids) <= self._seen_tokens:
+        while True:
+            with self._llm._lock:  # another thread may read this stream too
+                if self._is_done:
+                    raise StopIteration
+                if request.is_finished or len(request.output_token_ids) > self._seen_tokens:
+                    return self._next_snapshot()
             self._llm.advance()
-        with self._llm._lock:
-            if self._is_done:
-                raise StopIteration
-            output = self._llm.snapshot(request, self._prompt, self._seen_tokens, self._seen_text)
-            self._seen_tokens = len(output.outputs[0].token_ids)
-            self._seen_text += len(output.outputs[0].text_diff)
-            self._is_done = output.finished
+
+    def _next_snapshot(self) -> RequestOutput:
+        output = self._llm.snapshot(
+            self._request, self._prompt, self._seen_tokens, self._seen_text
+        )  # fmt: skip
+        self._seen_tokens = len(output.outputs[0].token_ids)
+        self._seen_text += len(output.outputs[0].text_diff)
+        self._is_done = output.finished
         return output
 
     def close(self) -> None:

@@ -186,8 +186,9 @@ class PyExecutor:
             images=embeds.images if embeds and self.target.config.reads_images_whole else (),
             steps=[] if self.record_steps else None,
         )
-        self._requests[request.request_id] = request
+        # In this order: one that only waits, for an interrupt came between, runs for nobody.
         self.scheduler.waiting.append(request)
+        self._requests[request.request_id] = request
         return request
 
     def check_params(self, params: SamplingParams) -> None:
@@ -250,10 +251,8 @@ class PyExecutor:
     def shutdown(self) -> None:
         """Cancels all requests and gives models, cache and graphs back at once. Anything new raises
         RequestError; a second call does nothing."""
-        if self._is_shut_down:
-            return
         try:
-            for request_id in list(self._requests):
+            for request_id in [] if self._is_shut_down else list(self._requests):
                 self.cancel(request_id)
         finally:  # also where samples cannot be written
             self._is_shut_down = True
@@ -265,7 +264,8 @@ class PyExecutor:
         self._pending.clear()
         self.kv_cache.release_memory()
         self.worker.draft_memory = None
-        del self.target, self.draft_model, self.state, self.graphs
+        for name in ("target", "draft_model", "state", "graphs"):
+            vars(self).pop(name, None)
         self.stop_check = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -299,6 +299,7 @@ class PyExecutor:
         try:
             return self._launch_and_read()
         except BaseException:
+            self._is_half_done = True  # should a second interrupt come here
             self._start_over()
             raise
 
@@ -324,15 +325,17 @@ class PyExecutor:
         request computes its text again, prompt and output as far as they were read. Its tokens are
         the same, for noise is keyed by seed and position.
 
-        Where hidden states are saved all end with an error, for their samples are not whole.
+        Where hidden states are saved, those whose samples are begun end with an error.
         """
         self._is_half_done = True
         self._pending.clear()
         live = sorted(self._requests.values(), key=lambda request: request.request_id)
         if self.saver is not None:
-            self.saver.start_over()
+            dropped = self.saver.start_over()
             for request in live:
-                request.finish_reason, request.error = "error", "interrupted: its sample is dropped"
+                if request.request_id in dropped:
+                    request.finish_reason = "error"
+                    request.error = "interrupted: its sample is not whole and is dropped"
         self.scheduler.start_over([r for r in live if r.finish_reason is None])
         for request in live:
             if request.finish_reason is not None:
@@ -674,7 +677,7 @@ class PyExecutor:
         self.scheduler.finish(request)
         request.embeds = None
         self._finished.append(request)
-        del self._requests[request.request_id]
+        self._requests.pop(request.request_id, None)
 
     def _take_finished(self) -> list[Request]:
         finished, self._finished = self._finished, []

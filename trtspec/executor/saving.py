@@ -37,9 +37,9 @@ class HiddenStatesSaver:
             prompt = request.prompt_token_ids
             self.writer.finish(request.request_id, prompt, request.finish_reason)
 
-    def start_over(self) -> None:
-        """After an exception in the middle of a step: what was not finished is dropped."""
-        self.writer.start_over()
+    def start_over(self) -> set[int]:
+        """After an exception in the middle of a step: the requests whose samples are dropped."""
+        return self.writer.start_over()
 
     def flush(self) -> None:
         self.writer.flush()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True)
 class DraftMemory:
@@ -46,3 +48,12 @@ class DraftMemory:
                 (target_vocab_size,), -1, dtype=torch.int32, device=device
             ).index_copy(0, target_ids, own.to(torch.int32))
         return DraftMemory(logits, best, log_sum, log_q, target_ids, draft_ids)
+
+    def require_slots(self, num_slots: int) -> None:
+        """Raises ConfigError if the memory was made for fewer slots."""
+        held = self.best.shape[0] - 1
+        if held < num_slots:
+            raise ConfigError(
+                f"What drafts are drawn from was kept for {held} slots, and now there are "
+                f"{num_slots}: call worker.remember_drafts for as many before the first step."
+            )

@@ -70,7 +70,7 @@ class LogitsState:
         """
         if not params.shapes_logits and slot not in self.shaped_slots:
             return
-        (self.shaped_slots.add if params.shapes_logits else self.shaped_slots.remove)(slot)
+        self.shaped_slots.add(slot)  # also if what follows raises
         device, vocab = self.counts.device, self.counts.shape[1]
         text = torch.tensor([*prompt, *output], dtype=torch.int64)
         counts = torch.bincount(text[len(prompt) :], minlength=vocab).to(torch.int32)
@@ -98,6 +98,8 @@ class LogitsState:
         self.words[slot] = rows_to_tensor(words, torch.int64, device)
         tail = [-1] * self.tail.shape[1] + text.tolist()[-self.tail.shape[1] :]
         self.tail[slot] = rows_to_tensor(tail[-self.tail.shape[1] :], torch.int64, device)
+        if not params.shapes_logits:
+            self.shaped_slots.remove(slot)
 
     def shape(
         self, logits: Tensor, slots: Tensor, drafts: Tensor, positions: Tensor, temperatures: Tensor

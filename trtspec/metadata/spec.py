@@ -218,7 +218,9 @@ class SpecMetadata:
         def drawn() -> Tensor:
             return torch.randint(2**62, (count,), dtype=torch.int64, device=temperatures.device)
 
-        positions = None if self._next_positions is None else self._next_positions[:count]
+        positions = self._next_positions
+        if positions is not None:  # of a padded pass the first; if there are too few, of no use
+            positions = positions[:count] if len(positions) >= count else None
         if self.positions is not None:
             positions = of_step(self.positions)
         return SamplingMetadata(
@@ -287,10 +289,11 @@ class SpecMetadata:
         given = [unused if slot is None else slot for slot in slots]
         if all(slot is None for slot in slots):
             return None
-        if max(given) > unused:
+        outside = [slot for slot in given if not 0 <= slot <= unused]
+        if outside:
             raise ConfigError(
-                f"py_seq_slot={max(given)}: SpecMetadata has {unused} slots. Set num_seq_slots, or "
-                "slot_ids [B]."
+                f"py_seq_slot={outside[0]}: SpecMetadata has slots 0 … {unused - 1}. Set "
+                "num_seq_slots, or slot_ids [B]."
             )
         written = buffer[: len(given)]
         written.copy_(to_device(torch.tensor(given), buffer.device))

@@ -264,6 +264,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                     "spec_metadata.slot_ids [B]."
                 )
             _warn_of_exact_match(rule)
+        if self.draft_memory is not None:
+            self.draft_memory.require_slots(spec.slot_capacity)
         per_request = 1
         if generations:
             per_request = (sampling.seeds.shape[0] - contexts) // generations
@@ -301,6 +303,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 "run one step of a sampled request before, or call worker.remember_drafts."
             )
         num_slots, target_vocab_size = self._memory_sizes
+        if logits.shape[-1] > target_vocab_size:
+            raise ConfigError(
+                f"The drafter has {logits.shape[-1]} logits, the target {target_vocab_size}: cut "
+                "the drafter's to the target's tokens (Decoder.keep_logits)."
+            )
         self.remember_drafts(
             num_slots, logits.shape[-1], target_vocab_size, d2t, logits.device, logits.dtype
         )
