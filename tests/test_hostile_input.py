@@ -29,7 +29,7 @@ from trtspec import (
 from trtspec.errors import MAX_SHOWN, ConfigError, RequestError, shown
 from trtspec.executor.admission import end_ids
 from trtspec.metadata.logits import LogitsState
-from trtspec.metadata.sampling import request_sampling_params
+from trtspec.metadata.sampling import NO_TOP_K, request_sampling_params
 from trtspec.text import TextStream
 from trtspec.train.data import DataError, render_chat
 from trtspec.train.new_head import NewHead
@@ -122,7 +122,7 @@ def test_the_seeds_and_filters_of_foreign_loops_fit_their_tensors() -> None:
             temperature, top_k, random_seed = [1.0], [2**40], [2**64 - 1]
 
     _, top_k, _, seed = request_sampling_params(Request())
-    assert torch.tensor([top_k], dtype=torch.int32) > 0
+    assert top_k == NO_TOP_K, "more than any vocabulary has keeps all of it"
     assert torch.tensor([seed], dtype=torch.int64) >= 0
 
 

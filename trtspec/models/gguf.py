@@ -26,6 +26,7 @@ from .hf_config import load_config
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
+TOKENIZERS = ("gpt2", "llama")
 _IGNORED_BY_TRANSFORMERS = ("rope.scaling.type", "attention.sliding_window")
 
 
@@ -88,6 +89,12 @@ def _refuse_unsupported(fields: dict[str, Any], num_tensors: int, path: Path) ->
         raise CheckpointError(
             f"{path}: architecture {arch!r} is not supported; allowed are "
             f"{', '.join(ARCHITECTURES)}. Use another model."
+        )
+    tokenizer = fields.get("tokenizer.ggml.model")
+    if tokenizer not in TOKENIZERS:  # older transformers read any as if it were "gpt2"
+        raise CheckpointError(
+            f"{path}: tokenizer {tokenizer!r} is not supported; allowed are "
+            f"{', '.join(TOKENIZERS)}. Use the model's Hugging Face directory instead."
         )
     blocks = fields.get(f"{arch}.block_count", 0)
     if not isinstance(blocks, int) or blocks > num_tensors:  # transformers would build them all
