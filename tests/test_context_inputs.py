@@ -64,6 +64,9 @@ class Uncaptured:
     def run(self, *_: object) -> None:
         return None  # generations by themselves, eagerly
 
+    def send_again(self) -> None:
+        """Everything is sent every time."""
+
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
@@ -161,7 +164,7 @@ def test_a_pass_is_what_the_host_would_send(
 def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when memory runs out: the generations launched before it are read later."""
+    """As when memory runs out: the generations launched before it are computed again."""
     executor = _llm(target_dir, None, monkeypatch).executor
     graphs = Uncaptured(executor, (64,))
     executor.graphs = graphs  # type: ignore[assignment]

@@ -308,7 +308,7 @@ class PyExecutor:
         self._cancel_marked()
         batch = self._admit_new(self._schedule())
         parts, draft_len = self._parts(batch), self._draft_len_of(batch)
-        for part in parts:  # one at a time: if the second fails, the first is in flight
+        for part in parts:
             self._pending.append(self._launch(part, draft_len))
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
