@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from trtspec import LLM, NGramDecodingConfig, SamplingParams
-from trtspec.prompts import PROMPT_SETS
+from trtspec.data.prompts import PROMPT_SETS
 
 
 def main() -> None:

@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trtspec import LLM, SamplingParams
-from trtspec.acceptance_prompts import load_prompts
 from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.checkpoints.zoo import resolve_head, resolve_model
+from trtspec.data.acceptance_prompts import load_prompts
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.models.decoder import Decoder
-from trtspec.models.weights import load_decoder
-from trtspec.models.zoo import resolve_head, resolve_model
 from trtspec.train.unroll import Texts
 
 MODEL = "smollm2-135m"

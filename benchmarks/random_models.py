@@ -23,14 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.models import head_weights, weights
-from trtspec.models.checkpoint import TensorSource
+from trtspec.checkpoints import weights
+from trtspec.checkpoints.heads import load as head_weights
+from trtspec.checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from trtspec.checkpoints.hf_config import parse_config, read_json_object
+from trtspec.checkpoints.tensors import TensorSource
+from trtspec.checkpoints.weights import placements
 from trtspec.models.config import DecoderConfig
 from trtspec.models.decoder import Decoder
-from trtspec.models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from trtspec.models.hf_config import parse_config, read_json_object
 from trtspec.models.kv_layout import kv_group_specs, kv_places
-from trtspec.models.weights import placements
 
 Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
@@ -100,7 +101,7 @@ class Model:
             num_positions: what is needed; the config's own number is raised to it.
 
         Raises:
-            CheckpointError: as `trtspec.models.hf_config.load_config`.
+            CheckpointError: as `trtspec.checkpoints.hf_config.load_config`.
         """
         raw = {**config, "dtype": "bfloat16"}
         wanted_draft_vocab = raw.pop("draft_vocab_size", MAX_DRAFT_VOCAB)

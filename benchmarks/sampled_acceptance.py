@@ -20,7 +20,7 @@ from torch import Tensor
 from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.metadata.spec import SpecMetadata
-from trtspec.ops import dispatch
+from trtspec.ops.launch import dispatch
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 

@@ -22,7 +22,7 @@ from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import GraphKey
 from trtspec.executor.inputs import StepInputs, build_inputs
 from trtspec.executor.request import Request, ScheduledBatch
-from trtspec.ops import cublaslt
+from trtspec.ops.layer import cublaslt
 
 WARM_UP_STEPS = 10
 STEPS_PER_BLOCK = 10

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from trtspec import EagleDecodingConfig, SpecMetadata
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.cache.manager import KVCacheManager, KVGroupSpec
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.zoo import resolve_head, resolve_model
 from trtspec.metadata import AttentionMetadata, CapturedHiddenStates
-from trtspec.models.head_weights import load_head
-from trtspec.models.hf_config import load_config
-from trtspec.models.zoo import resolve_head, resolve_model
-from trtspec.ops.slots import slot_mapping
+from trtspec.ops.step.slots import slot_mapping
+from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec
 from trtspec.workers import Eagle3OneModelWorker
 
 K, PAGE = 4, 32

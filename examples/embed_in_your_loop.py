@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from trtspec import NGramDecodingConfig, SpecMetadata
-from trtspec.models.zoo import resolve_model
+from trtspec.checkpoints.zoo import resolve_model
 from trtspec.workers import NGramWorker
 
 K, MAX_TOKENS = 4, 64

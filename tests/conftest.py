@@ -1,4 +1,4 @@
-"""Makes `tests/tiny.py` importable from every test folder, and Triton kernels runnable on CPU."""
+"""Makes `tests/helpers` importable from every folder, and Triton kernels runnable on CPU."""
 
 import os
 import sys
@@ -9,4 +9,6 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+for folder in ("helpers", "engine", "models", "heads", "sampling", "kernels", "train", "doctor"):
+    sys.path.insert(0, str(HERE / folder))

@@ -7,9 +7,15 @@ command line starts quickly.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from ._moved import MovedModules
+
 if TYPE_CHECKING:
+    from .api.embeds_prompt import EmbedsPrompt
+    from .api.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, SpecStats
+    from .api.sampling_params import SamplingParams
     from .config import (
         AutoDecodingConfig,
         CudaGraphConfig,
@@ -28,11 +34,10 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .metadata.mode import SpeculativeDecodingMode
     from .metadata.spec import SpecMetadata
-    from .multimodal import EmbedsPrompt
-    from .outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, SpecStats
-    from .sampling.params import SamplingParams
 
 __version__ = "0.1.0"
+
+sys.meta_path.append(MovedModules())
 
 _HOMES = {
     "config": (
@@ -53,9 +58,9 @@ _HOMES = {
     "llm": ("LLM",),
     "metadata.mode": ("SpeculativeDecodingMode",),
     "metadata.spec": ("SpecMetadata",),
-    "multimodal": ("EmbedsPrompt",),
-    "outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
-    "sampling.params": ("SamplingParams",),
+    "api.embeds_prompt": ("EmbedsPrompt",),
+    "api.outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
+    "api.sampling_params": ("SamplingParams",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

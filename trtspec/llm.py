@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
+from .api.embeds_prompt import EmbedsPrompt
+from .api.outputs import CompletionOutput, EngineStats, RequestOutput, acceptance_stats
+from .api.sampling_params import SamplingParams
+from .api.text_stream import TextStream
+from .checkpoints.tokenizer import load_tokenizer
+from .checkpoints.zoo import resolve_model
 from .config import CudaGraphConfig, DecodingBaseConfig, KvCacheConfig
 from .errors import RequestError, shown
 from .executor.build import DEFAULT_CUDA_GRAPHS, build_executor
 from .executor.request import Request
 from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .metadata.mode import SpeculativeDecodingMode
-from .models.tokenizer import load_tokenizer
-from .models.zoo import resolve_model
-from .multimodal import EmbedsPrompt
-from .outputs import CompletionOutput, EngineStats, RequestOutput, acceptance_stats
-from .sampling.params import SamplingParams
-from .text import TextStream
 
 Prompt = str | Sequence[int] | EmbedsPrompt
 Messages = Sequence[dict[str, Any]]

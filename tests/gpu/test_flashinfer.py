@@ -15,10 +15,10 @@ from tiny_heads import eagle3_dir
 from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, SamplingParams
-from trtspec.attention.triton_paged import TritonAttention
+from trtspec.attention.paged import TritonAttention
 from trtspec.errors import ConfigError
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
-from trtspec.ops.slots import draft_step_metadata
+from trtspec.ops.step.slots import draft_step_metadata
 
 flashinfer = pytest.importorskip("trtspec.attention.flashinfer", reason="needs triton")
 

@@ -14,10 +14,10 @@ from tiny_trained import load_target
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.weights import load_decoder
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.doctor.draft_model import DraftModel, unroll_model
-from trtspec.models.head_weights import load_head
-from trtspec.models.weights import load_decoder
 from trtspec.train.unroll import teach, unroll
 
 pytestmark = [

@@ -30,9 +30,9 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
+from trtspec.data.hidden_states import SavedHiddenStates
 from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.inputs import StepInputs
-from trtspec.hidden_states import SavedHiddenStates
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec import EagleDecodingConfig, MTPDecodingConfig
+from trtspec.layers import fused
+from trtspec.layers.linear import Linear
+from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
-from trtspec.ops import choose, fused, native
-from trtspec.ops.linear import Linear
-from trtspec.ops.norm import RMSNorm
-from trtspec.ops.rope import Rope, apply_rope
+from trtspec.ops.launch import native
+from trtspec.ops.layer.rope import Rope, apply_rope
+from trtspec.ops.tokens import greedy as choose
 from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker
 
 HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))

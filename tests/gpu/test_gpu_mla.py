@@ -18,7 +18,7 @@ from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, Samp
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.metadata.attention import AttentionMetadata, KVGroup
 
-triton_paged = pytest.importorskip("trtspec.attention.triton_paged", reason="needs triton")
+triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

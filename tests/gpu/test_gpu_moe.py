@@ -14,7 +14,7 @@ from test_moe import MTP, naive_experts, random_experts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
-from trtspec.ops import moe
+from trtspec.layers import experts as moe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from tiny import tiny_model_dir
 
 from trtspec import LLM, CudaGraphConfig, SamplingParams
-from trtspec.ops import cublaslt
-from trtspec.ops.cublaslt import Size, tuning
-from trtspec.ops.fused import linear
-from trtspec.ops.linear import Linear
+from trtspec.layers.fused import linear
+from trtspec.layers.linear import Linear
+from trtspec.ops.layer import cublaslt
+from trtspec.ops.layer.cublaslt import Size, tuning
 
 pytestmark = [
     pytest.mark.gpu,

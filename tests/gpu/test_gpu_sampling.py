@@ -8,8 +8,8 @@ import torch
 from test_rejection import RULES, SUBSET, decode, expected, p_value
 from torch import Tensor
 
-from trtspec.ops import dispatch
-from trtspec.ops.sample import filter_logits
+from trtspec.ops.launch import dispatch
+from trtspec.ops.tokens.sample import filter_logits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ V = 128_256
     ids=["plain", "d2t", "top_k", "top_p", "hot", "fewer drafts", "broken drafter"],
 )  # fmt: skip
 def test_texts_are_distributed_as_the_targets(rule: str, setting: dict[str, object]) -> None:
-    """As `tests/test_rejection.py` has it for the twins: 100,000 requests, three tokens jointly."""
+    """As `tests/sampling/test_rejection.py` for the twins: 100,000 requests, three tokens."""
     with torch.device("cuda"):
         on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in setting.items()}
         texts, _ = decode(rule, **on_device)  # type: ignore[arg-type]

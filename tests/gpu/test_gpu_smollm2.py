@@ -26,9 +26,9 @@ from trtspec import (
     RequestOutput,
     SamplingParams,
 )
+from trtspec.checkpoints.zoo import MODELS, _complete, cache_dir
 from trtspec.config import DecodingBaseConfig
-from trtspec.models.zoo import MODELS, _complete, cache_dir
-from trtspec.prompts import OPEN, REPEATS
+from trtspec.data.prompts import OPEN, REPEATS
 
 ENTRY = MODELS["smollm2-135m"]
 MODEL_DIR = cache_dir() / f"{ENTRY.title}-{ENTRY.sha256[:16]}"

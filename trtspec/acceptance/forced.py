@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from ..ops.noise import NoiseStream, uniform_noise
+from ..ops.tokens.noise import NoiseStream, uniform_noise
 
 FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
-from ..ops.noise import NoiseStream, gumbel_noise, uniform_noise
-from ..ops.sample import filter_logits
+from ..ops.tokens.noise import NoiseStream, gumbel_noise, uniform_noise
+from ..ops.tokens.sample import filter_logits
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.accept import mask_after
+from ..ops.tokens.accept import mask_after
 
 NOT_THINKING = -1.0
 

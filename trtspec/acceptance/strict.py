@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.accept import count_accepted, mask_after
+from ..ops.tokens.accept import count_accepted, mask_after
 
 
 def strict_acceptance(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from .triton_paged import TritonAttention
+from .paged import TritonAttention
 
 logger = logging.getLogger(__name__)
 

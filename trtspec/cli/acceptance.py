@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
+from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
 from .options import EngineOptions

@@ -165,7 +165,7 @@ def demo(
     device: DeviceOption = "auto",
 ) -> None:
     """Show the same answers decoded without and with speculation."""
-    from ..models.zoo import head_for
+    from ..checkpoints.zoo import head_for
     from .demo import run_demo
 
     if speculative is None and (head or head_for(model, "eagle3")):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..prompts import PROMPT_SETS
+from ..data.prompts import PROMPT_SETS
 from .engine import describe, load_pair, make_sampling_params
 from .errors import EXIT_FAILED, show_error
 from .generate import write_json
@@ -27,9 +27,9 @@ from .render import finite, first_difference, forced_banner, make_console, posit
 from .status import Progress
 
 if TYPE_CHECKING:
+    from ..api.outputs import EngineStats
+    from ..api.sampling_params import SamplingParams
     from ..llm import LLM
-    from ..outputs import EngineStats
-    from ..sampling.params import SamplingParams
 
 
 class BenchFailed(Exception):

@@ -19,7 +19,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ..prompts import DEMO_PROMPTS
+from ..data.prompts import DEMO_PROMPTS
 from .bench import identity_text
 from .engine import dtype_name, load_pair, make_sampling_params
 from .errors import EXIT_FAILED, show_error
@@ -38,9 +38,9 @@ from .render import (
 from .status import Progress
 
 if TYPE_CHECKING:
+    from ..api.outputs import EngineStats, RequestOutput
+    from ..api.sampling_params import SamplingParams
     from ..llm import LLM
-    from ..outputs import EngineStats, RequestOutput
-    from ..sampling.params import SamplingParams
 
 WARM_UP_TOKENS = 8
 FRAME_SECONDS = 0.1  # drawing takes time from decoding: ten times a second is enough

@@ -29,11 +29,11 @@ def run_doctor(
     import torch
 
     from ..attention.torch_sdpa import TorchAttention
+    from ..checkpoints.hf_config import load_config
+    from ..checkpoints.tokenizer import load_tokenizer
+    from ..checkpoints.weights import load_decoder
     from ..doctor import check, diagnose, texts_of
     from ..executor.build import resolve_device, resolve_dtype
-    from ..models.hf_config import load_config
-    from ..models.tokenizer import load_tokenizer
-    from ..models.weights import load_decoder
 
     with Progress() as progress:
         head = _resolve_drafter(head, progress)
@@ -61,7 +61,7 @@ def run_doctor(
 
 def _resolve_drafter(head: Path, progress: Progress) -> Path:
     """The directory of a head or a draft model, by its name too."""
-    from ..models.zoo import HEADS, MODELS, resolve_head
+    from ..checkpoints.zoo import HEADS, MODELS, resolve_head
 
     if (found := resolve_head(head)).is_dir():
         return found
@@ -77,9 +77,9 @@ def _write(
     target_dir: Path, num_prompts: int, max_tokens: int, dtype: str, device: str
 ) -> tuple[Ids, Ids]:
     """(ids of prompts, ids of what the target wrote after each)."""
-    from ..acceptance_prompts import load_prompts
+    from ..api.sampling_params import SamplingParams
+    from ..data.acceptance_prompts import load_prompts
     from ..llm import LLM
-    from ..sampling.params import SamplingParams
 
     llm = LLM(target_dir, device=device, dtype=dtype, max_batch_size=16, max_seq_len=1024)
     prompts = load_prompts()

@@ -12,10 +12,10 @@ from .options import EngineOptions, SamplingOptions
 from .status import Progress
 
 if TYPE_CHECKING:
+    from ..api.sampling_params import SamplingParams
     from ..config import DecodingBaseConfig
     from ..llm import LLM
     from ..metadata.mode import SpeculativeDecodingMode
-    from ..sampling.params import SamplingParams
 
 
 def parse_mode(name: str) -> SpeculativeDecodingMode:
@@ -30,8 +30,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     `eagle3` and `mtp_eagle` name a drafter here: it drafts inside the step unless `--two-engine`
     asks for passes of its own.
     """
+    from ..checkpoints.zoo import DRAFT_LENS, head_for
     from ..config import CONFIG_OF_MODE, EagleDecodingConfig, MTPDecodingConfig
-    from ..models.zoo import DRAFT_LENS, head_for
 
     mode = parse_mode(options.speculative)
     config_class = CONFIG_OF_MODE.get(mode)
@@ -102,7 +102,7 @@ def resolve_model(model: str, progress: Progress) -> str | Path:
     """A directory as it is; a .gguf file or a name of the zoo made ready on first use."""
     if model and Path(model).is_dir():
         return model
-    from ..models import zoo
+    from ..checkpoints import zoo
 
     return zoo.resolve_model(model, progress=progress)
 

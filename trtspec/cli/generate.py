@@ -19,9 +19,9 @@ from .render import finite, make_console, print_summary, split_step, write_piece
 from .status import Progress
 
 if TYPE_CHECKING:
+    from ..api.outputs import EngineStats, RequestOutput
+    from ..api.sampling_params import SamplingParams
     from ..llm import LLM
-    from ..outputs import EngineStats, RequestOutput
-    from ..sampling.params import SamplingParams
 
 
 def run_generate(

@@ -20,9 +20,9 @@ from .status import Progress
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..checkpoints.heads.load import HeadReport
     from ..models.config import DecoderConfig
-    from ..models.draft_head import HeadConfig
-    from ..models.head_weights import HeadReport
+    from ..models.drafters.base import HeadConfig
 
 _WHOLE_MODEL = (
     "{0} is a whole model, not a head. Let it draft with DRAFT_TARGET "
@@ -33,9 +33,9 @@ _WHOLE_MODEL = (
 
 def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
     """Returns the exit code: 0 if the head can be used, else 1."""
+    from ..checkpoints.heads.load import HeadReport, read_head
+    from ..checkpoints.hf_config import load_config
     from ..doctor import holds_language_model
-    from ..models.head_weights import HeadReport, read_head
-    from ..models.hf_config import load_config
 
     config = None
     if target is not None:
@@ -144,7 +144,7 @@ def _kinds(
 
 
 def _assistant_facts(head: HeadConfig, target: DecoderConfig | None) -> dict[str, str]:
-    from ..models.gemma_assistant import layer_read
+    from ..models.drafters.gemma_assistant import layer_read
 
     facts = {"Keys and values": "the target's, of its last layer of the same kind"}
     scale = "as the target has it"

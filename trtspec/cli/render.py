@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..outputs import CompletionOutput, EngineStats
+    from ..api.outputs import CompletionOutput, EngineStats
 
 ACCEPTED_STYLE = "bold green"  # draft tokens that the target accepted
 BAR_WIDTH = 30

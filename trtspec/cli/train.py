@@ -53,10 +53,10 @@ def run_train(options: TrainOptions) -> int:
     import torch
 
     from ..attention.torch_sdpa import TorchAttention
+    from ..checkpoints.hf_config import load_config
+    from ..checkpoints.tokenizer import load_tokenizer
+    from ..checkpoints.weights import load_decoder
     from ..executor.build import resolve_device, resolve_dtype
-    from ..models.hf_config import load_config
-    from ..models.tokenizer import load_tokenizer
-    from ..models.weights import load_decoder
     from ..train.data import (
         TrainingText,
         draft_vocabulary,

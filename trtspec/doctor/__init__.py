@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from ..attention.torch_sdpa import TorchAttention
+from ..checkpoints.heads.load import load_head, read_head
+from ..checkpoints.heads.masked import pard_token
+from ..checkpoints.hf_config import load_config
+from ..checkpoints.json_object import read_json_object
+from ..checkpoints.tensors import open_checkpoint
+from ..checkpoints.tokenizer import load_tokenizer, token_problem
+from ..checkpoints.weights import load_decoder
+from ..checkpoints.zoo import resolve_head
 from ..errors import CheckpointError
-from ..models.checkpoint import open_checkpoint
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..models.head_weights import load_head, read_head
-from ..models.hf_config import load_config
-from ..models.json_object import read_json_object
-from ..models.parallel_head import pard_token
-from ..models.tokenizer import load_tokenizer, token_problem
-from ..models.weights import load_decoder
-from ..models.zoo import resolve_head
 from ..train.unroll import Texts
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model

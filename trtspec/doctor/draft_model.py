@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..attention.dense import DensePass
 from ..models.decoder import Decoder
-from ..models.mtp import mtp_layout
+from ..models.drafters.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
 from .exam import Exam
 from .masks import mask_token_trials

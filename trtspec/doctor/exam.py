@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
-from ..models.draft_head import DraftHead
-from ..models.mtp import MTPHead
+from ..models.drafters.base import DraftHead
+from ..models.drafters.mtp import MTPHead
 from ..train.trainer import Evaluation
 from ..train.unroll import StepScore, Texts, score, teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding

@@ -9,13 +9,13 @@ from itertools import permutations
 
 from torch import Tensor, nn
 
+from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
-from ..models.draft_head import DraftHead
-from ..models.eagle import Eagle3Head, Eagle3Layer
-from ..models.gemma_assistant import GemmaAssistant
-from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..models.mtp import MTPHead, MTPLayer
-from ..ops.norm import RMSNorm
+from ..models.drafters.base import DraftHead
+from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
+from ..models.drafters.gemma_assistant import GemmaAssistant
+from ..models.drafters.mtp import MTPHead, MTPLayer
 from .masks import mask_trials
 from .trials import (
     Trial,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import DecoderConfig
-from ..models.eagle import Eagle3Head
+from ..models.drafters.eagle import Eagle3Head
 from .trials import Change, Trial
 
 MOST_TRIED = 32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import DecoderConfig
-from ..models.draft_head import DraftHead
+from ..models.drafters.base import DraftHead
 from ..models.rope import RopeTables
 from ..train.unroll import Use
 

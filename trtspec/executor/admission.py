@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from ..api.embeds_prompt import EmbedsPrompt
+from ..api.sampling_params import SamplingParams
 from ..config import ExecutorConfig
 from ..errors import RequestError, shown
 from ..metadata.logits import MAX_ENDS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..multimodal import EmbedsPrompt
-from ..sampling.params import SamplingParams
 from .embeds import check_embeds
 
 

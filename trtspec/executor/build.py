@@ -13,7 +13,11 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
-from ..cache.manager import KVCacheManager
+from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.heads.load import load_head
+from ..checkpoints.tokenizer import load_tokenizer, token_problem
+from ..checkpoints.weights import finish, load_decoder
+from ..checkpoints.zoo import resolve_model
 from ..config import (
     CudaGraphConfig,
     DecodingBaseConfig,
@@ -25,21 +29,17 @@ from ..config import (
     SaveHiddenStatesDecodingConfig,
     resolve_speculative_config,
 )
+from ..data.hidden_states import HiddenStatesWriter
 from ..errors import ConfigError, shown
-from ..hidden_states import HiddenStatesWriter
 from ..metadata.attention import NUM_RESERVED_BLOCKS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, keep_kv_finite
-from ..models.draft_head import DraftHead
-from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..models.head_weights import load_head
-from ..models.tokenizer import load_tokenizer, token_problem
-from ..models.weights import finish, load_decoder
-from ..models.zoo import resolve_model
+from ..models.drafters.base import DraftHead
+from ..state.kv_cache import KVCacheManager
 from ..workers import create_worker
 from .cache_size import CacheNeeds, longest_text, size_cache
-from .parallel import find_mask_token
+from .mask_token import find_mask_token
 from .py_executor import PyExecutor
 from .saving import HiddenStatesSaver
 
@@ -125,7 +125,7 @@ def build_executor(
     Raises:
         ConfigError, CheckpointError: before anything is served.
     """
-    from ..models.hf_config import load_config
+    from ..checkpoints.hf_config import load_config
 
     speculative_config = resolve_speculative_config(speculative_config)
     kv_cache_config = KvCacheConfig() if kv_cache_config is None else kv_cache_config
@@ -275,7 +275,7 @@ def _attention_backend(name: str, device: torch.device) -> AttentionBackend:
     if device.type != "cuda":
         raise ConfigError(f"attn_backend={name!r} needs device='cuda'; on CPU use 'torch'.")
     try:
-        from ..attention.triton_paged import TritonAttention
+        from ..attention.paged import TritonAttention
     except ImportError as error:
         if asked != "auto":
             raise ConfigError(
@@ -341,7 +341,7 @@ def _load_draft_model(
     num_positions: int | None,
 ) -> Decoder:
     """The draft model, once its tokens are known to be the target's."""
-    from ..models.hf_config import load_config
+    from ..checkpoints.hf_config import load_config
 
     tokenizers = load_tokenizer(draft_dir), load_tokenizer(target_dir)
     problem = token_problem(load_config(draft_dir).vocab_size, target.vocab_size, *tokenizers)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from ..cache.manager import KVGroupSpec
 from ..config import KvCacheConfig
 from ..errors import ConfigError, shown
 from ..metadata.attention import NUM_RESERVED_BLOCKS
+from ..state.kv_cache import KVGroupSpec
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class CacheNeeds:
 
     def behind_window(self, window: int, num_requests: int) -> int:
         """Blocks that so many requests hold at most where what is behind the window is given back,
-        in the terms of the ledger in `cache/manager.py`: keys that the first row sees, steps whose
+        in the terms of the ledger in `state/kv_cache.py`: keys that the first row sees, steps whose
         tokens are not read (one in flight and the next), drafting, and the blocks' unused ends.
         Parts of prompts share one pass.
         """

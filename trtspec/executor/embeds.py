@@ -9,12 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..api.embeds_prompt import EmbedsPrompt
 from ..errors import RequestError
 from ..metadata.attention import ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.sampling import rows_to_tensor, to_device
 from ..models.decoder import Decoder
-from ..multimodal import EmbedsPrompt
 from .request import ContextChunk
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache.slots import SlotState
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
-from ..ops.drafting import save_step
-from ..ops.logprobs import TokenLogprobs, token_logprobs
+from ..ops.step.rows import save_step
+from ..ops.tokens.logprobs import TokenLogprobs, token_logprobs
+from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import StepTensors

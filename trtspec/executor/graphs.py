@@ -21,11 +21,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..cache.manager import KVCacheManager
-from ..cache.slots import SlotState
 from ..config import CudaGraphConfig
 from ..errors import ConfigError
-from ..ops import cublaslt
+from ..ops.layer import cublaslt
+from ..state.kv_cache import KVCacheManager
+from ..state.slots import SlotState
 from .context_inputs import ContextInputs
 from .forward_step import StepOutputs
 from .inputs import StepInputs

@@ -13,14 +13,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..cache.manager import KVCacheManager
-from ..cache.slots import SlotState
 from ..metadata.attention import AttentionMetadata, ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.drafting import StepRows, gather_step_inputs
+from ..ops.step.rows import StepRows, gather_step_inputs
+from ..state.kv_cache import KVCacheManager
+from ..state.slots import SlotState
 from .embeds import context_rope_positions, image_rows, reread_embeds, row_embeds
 from .request import ScheduledBatch
 

@@ -22,8 +22,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..cache.manager import KVCacheManager
-from ..cache.slots import SlotState
+from ..api.embeds_prompt import EmbedsPrompt
+from ..api.outputs import EngineStats, Logprob, acceptance_stats
+from ..api.sampling_params import SamplingParams
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import ConfigError, DrafterError, RequestError
 from ..metadata.logits import LogitsState
@@ -31,16 +32,15 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import NO_TOP_K, NO_TOP_P
 from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
-from ..multimodal import EmbedsPrompt
-from ..ops.logprobs import TokenLogprobs
-from ..outputs import EngineStats, Logprob, acceptance_stats
-from ..sampling.params import SamplingParams
+from ..ops.tokens.logprobs import TokenLogprobs
+from ..state.kv_cache import KVCacheManager
+from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
 from .admission import check_params, check_prompt, end_ids
 from .context_inputs import ContextInputs, most_worth_capturing
 from .dead_drafter import DeadDrafterWatch
-from .drafting import ask_drafter, draft_in_passes
+from .draft_passes import ask_drafter, draft_in_passes
 from .embeds import kept_embeds
 from .forward_step import StepOutputs, forward_step
 from .graphs import CudaGraphs

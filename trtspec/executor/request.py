@@ -9,10 +9,10 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from ..multimodal import EmbedsPrompt
-from ..outputs import Logprob
-from ..sampling.params import MAX_LOGPROBS, SamplingParams
-from ..text import TextStream
+from ..api.embeds_prompt import EmbedsPrompt
+from ..api.outputs import Logprob
+from ..api.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..api.text_stream import TextStream
 
 
 class RequestState(Enum):

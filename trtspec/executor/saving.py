@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..hidden_states import HiddenStatesWriter
+from ..data.hidden_states import HiddenStatesWriter
 from .request import Request
 
 NOT_WHOLE = ("cancelled", "error")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..cache.manager import KVCacheManager
 from ..config import ExecutorConfig
+from ..state.kv_cache import KVCacheManager
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
 
@@ -62,7 +62,7 @@ class Scheduler:
         return ScheduledBatch(contexts, generations), []
 
     def _release_behind_windows(self) -> None:
-        """Blocks that no row of a step launched from now on sees (cache/manager.py)."""
+        """Blocks that no row of a step launched from now on sees (state/kv_cache.py)."""
         for request in self.running:
             past = request.num_computed  # of a prompt, what is launched
             if request.is_generation:  # what was read, and its last token has no KV yet

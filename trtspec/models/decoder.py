@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..attention.images import attend
-from ..cache.manager import KVGroupSpec
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
-from ..metadata.embeds import RowEmbeds
-from ..ops.embedding import embed
-from ..ops.fused import (
+from ..layers.fused import (
     Inputs,
     Norms,
     clamped_swiglu,
@@ -30,9 +26,14 @@ from ..ops.fused import (
     qkv_rope_and_write,
     swiglu,
 )
-from ..ops.linear import Linear
-from ..ops.norm import RMSNorm, add_normed
-from ..ops.rope import Rope, apply_rope
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
+from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.embeds import RowEmbeds
+from ..ops.layer.embedding import embed
+from ..ops.layer.norm import add_normed
+from ..ops.layer.rope import Rope, apply_rope
+from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
 from .mla import MLAttention

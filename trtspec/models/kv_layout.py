@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.manager import KVGroupSpec
+from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..layers.fused import Inputs, Norms, linear
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
-from ..ops.fused import Inputs, Norms, linear
-from ..ops.latent import latent_key, multiply_heads, rope_and_write_latent
-from ..ops.linear import Linear
-from ..ops.norm import RMSNorm
-from ..ops.rope import Rope, apply_rope
+from ..ops.layer.latent import latent_key, multiply_heads, rope_and_write_latent
+from ..ops.layer.rope import Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_places
 from .placement import Placement

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.activation import gate_and_mul
-from ..ops.moe import Experts, route, router_logits
-from ..ops.norm import RMSNorm, add_normed
+from ..layers.experts import Experts, route, router_logits
+from ..layers.norm import RMSNorm
+from ..ops.layer.activation import gate_and_mul
+from ..ops.layer.norm import add_normed
 from .config import MoEConfig, MoENames
 from .placement import Placement
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.fused import linear
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
 from ..metadata.embeds import RowEmbeds
-from ..ops.embedding import embed
-from ..ops.fused import linear
-from ..ops.linear import Linear
-from ..ops.norm import RMSNorm, add_normed
+from ..ops.layer.embedding import embed
+from ..ops.layer.norm import add_normed
 from .config import DecoderConfig
 from .placement import Placement
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..attention.images import attend
+from ..layers.fused import Inputs, Norms, linear
+from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
 from ..metadata.attention import AttentionMetadata
-from ..ops.fused import Inputs, Norms, linear
-from ..ops.linear import Linear
-from ..ops.norm import RMSNorm
-from ..ops.rope import Rope, apply_rope, rope_queries
+from ..ops.layer.rope import Rope, apply_rope, rope_queries
 from .config import DecoderConfig
 from .kv_layout import kv_places
 

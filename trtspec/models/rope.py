@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops.rope import Rope
+from ..ops.layer.rope import Rope
 from .config import DecoderConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..acceptance_prompts import AcceptancePrompt
+from ..api.sampling_params import SamplingParams
+from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import ConfigError, RequestError
 from ..executor.request import Request, StepRecord
-from ..sampling.params import SamplingParams
 from .contexts import Encode, pad_prompt, padding_texts
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
-from ..acceptance_prompts import AcceptancePrompt
+from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import ConfigError
 
 Message = dict[str, str]

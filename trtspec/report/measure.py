@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..acceptance_prompts import AcceptancePrompt, load_prompts
+from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
 from ..errors import ConfigError
 from ..executor.dead_drafter import DOCTOR, has_network, is_dead
 from .advice import Advice

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
-from ..sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from ..executor.py_executor import PyExecutor

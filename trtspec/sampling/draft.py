@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..acceptance.rejection import scaled_logits
 from ..metadata.draft_memory import DraftMemory
-from ..ops.dispatch import sampling_kernels
-from ..ops.noise import NoiseStream, gumbel_noise, of_depth
+from ..ops.launch.dispatch import sampling_kernels
+from ..ops.tokens.noise import NoiseStream, gumbel_noise, of_depth
 
 
 @dataclass(frozen=True)

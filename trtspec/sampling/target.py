@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.sampling import SamplingMetadata
-from ..ops.sample import clean_logits, greedy_tokens, sample_tokens
+from ..ops.tokens.sample import clean_logits, greedy_tokens, sample_tokens
 
 
 def sample_target_tokens(

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
+from ..api.sampling_params import MAX_TEMPERATURE, SamplingParams
 from ..config import require_int
 from ..errors import ConfigError
 from ..llm import LLM
-from ..sampling.params import MAX_TEMPERATURE, SamplingParams
 from .data import FORMAT, is_measured, render_chat, special_token_ids, tokenizer_fingerprint
 from .seeds import PASSAGE, draw_follow_up, draw_seed
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..acceptance_prompts import prompt_fingerprints, text_fingerprints
+from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..errors import TrtspecError
 from .unroll import Texts
 

@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention.torch_sdpa import TorchAttention
+from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.weights import placements
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..models.draft_head import DraftHead, HeadConfig
-from ..models.eagle import Eagle3Head
-from ..models.head_config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..models.mtp import MTPHead, mtp_decoder_config
-from ..models.weights import placements
+from ..models.drafters.base import DraftHead, HeadConfig
+from ..models.drafters.eagle import Eagle3Head
+from ..models.drafters.mtp import MTPHead, mtp_decoder_config
 
 KINDS = ("eagle3", "mtp")
 FORMATS = ("raw", "speculators")

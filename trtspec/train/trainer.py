@@ -27,11 +27,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..api.sampling_params import MAX_SEED
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
-from ..models.draft_head import DraftHead
-from ..sampling.params import MAX_SEED
+from ..models.drafters.base import DraftHead
 from .new_head import save_head, trainable
 from .unroll import StepScore, Texts, conditional_acceptance, score, teach, unroll
 

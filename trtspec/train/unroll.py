@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ..attention.dense import DensePass
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
-from ..models.clustered_head import ClusteredHead
 from ..models.decoder import Decoder
-from ..models.draft_head import DraftHead
-from ..models.eagle import Eagle3Head
-from ..models.mtp import MTPHead
-from ..ops.soft_cross_entropy import ROWS, linear_soft_cross_entropy
+from ..models.drafters.base import DraftHead
+from ..models.drafters.clustered_head import ClusteredHead
+from ..models.drafters.eagle import Eagle3Head
+from ..models.drafters.mtp import MTPHead
+from ..ops.tokens.soft_cross_entropy import ROWS, linear_soft_cross_entropy
 
 CLUSTERED_ROWS = 64
 """Rows that are judged at once where each gathers an lm_head of its own, 2 MiB in bf16."""

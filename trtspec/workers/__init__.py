@@ -12,9 +12,9 @@ from ..metadata.mode import SpeculativeDecodingMode
 from .base import SpecWorkerBase
 from .draft_target import DraftTargetWorker
 from .eagle3 import Eagle3OneModelWorker
+from .masked import ParallelDraftTargetWorker, ParallelEagle3Worker, ParallelWorker
 from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
-from .parallel import ParallelDraftTargetWorker, ParallelEagle3Worker, ParallelWorker
 from .plain import PlainWorker
 from .protocols import (
     DraftInputs,

@@ -26,8 +26,8 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.choose import choose_drafts
-from ..ops.drafting import next_new_tokens
+from ..ops.step.rows import next_new_tokens
+from ..ops.tokens.greedy import choose_drafts
 from ..sampling.draft import DraftSampler
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames

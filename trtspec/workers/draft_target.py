@@ -15,7 +15,7 @@ from typing import cast
 
 from torch import Tensor
 
-from ..ops.drafting import draft_step, finish_drafts, last_two_tokens
+from ..ops.step.rows import draft_step, finish_drafts, last_two_tokens
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
 from .protocols import DraftInputs, LanguageModel
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
-from ..ops.drafting import draft_step, finish_drafts, gather_rows, shift_for_drafting
+from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from ..sampling.draft import DraftSampler
 from .base import SpecWorkerBase, certain_rows
 from .protocols import DraftInputs, DraftModel, both_outputs

@@ -33,9 +33,9 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.sampling import rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
-from ..ops.choose import RelaxedRule, update_window
-from ..ops.drafting import finish_drafts
-from ..ops.slots import slot_mapping
+from ..ops.step.rows import finish_drafts
+from ..ops.step.slots import slot_mapping
+from ..ops.tokens.greedy import RelaxedRule, update_window
 from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
 from .protocols import DraftInputs, both_outputs

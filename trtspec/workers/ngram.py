@@ -10,7 +10,7 @@ from torch import Tensor
 from ..config import NGramDecodingConfig
 from ..errors import ConfigError
 from ..metadata.sampling import rows_to_tensor
-from ..ops.ngram import propose_ngrams
+from ..ops.tokens.ngram import propose_ngrams
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
 

@@ -27,9 +27,9 @@ from ..errors import ConfigError
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.logits import LogitsState
 from ..metadata.spec import SpecMetadata
-from ..ops.choose import MAX_ROWS_PER_REQUEST, Accepted, RelaxedRule, accept_greedy
-from ..ops.dispatch import sampling_kernels
-from ..ops.sample import clean_logits, greedy_tokens
+from ..ops.launch.dispatch import sampling_kernels
+from ..ops.tokens.greedy import MAX_ROWS_PER_REQUEST, Accepted, RelaxedRule, accept_greedy
+from ..ops.tokens.sample import clean_logits, greedy_tokens
 from ..sampling.target import sample_target_tokens
 from .protocols import GuidedDecoder
 

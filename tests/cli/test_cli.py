@@ -1,0 +1,617 @@
+"""The command line against a fake engine: formatting, JSON schemas, errors, exit codes.
+
+The fake spells out numbers, two accepted draft tokens and a bonus token per step, and has the
+public face of `trtspec.LLM`. Tests of the commands on a real model are elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+import trtspec
+from trtspec import cli
+from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
+from trtspec.api.sampling_params import SamplingParams
+from trtspec.cli import render, status
+from trtspec.cli.engine import make_spec_config
+from trtspec.cli.options import EngineOptions
+from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
+from trtspec.errors import CheckpointError, RequestError
+from trtspec.metadata.mode import SpeculativeDecodingMode
+
+FORCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+OUTPUT_KEYS = [
+    "prompt",
+    "prompt_token_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "num_steps",
+    "acceptance_length",
+    "acceptance_per_position",
+]
+
+
+class FakeTokenizer:
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(f" {i}" for i in ids)
+
+
+class FakeLLM:
+    """Answers every prompt with 100, 101, 102, …"""
+
+    built: list[FakeLLM] = []  # noqa: RUF012
+    forced = None
+    bad_request = ""  # a prompt that holds this text ends with an error
+    diverges_at = None  # token from which speculation differs (a fault worth reporting)
+
+    def __init__(self, model, speculative_config=None, **options):
+        self.model_dir, self.options = model, options
+        config = speculative_config
+        self.mode = config.spec_dec_mode if config else SpeculativeDecodingMode.NONE
+        self.max_draft_len = config.max_draft_len if config else 0
+        self.acceptance = config.acceptance if config else None
+        self.device, self.dtype = "cpu", "torch.bfloat16"
+        self.tokenizer = FakeTokenizer()
+        self.texts: dict[int, str] = {}
+        self.num_tokens = 0
+        self.calls: list[list] = []
+        FakeLLM.built.append(self)
+
+    def apply_chat_template(self, messages):
+        ids = [1, len(messages), len(messages[-1]["content"])]
+        self.texts[id(ids)] = messages[-1]["content"]
+        return ids
+
+    def generate(self, prompts, params):
+        self.calls.append(prompts)
+        return [list(self.generate_stream(prompt, params))[-1] for prompt in prompts]
+
+    def generate_stream(self, prompt, params):
+        text = prompt if isinstance(prompt, str) else self.texts[id(prompt)]
+        if "too long" in text:
+            raise RequestError("The prompt has 9 tokens, at most 8 are allowed: shorten it.")
+        if "interrupt" in text:
+            raise KeyboardInterrupt
+        ids = [100 + i for i in range(params.max_tokens)]
+        if self.diverges_at is not None and not self.mode.is_none():
+            ids[self.diverges_at :] = [7] * len(ids[self.diverges_at :])
+        width = 1 if self.mode.is_none() else 3
+        is_bad = bool(self.bad_request) and self.bad_request in text
+        for start in range(0, len(ids), width):
+            self.num_tokens += len(ids[start : start + width])
+            is_last = start + width >= len(ids)
+            yield self._snapshot(prompt, ids[: start + width], start, is_bad, is_last)
+
+    def _snapshot(self, prompt, ids, start, is_bad, is_last):
+        decode = self.tokenizer.decode
+        completion = CompletionOutput(
+            token_ids=ids,
+            text=decode(ids),
+            finish_reason=("error" if is_bad else "length") if is_last else None,
+            token_ids_diff=ids[start:],
+            text_diff=decode(ids[start:]),
+        )
+        return RequestOutput(
+            request_id=0,
+            prompt=None,
+            prompt_token_ids=[1, 2] if isinstance(prompt, str) else prompt,
+            outputs=[completion],
+            spec_stats=self._spec_stats(len(ids)),
+            error="the logits are NaN" if is_bad else None,
+            finished=is_last,
+        )
+
+    def _spec_stats(self, num_tokens):
+        width = 1 if self.mode.is_none() else 3
+        return SpecStats(
+            acceptance_length=float(width),
+            acceptance_per_position=[1.0, 1.0, 0.25, 0.0][: self.max_draft_len],
+            num_steps=-(-num_tokens // width),
+        )
+
+    def stats(self):
+        speed = 20.0 if self.mode.is_none() else 50.0
+        spec = self._spec_stats(self.num_tokens)
+        known = {
+            "generated_tokens": self.num_tokens,
+            "decode_seconds": self.num_tokens / speed,
+            "tokens_per_second": speed,
+            "acceptance_length": spec.acceptance_length,
+            "acceptance_per_position": spec.acceptance_per_position,
+            "forced_acceptance": self.forced,
+        }
+        return EngineStats(**{field.name: 0 for field in fields(EngineStats)} | known)
+
+    def reset_stats(self):
+        self.num_tokens = 0
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch, tmp_path):
+    """The commands meet `FakeLLM`, and a directory `model` to load it from."""
+    monkeypatch.setitem(vars(trtspec), "LLM", FakeLLM)  # setattr would load the real one
+    monkeypatch.setattr(FakeLLM, "built", [])
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return FakeLLM
+
+
+@pytest.fixture
+def run(capsys):
+    """`run("generate", …)` -> exit code, stdout, stderr; the model is the fake's."""
+
+    def call(command, *arguments, model="model"):
+        code = cli.main([command, "--model", model, *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def error_line(err):
+    """The error on stderr, which must be one line and no traceback."""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+# -- generate ----------------------------------------------------------------------------------
+def test_one_prompt_streams_its_text_and_a_summary(run):
+    code, out, err = run(
+        "generate", "--speculative", "ngram", "--max-draft-len", "4",
+        "--prompt", "count", "--max-tokens", "7",
+    )  # fmt: skip
+    assert code == 0, err
+    text, summary = out.splitlines()
+    assert text == " 100 101 102 103 104 105 106"
+    assert summary == "7 tokens · 50.0 tok/s · acceptance length 3.00 · NGRAM, K = 4"
+    assert "loading model with NGRAM" in err
+
+
+def test_several_prompts_are_printed_with_headings(run):
+    code, out, _ = run("generate", "--prompt", "a", "--prompt", "b", "--max-tokens", "2")
+    assert code == 0
+    assert "[1/2] a" in out and "[2/2] b" in out
+    assert out.count(" 100 101") == 2
+    assert "4 tokens" in out and "NONE" in out
+
+
+def test_several_prompts_are_printed_as_they_finish(run, fake, monkeypatch):
+    lengths = {"slow": 9, "quick": 2, "queued": 1}
+    whole = fake.generate_stream
+
+    def stream(self, prompt, params):
+        return whole(self, prompt, SamplingParams(max_tokens=lengths[self.texts[id(prompt)]]))
+
+    monkeypatch.setattr(fake, "generate_stream", stream)
+    prompts = [part for text in lengths for part in ("--prompt", text)]
+    code, out, _ = run("generate", *prompts, "--max-batch-size", "2")
+    assert code == 0
+    headings = [line for line in out.splitlines() if line.startswith("[")]
+    assert headings == ["[2/3] quick", "[3/3] queued", "[1/3] slow"]
+
+
+def test_json_is_the_only_thing_on_stdout(run):
+    code, out, _ = run(
+        "generate", "--speculative", "ngram", "--max-draft-len", "2", "--prompt", "count",
+        "--max-tokens", "4", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert list(report) == [
+        "model", "mode", "max_draft_len", "acceptance", "device", "dtype", "outputs", "stats"
+    ]  # fmt: skip
+    assert report["mode"] == "ngram" and report["max_draft_len"] == 2
+    assert report["device"] == "cpu" and report["dtype"] == "bfloat16"
+    (output,) = report["outputs"]
+    assert list(output) == OUTPUT_KEYS
+    assert output["prompt"] == "count" and output["prompt_token_ids"] == [1, 1, 5]
+    assert output["token_ids"] == [100, 101, 102, 103]
+    assert output["acceptance_per_position"] == [1.0, 1.0] and output["num_steps"] == 2
+    assert report["stats"] == {
+        "generated_tokens": 4,
+        "decode_seconds": 0.08,
+        "tokens_per_second": 50.0,
+        "acceptance_length": 3.0,
+        "forced_acceptance": None,
+    }
+
+
+def test_numbers_json_has_no_word_for_become_null(run, fake, monkeypatch):
+    nothing = SpecStats(float("nan"), [float("nan")], 0)
+    monkeypatch.setattr(fake, "_spec_stats", lambda self, n: nothing)
+    code, out, _ = run("generate", "--prompt", "a", "--json")
+    assert code == 0
+    assert json.loads(out)["outputs"][0]["acceptance_length"] is None
+    assert json.loads(out)["outputs"][0]["acceptance_per_position"] == [None]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_failed_request_is_reported_and_exits_1(run, fake, monkeypatch, as_json):
+    monkeypatch.setattr(fake, "bad_request", "bad")
+    flags = ["--json"] if as_json else []
+    code, out, err = run("generate", "--prompt", "good", "--prompt", "bad", *flags)
+    assert code == 1
+    assert "the logits are NaN" in error_line(err)
+    if as_json:
+        good, bad = json.loads(out)["outputs"]
+        assert list(good) == OUTPUT_KEYS
+        assert list(bad) == [*OUTPUT_KEYS, "error"] and bad["error"] == "the logits are NaN"
+
+
+def test_a_refused_request_exits_1(run):
+    code, _, err = run("generate", "--prompt", "much too long")
+    assert code == 1
+    assert "at most 8 are allowed" in error_line(err)
+
+
+def test_forced_acceptance_is_loud(run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "forced", 1.5)
+    _, out, _ = run("generate", "--prompt", "a", "--speculative", "ngram")
+    assert "FORCED ACCEPTANCE IS ON: 1.5 draft tokens per step (bonus token not counted)" in out
+    assert FORCE in out and "acceptance length 3.00 (FORCED 1.5)" in out
+    _, out, _ = run("generate", "--prompt", "a", "--speculative", "ngram", "--json")
+    assert json.loads(out)["stats"]["forced_acceptance"] == 1.5
+
+
+def test_raw_gives_the_text_itself(run, fake):
+    code, out, _ = run("generate", "--prompt", "a", "--raw", "--json")
+    assert code == 0
+    assert fake.built[0].calls == [["a"]]
+    assert json.loads(out)["outputs"][0]["prompt_token_ids"] == [1, 2]
+
+
+def test_options_reach_the_engine(run, fake):
+    run("generate", "--prompt", "a", "--dtype", "float32", "--device", "cpu",
+        "--max-batch-size", "3")  # fmt: skip
+    assert fake.built[0].options == {"device": "cpu", "dtype": "float32", "max_batch_size": 3}
+
+
+def test_acceptance_rules_by_name(run):
+    drafting = ["--speculative", "ngram", "--acceptance", "block"]
+    code, out, _ = run("generate", "--prompt", "a", "--json", *drafting)
+    assert code == 0 and json.loads(out)["acceptance"] == "block"
+    sampled = ["bench", "--prompt", "a", "--temperature", "1", "--repeat", "1"]
+    code, out, _ = run(*sampled, *drafting)  # for NGRAM all rules are one
+    assert code == 0 and "identical" in out
+    network = ["--speculative", "mtp_eagle", "--acceptance", "block"]
+    code, out, _ = run(*sampled, *network)
+    assert code == 0 and "other draws" in out
+    code, out, _ = run(*sampled, *network, "--json")
+    assert json.loads(out)["draws_anew"] is True
+    code, _, err = run(
+        "generate", "--prompt", "a", "--speculative", "none", "--acceptance", "block"
+    )
+    assert code == 2 and "nothing drafts" in err
+    code, _, err = run("generate", "--prompt", "a", *drafting[:-1], "lenient")
+    assert code == 2 and "strict, exact_match, rejection, block" in " ".join(err.split())
+
+
+def test_ctrl_c_exits_130_without_a_traceback(run):
+    code, _, err = run("generate", "--prompt", "interrupt")
+    assert code == 130
+    assert "interrupted" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "k"),
+    [
+        (["eagle3", "--head", "h"], "eagle3_one_model", 0),
+        (["EAGLE3_ONE_MODEL", "--head", "h", "--max-draft-len", "3"], "eagle3_one_model", 3),
+        (["eagle3", "--head", "h", "--two-engine", "--max-draft-len", "3"], "eagle3", 3),
+        (["mtp"], "mtp", 1),
+        (["mtp", "--head", "h", "--max-draft-len", "3"], "mtp", 3),
+        (["mtp_eagle", "--max-draft-len", "2"], "mtp_eagle_one_model", 2),
+        (["mtp_eagle", "--head", "h", "--two-engine"], "mtp_eagle", 1),
+    ],
+)
+def test_heads_by_name(run, fake, arguments, mode, k):
+    code, out, _ = run("generate", "--prompt", "a", "--json", "--speculative", *arguments)
+    assert code == 0
+    report = json.loads(out)
+    assert report["mode"] == mode and report["max_draft_len"] == k
+
+
+def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
+    def broken(self, prompt, params):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(fake, "generate_stream", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        run("generate", "--prompt", "a")
+
+
+# -- bad usage ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "give --prompt TEXT"),
+        (["--prompt", " "], "--prompt is empty"),
+        (["--prompt", "a", "--prompt-file", "f"], "use one of them"),
+        (["--prompt", "a", "--speculative", "warp"], "'warp'. Allowed: MTP,"),
+        (["--prompt", "a", "--speculative", "eagle3"], "EAGLE3 needs a draft head: give --head"),
+        (["--prompt", "a", "--speculative", "ngram", "--head", "h"], "ngram drafts without a head"),
+        (
+            ["--prompt", "a", "--speculative", "mtp", "--draft-model", "d"],
+            "MTP drafts without a model. Give its directory with --head",
+        ),
+        (["--prompt", "a", "--speculative", "mtp", "--two-engine"], "MTP has no two-engine form"),
+        (["--prompt", "a", "--speculative", "ngram", "--two-engine"], "no two-engine form"),
+        (["--prompt", "a", "--speculative", "save_hidden_states"], "needs an output_directory"),
+        (["--prompt", "a", "--speculative", "user_provided"], "use the Python API"),
+        (["--prompt", "a", "--speculative", "draft_target"], "give --draft-model DIR"),
+        (["--prompt", "a", "--draft-model", "model"], "NONE drafts without a model"),
+        (["--prompt", "a", "--max-draft-len", "4"], "nothing drafts: name a --speculative mode"),
+        (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "-1"], "max_draft_len=-1"),
+        (["--prompt", "a", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
+        (["--prompt", "a", "--top-p", "2"], "SamplingParams.top_p=2.0"),
+        (["--prompt", "a", "--max-tokens", "many"], "--max-tokens"),
+        (["--prompt", "a", "--surplus"], "--surplus"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exits_2(run, arguments, expected):
+    code, out, err = run("generate", *arguments)
+    assert code == 2
+    assert expected in error_line(err)
+    assert out == ""
+
+
+def test_a_broken_checkpoint_exits_2(run, fake, monkeypatch):
+    def broken(self, *_, **__):
+        raise CheckpointError("model/config.json is missing:\n give a HF directory.")
+
+    monkeypatch.setattr(fake, "__init__", broken)
+    code, _, err = run("generate", "--prompt", "a")
+    assert code == 2
+    assert "config.json is missing: give" in error_line(err)  # on one line
+
+
+def test_unknown_command_and_no_command(capsys):
+    assert cli.main(["decode"]) == 2
+    assert "decode" in error_line(capsys.readouterr().err)
+    assert cli.main([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+# -- prompt files ------------------------------------------------------------------------------
+def test_prompt_file_takes_all_three_forms(run, tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c"}]
+    lines = ["a", {"prompt": "b\u2028b"}, {"messages": messages}]
+    content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n"
+    (tmp_path / "f.jsonl").write_text(content, encoding="utf-8")
+    code, out, err = run("generate", "--prompt-file", "f.jsonl", "--json")
+    assert code == 0, err
+    outputs = json.loads(out)["outputs"]
+    assert [output["prompt"] for output in outputs] == ["a", "b\u2028b", messages]
+    assert outputs[2]["prompt_token_ids"] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{", "not JSON"),
+        ("3", "got int"),
+        ("null", "got NoneType"),
+        ('""', "the prompt is empty"),
+        ('{"prompt": 3}', "got int"),
+        ('{"text": "a"}', "keys 'text'"),
+        ("{}", "keys none"),
+        ('{"prompt": "a", "messages": []}', "keys 'prompt', 'messages'"),
+        ('{"messages": []}', "at least one message"),
+        ('{"messages": "a"}', "must be a list"),
+        ('{"messages": [{"role": "user"}]}', "message 0"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "message 0"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_prompt_file_errors_name_the_line(run, tmp_path, line, expected):
+    (tmp_path / "f.jsonl").write_text(f'"fine"\n\n{line}\n')
+    code, out, err = run("generate", "--prompt-file", "f.jsonl", "--json")
+    assert code == 2 and out == ""
+    assert "f.jsonl, line 3: " in error_line(err)
+    assert expected in error_line(err)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"\n \n", "has no prompts"), (b'"\xff"', "not UTF-8")]
+)
+def test_prompt_file_without_prompts(run, tmp_path, content, expected):
+    (tmp_path / "f.jsonl").write_bytes(content)
+    code, _, err = run("generate", "--prompt-file", "f.jsonl")
+    assert code == 2 and expected in error_line(err)
+
+
+def test_prompt_file_missing_or_a_directory(run):
+    assert "cannot be read" in error_line(run("generate", "--prompt-file", "nowhere")[2])
+    assert "cannot be read" in error_line(run("generate", "--prompt-file", "model")[2])
+
+
+def test_raw_refuses_messages(run, tmp_path):
+    line = {"messages": [{"role": "user", "content": "a"}]}
+    (tmp_path / "f.jsonl").write_text(json.dumps(line))
+    code, _, err = run("generate", "--prompt-file", "f.jsonl", "--raw")
+    assert code == 2 and "prompt 1 is a list of messages" in error_line(err)
+
+
+# -- bench -------------------------------------------------------------------------------------
+def test_bench_compares_both_built_in_sets(run, fake):
+    code, out, err = run("bench", "--repeat", "2", "--max-tokens", "3", "--max-draft-len", "3")
+    assert code == 0, err
+    assert "repeats (4)" in out and "open (4)" in out
+    assert "2.50x" in out and "identical" in out and "median of 2 run(s)" in out
+    assert "draft  3" in out and "25.0 %" in out
+    speculative, plain = fake.built
+    assert (plain.mode.name, speculative.mode.name) == ("NONE", "NGRAM")
+    assert [len(call) for call in plain.calls] == [1, 4, 4] * 2  # warm-up, then the two runs
+    assert [len(call) for call in speculative.calls] == [1, 4, 4] * 2
+
+
+def test_bench_json(run):
+    code, out, _ = run("bench", "--prompt", "a", "--repeat", "3", "--max-tokens", "4", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["mode"] == "ngram" and report["repeat"] == 3
+    (result,) = report["sets"]
+    assert result["name"] == "given" and result["speedup"] == 2.5
+    assert result["identical"] is True and result["first_differences"] == [None]
+    assert result["plain"]["tokens_per_second_runs"] == [20.0] * 3
+    assert result["speculative"]["acceptance_length"] == 3.0
+
+
+def test_bench_tells_when_tokens_differ(run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "diverges_at", 2)
+    code, out, _ = run("bench", "--prompt", "a", "--repeat", "1", "--max-tokens", "4")
+    assert code == 0 and "1 of 1 differ, first at token 2" in out
+    _, out, _ = run("bench", "--prompt", "a", "--repeat", "1", "--max-tokens", "4", "--json")
+    assert json.loads(out)["sets"][0]["first_differences"] == [2]
+
+
+def test_bench_errors(run, fake, monkeypatch):
+    code, _, err = run("bench", "--speculative", "none")
+    assert code == 2 and "nothing to compare" in error_line(err)
+    code, _, err = run("bench", "--repeat", "0")
+    assert code == 2 and "--repeat" in error_line(err)
+    monkeypatch.setattr(fake, "bad_request", "a")
+    code, _, err = run("bench", "--prompt", "a")
+    assert code == 1 and "the logits are NaN" in error_line(err)
+
+
+# -- demo --------------------------------------------------------------------------------------
+def test_demo_in_plain_text(run):
+    code, out, err = run("demo", "--max-tokens", "6", "--max-draft-len", "4")
+    assert code == 0, err
+    assert out.count(" 100 101 102 103 104 105") == 2 * len(DEMO_PROMPTS)
+    assert out.count("[tokens: identical]") == len(DEMO_PROMPTS)
+    assert "20.0 tok/s" in out and "50.0 tok/s" in out and "2.50x" in out
+    assert "draft  4" in out and "\x1b" not in out and "╭" not in out
+
+
+def test_demo_is_honest_about_differences(run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "diverges_at", 5)
+    code, out, _ = run("demo", "--max-tokens", "6")
+    assert code == 0
+    assert "[tokens: 1 of 1 differ, first at token 5]" in out
+    assert "--dtype float32" in out
+
+
+def test_demo_on_a_terminal(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, _ = run("demo", "--max-tokens", "6")
+    assert code == 0
+    assert "\x1b[1;32m 100 101" in out  # accepted draft tokens in green
+    assert "without speculation" in out and "summary" in out
+
+
+def test_demo_reports_a_failed_request(run, fake, monkeypatch):
+    monkeypatch.setattr(fake, "bad_request", "lighthouse")
+    code, _, err = run("demo", "--max-tokens", "6")
+    assert code == 1 and "the logits are NaN" in error_line(err)
+
+
+# -- parts -------------------------------------------------------------------------------------
+def test_split_step_marks_accepted_drafts():
+    step = SimpleNamespace(token_ids_diff=[1, 2, 3], text_diff=" 1 2 3")
+    assert render.split_step(FakeTokenizer(), step) == [(" 1 2", True), (" 3", False)]
+    alone = SimpleNamespace(token_ids_diff=[3], text_diff=" 3")
+    assert render.split_step(FakeTokenizer(), alone) == [(" 3", False)]
+    other = SimpleNamespace(token_ids_diff=[1, 2], text_diff="1 2")  # decodes differently alone
+    assert render.split_step(FakeTokenizer(), other) == [("1 2", False)]
+    held_back = SimpleNamespace(token_ids_diff=[1, 2], text_diff="")
+    assert render.split_step(FakeTokenizer(), held_back) == []
+
+
+def test_first_difference():
+    assert render.first_difference([1, 2], [1, 2]) is None
+    assert render.first_difference([1, 2], [1, 3]) == 1
+    assert render.first_difference([1, 2], [1]) == 1
+
+
+def test_progress_prints_a_message_once(capsys):
+    with status.Progress() as progress:
+        for percent in range(5):
+            progress("fetching", percent, 4)
+        progress("converting")
+    assert capsys.readouterr().err == "fetching\nconverting\n"
+
+
+def test_prompt_sets_are_distinct():
+    texts = [text for texts in PROMPT_SETS.values() for text in texts]
+    assert len(set(texts)) == len(texts) == 8
+
+
+def start(*arguments, path=(), **options):
+    """Python in a process of its own; `path` comes before the packages."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(trtspec.__file__)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, root)))}
+    given = {"env": environment, "timeout": 60, "text": True, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, *arguments], **given)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"), [("cli.app", ("torch", "numpy")), ("cli", ("typer", "rich"))]
+)
+def test_importing_the_cli_does_not_import_what_takes_long(module, heavy):
+    code = f"import sys, trtspec.{module}; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert start("-c", code).returncode == 0
+
+
+def test_ctrl_c_while_importing_exits_130_quietly(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = start("-m", "trtspec.cli", "--version", path=[tmp_path])
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+# -- where output goes -------------------------------------------------------------------------
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_a_full_output_exits_1_with_a_sentence(argument):
+    with open("/dev/full", "w") as full:
+        done = start("-m", "trtspec.cli", argument, stdout=full)
+    assert done.returncode == 1
+    assert error_line(done.stderr) == (
+        "error: the output cannot be written: No space left on device. Make room, or write "
+        "elsewhere."
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_without_room_is_no_bad_usage(run, fake, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a-file")
+
+    monkeypatch.setattr(fake, "generate_stream", fail)
+    code, _, err = run("generate", "--prompt", "a")
+    assert code == 1 and "a-file cannot be written: No space left" in error_line(err)
+
+
+def test_a_full_stderr_keeps_the_exit_code():
+    with open("/dev/full", "w") as full:
+        assert start("-m", "trtspec.cli", "decode", stderr=full).returncode == 2
+
+
+def test_a_closed_output_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["generate", "--model", "model", "--prompt", "a", "--json"]) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"trtspec {trtspec.__version__}"
+
+
+@pytest.mark.parametrize(("asked", "k"), [(None, 3), (2, 2)])
+def test_the_package_s_mtp_head_has_its_own_k(asked: int | None, k: int) -> None:
+    options = EngineOptions("smollm2-135m", "mtp_eagle", asked, None, None, False, "auto", "cpu", 1)
+    config = make_spec_config(options, lambda text: None)
+    assert config is not None and config.max_draft_len == k

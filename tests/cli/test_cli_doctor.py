@@ -1,0 +1,88 @@
+"""`trtspec doctor` as a command: what it is given, when it says what is wrong, what it leaves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+
+from trtspec import cli
+from trtspec.checkpoints import weights, zoo
+
+Captured = pytest.CaptureFixture[str]
+
+
+class _Engine:
+    """Refers to itself, as the engine does."""
+
+    alive: ClassVar[list[weakref.ref[Any]]] = []
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self.itself = self
+        _Engine.alive.append(weakref.ref(self))
+
+    def chat(self, prompts: list[Any], params: Any) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 97, (len(prompts), 30), generator=generator).tolist()
+        return [
+            SimpleNamespace(prompt_token_ids=row[:4], outputs=[SimpleNamespace(token_ids=row[4:])])
+            for row in ids
+        ]
+
+
+def _doctor(*arguments: object) -> int:
+    return cli.main(["doctor", *map(str, arguments), "--device", "cpu", "--dtype", "float32"])
+
+
+def test_a_draft_model_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    target, load = tiny_model_dir(tmp_path), weights.load_decoder
+    gone: list[bool] = []
+
+    def load_decoder(*arguments: Any, **options: Any) -> Any:
+        gone.append(all(engine() is None for engine in _Engine.alive))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr("trtspec.llm.LLM", _Engine)
+    monkeypatch.setattr(weights, "load_decoder", load_decoder)
+    monkeypatch.setitem(zoo.MODELS, "known", SimpleNamespace())
+    monkeypatch.setattr(zoo, "_from_wheel", lambda entry, tell: target)
+    gc.disable()
+    try:
+        code = _doctor("--target", target, "--head", "known", "--prompts", 12, "--json")
+    finally:
+        gc.enable()
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0 and found["is_well"] and found["suspicion"] is None, found
+    assert found["conditional_acceptance"] == [1.0, 1.0, 1.0]
+    assert _Engine.alive and gone[0], "the engine that wrote the texts is freed before"
+
+
+def test_a_wrong_directory_is_told_before_the_target_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr("trtspec.llm.LLM", refuse)
+    target, other = tiny_model_dir(tmp_path), tiny_model_dir(tmp_path, vocab_size=101)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for head, word in ((empty, "empty"), (other, "vocabulary has 101 entries")):
+        assert _doctor("--target", target, "--head", head) == 1
+        assert word in " ".join(capsys.readouterr().out.split())
+    assert _doctor("--target", target, "--head", "nowhere") == 2
+    assert "smollm2-135m" in capsys.readouterr().err
+
+
+def test_no_tokens_are_too_few(tmp_path: Path, capsys: Captured) -> None:
+    assert _doctor("--target", tmp_path, "--head", tmp_path, "--max-tokens", 0) == 2
+    assert "--max-tokens" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The doctor's reasoning without a drafter: verdicts on made-up acceptance, and the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model_dir
+from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir
+from tiny_trained import load_target
+from torch import nn
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.doctor.diagnosis import Diagnosis
+from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
+from trtspec.doctor.heads import Patient, notes_on
+from trtspec.doctor.masks import special_tokens
+from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
+from trtspec.train.trainer import Evaluation
+from trtspec.train.unroll import StepScore
+
+
+def _diagnosis(*right: int, judged: int = 1000, **fields: Any) -> Diagnosis:
+    """Of drafts judged where those before were right."""
+    places = [judged, *right[:-1]]
+    return Diagnosis(as_loaded=Evaluation(list(right), places), **fields)
+
+
+# -- verdicts ----------------------------------------------------------------------------------
+def test_a_dead_drafter_is_not_well() -> None:
+    for kind in ("head", "draft model"):
+        dead = _diagnosis(3, 0, 0, drafter=kind)
+        assert not dead.is_well, dead.verdict
+        assert dead.verdict.startswith("No known mistake explains it: the first draft is accepted")
+        assert (
+            "hardly ever" in dead.verdict and f"the target that the {kind} is for" in dead.verdict
+        )
+    assert _diagnosis(21, 0, 0).is_well, "above the engine's own floor"
+
+
+def test_later_drafts_are_compared_with_training_too() -> None:
+    short = _diagnosis(800, 240, 200, trained=[0.8, 0.7, 0.6])
+    assert not short.is_well
+    assert "the second draft is accepted 0.30 of the time, after right ones, when it was trained " \
+        "it was 0.70" in short.verdict  # fmt: skip
+    assert _diagnosis(800, 560, 390, trained=[0.8, 0.7, 0.6]).is_well
+    few = _diagnosis(400, 190, 0, judged=500, trained=[0.8, 0.5, 0.6])
+    assert few.is_well, "the third draft was judged 190 times"
+
+
+@pytest.mark.parametrize(
+    ("right", "judged", "is_blamed"),
+    [
+        ((800, 40, 20), 1000, True),
+        ((800, 312, 250), 1000, False),  # 0.39, by chance below half of 0.8
+        ((80, 0, 0), 1000, False),  # too little accepted before any mask
+    ],
+)
+def test_masks_are_blamed_with_certainty(
+    right: tuple[int, ...], judged: int, is_blamed: bool
+) -> None:
+    found = _diagnosis(*right, judged=judged, reads_masks=True)
+    assert found.verdict.startswith("Something is wrong at the masks") is is_blamed, found.verdict
+    assert found.is_well is not is_blamed
+    if is_blamed:
+        assert "trained too little with masks" in found.verdict
+
+
+def test_a_suspicion_speaks_only_where_masks_fail() -> None:
+    zeros = "mask_hidden is zero everywhere."
+    lost = _diagnosis(800, 40, 20, reads_masks=True, suspicion=zeros)
+    assert zeros in lost.verdict and not lost.is_well and lost.remarks == []
+    good = _diagnosis(800, 640, 500, reads_masks=True, suspicion=zeros)
+    assert good.is_well and zeros not in good.verdict and good.remarks == [zeros]
+
+
+def test_what_a_draft_model_is_told() -> None:
+    found = _diagnosis(300, 100, 20, drafter="draft model")
+    assert found.is_well and "train" not in found.verdict, found.verdict
+
+
+# -- special tokens ----------------------------------------------------------------------------
+def test_no_special_token_is_lost_to_its_name() -> None:
+    raw = {
+        "eos_token_id": [1, 2, MASK_TOKEN], "text_config": {"eos_token_id": 50},
+        "num_experts_per_token": 8,
+    }  # fmt: skip
+    target: Any = SimpleNamespace(raw={})
+    found, _ = special_tokens(raw, 97, target)
+    assert {1, 2, MASK_TOKEN, 50} <= set(found) and 8 not in found
+
+
+# -- the search --------------------------------------------------------------------------------
+PLACES = 1000
+
+
+def _outcome(share: float, seed: int = 0) -> Outcome:
+    """Drafts accepted at a share of the places, the same ones for the same seed."""
+    order = torch.randperm(PLACES, generator=torch.Generator().manual_seed(seed))
+    accepted = (order < share * PLACES).double()
+    return Outcome(Evaluation([int(accepted.sum())], [PLACES]), accepted, torch.arange(PLACES))
+
+
+class _Exam(Exam):
+    """Acceptance by the names of the changes made."""
+
+    def __init__(self, shares: dict[tuple[str, ...], float], names: str, d2t: Any = None):
+        super().__init__(nn.Module())
+        self.shares, self.names, self.made, self.d2t = shares, names, list[str](), d2t
+
+    def trials(self) -> list[Trial]:
+        return [Trial(name, f"change {name}") for name in self.names]  # closures made anew
+
+    def scores(self, setting: Setting) -> list[StepScore]:
+        raise AssertionError
+
+    def evaluate(self, trial: Trial | None) -> Outcome:
+        names = [*self.made, *([] if trial is None else [trial.name])]
+        return _outcome(self.shares.get(tuple(names), 0.2))
+
+    def keep(self, trial: Trial) -> None:
+        self.made.append(trial.name)
+
+
+def test_a_weaker_trial_does_not_hide_a_mistake() -> None:
+    old, noise = _outcome(0.20), _outcome(0.32, seed=1)
+    spread = 4 * torch.randn(PLACES, generator=torch.Generator().manual_seed(0))
+    noise = replace(noise, accepted=noise.accepted + spread)  # by chance as good
+    weak, right = Trial("weak", ""), Trial("right", "")
+    best = _outcome(0.33)
+    assert best.gain_over(noise)[0] <= 2 * best.gain_over(noise)[1]
+    assert best_explanation([(weak, noise), (right, best)], old) == (right, best)
+    assert best_explanation([(weak, noise)], old) is None
+
+
+def test_an_unusual_setting_does_not_hide_a_usual_one() -> None:
+    old, unusual, usual = _outcome(0.50), _outcome(0.555), _outcome(0.555)
+    trials = Trial("unusual", ""), Trial("usual", "", is_usual=True)
+    found = best_explanation(list(zip(trials, (unusual, usual), strict=True)), old)
+    assert found is not None and found[0].name == "usual"
+
+
+def test_a_few_texts_are_no_proof() -> None:
+    """A gain at all places of two texts of ten."""
+    texts = torch.arange(PLACES) % 10
+    old, new = (replace(_outcome(0.0), texts=texts) for _ in range(2))
+    new = replace(new, accepted=(texts < 2).double())
+    gain, error = new.gain_over(old)
+    assert gain == pytest.approx(0.2) and error == pytest.approx(0.4 / 3)
+    assert best_explanation([(Trial("by chance", ""), new)], old) is None
+
+
+def test_too_little_text() -> None:
+    assert "too short to judge by: 190 places" in _diagnosis(100, 50, 30, judged=190).verdict
+    one = _diagnosis(800, 600, 500, num_texts=1)
+    assert "1000 places of 1, 200 of 2 are the least" in one.verdict and not one.is_well
+
+
+def test_two_mistakes_one_behind_the_other() -> None:
+    exam, diagnosis = _Exam({("a",): 0.5, ("a", "b"): 0.8}, "abc"), Diagnosis()
+    examine(exam, diagnosis, lambda text: None)
+    assert [change.name for change in diagnosis.changes] == ["a", "b"]
+    names = [finding.name for finding in diagnosis.tried]
+    assert names == ["a", "b", "c", "with a: b", "with a: c"], "a is not tried again"
+
+
+def test_pairs_are_told_and_are_the_last_change() -> None:
+    d2t, mapped = torch.zeros(9, dtype=torch.int64), vocabulary_trials(torch.zeros(9))[0].name
+    pair = f"{mapped} and a"
+    exam, diagnosis = _Exam({(pair,): 0.6, (pair, "b"): 0.9}, "ab", d2t), Diagnosis()
+    examine(exam, diagnosis, lambda text: None)
+    assert [change.name for change in diagnosis.changes] == [pair]
+    names = [finding.name for finding in diagnosis.tried]
+    assert pair in names and not any(name.startswith("with") for name in names)
+
+
+# -- notes -------------------------------------------------------------------------------------
+def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]}}
+    notes = []
+    for directory in (eagle1_dir(tmp_path), eagle3_dir(tmp_path, captured=4, config=layers)):
+        head = load_head(directory, target, torch.float32, torch.device("cpu"), TorchAttention(),
+                         kv_group=1, kind="eagle", pack=False)  # fmt: skip
+        notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))
+    assert "Of an EAGLE-1 head only RoPE" in notes[0] and "fc_norm" not in notes[0]
+    assert "norm_before_fc and fc_norm are not tried" in notes[1]
+    assert "orders of its 4 captured layers only the reverse" in notes[1]
+    assert _Exam({}, "a").notes() == ["Drafts after number 3 were not examined."]

@@ -1,0 +1,282 @@
+"""A pass over prompts in a fixed shape, as a captured graph runs it, here run eagerly on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_executor import VOCAB, Oracle, _config, _prompts
+from tiny import tiny_model_dir
+from tiny_heads import mtp_model_dir
+
+from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.hf_config import parse_config
+from trtspec.config import DecodingBaseConfig
+from trtspec.errors import ConfigError
+from trtspec.executor import build
+from trtspec.executor.context_inputs import ContextInputs, most_worth_capturing
+from trtspec.executor.forward_step import StepOutputs
+from trtspec.executor.graphs import first_rows
+from trtspec.executor.inputs import assemble, build_inputs
+from trtspec.executor.py_executor import PyExecutor
+from trtspec.executor.request import ContextChunk, ScheduledBatch
+from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
+from trtspec.metadata.mode import SpeculativeDecodingMode
+from trtspec.models.decoder import Decoder
+
+triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+triton_parts = pytest.importorskip("trtspec.attention.split_kv", reason="needs triton")
+MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
+"""Each with its prompts whole or in chunks."""
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=1)
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+class Uncaptured:
+    """Stands for `CudaGraphs`: the same inputs, the step run as it is."""
+
+    def __init__(self, executor: PyExecutor, tokens: Sequence[int]):
+        self.executor, self.passes = executor, 0
+        config = executor.config
+        self.shapes = [
+            ContextInputs(
+                n, config.max_batch_size, config.max_seq_len, executor.kv_cache, executor.device
+            )
+            for n in tokens
+        ]
+
+    def bucket(self, batch_size: int) -> int:
+        return batch_size
+
+    def run(self, *_: object) -> None:
+        return None  # generations by themselves, eagerly
+
+    def send_again(self) -> None:
+        """Everything is sent every time."""
+
+    def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
+        return next((shape for shape in self.shapes if shape.holds(chunks)), None)
+
+    def run_contexts(
+        self, shape: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int,
+        draft_len: int, num_logprobs: int | None,
+    ) -> StepOutputs:  # fmt: skip
+        shape.fill(chunks)
+        params = [chunk.request.sampling_params for chunk in chunks]
+        inputs = shape.step_inputs(
+            num_drafts, all(p.is_greedy for p in params), any(p.has_filters for p in params)
+        )
+        self.passes += 1
+        inputs = replace(inputs, num_logprobs=num_logprobs)
+        return first_rows(self.executor._step(inputs, draft_len), len(chunks), 1)
+
+
+def _llm(
+    target_dir: Path, config: DecodingBaseConfig | None, monkeypatch: pytest.MonkeyPatch,
+    **arguments: Any,
+) -> LLM:  # fmt: skip
+    """With Triton's attention, in its interpreter."""
+    backend = triton_paged.TritonAttention()
+    monkeypatch.setattr(build, "_attention_backend", lambda name, device: backend)
+    return LLM(
+        target_dir, config, device="cpu", dtype="float32",
+        max_batch_size=3, max_seq_len=96,
+        kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8), **arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "chunked"), MODES.items())
+def test_padding_changes_no_token(
+    target_dir: Path, draft_dir: Path, mode: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of a pass and less, alone and several, beside generations; some fit no shape."""
+    arguments = {"enable_chunked_prefill": True, "max_num_tokens": 40} if chunked else {}
+    llm = _llm(target_dir, _config(mode, 2, draft_dir, None), monkeypatch, **arguments)
+    graphs = Uncaptured(llm.executor, (24, 40) if chunked else (24, 96))
+    llm.executor.graphs = graphs  # type: ignore[assignment]
+    prompts = [*_prompts(4), [1] * 70]
+    params = [SamplingParams(max_tokens=4, ignore_eos=True) for _ in prompts]
+    outputs = llm.generate(prompts, params)
+    oracle = Oracle(target_dir)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 4)
+    assert graphs.passes >= 2
+    cache = llm.executor.kv_cache
+    assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
+
+
+@pytest.mark.parametrize("spans", [[(0, 9)], [(0, 20), (8, 11)], [(16, 17), (0, 14)]])
+def test_a_pass_is_what_the_host_would_send(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, spans: list[tuple[int, int]]
+) -> None:
+    """Everything a step reads of the real rows; padding writes nowhere and ends at a row of its
+    own, lest what is written for it lands in a prompt's row."""
+    executor = _llm(target_dir, None, monkeypatch).executor
+    chunks = []
+    for i, (start, end) in enumerate(spans):
+        request = executor.enqueue(
+            [(5 * i + j) % VOCAB for j in range(33 + 3 * i)], SamplingParams(3)
+        )
+        request.slot = i
+        assert executor.kv_cache.reserve(request.request_id, end)
+        chunks.append(ContextChunk(request, request.token_ids[start:end], start, end))
+    rows = sum(end - start for start, end in spans)
+    batch = ScheduledBatch(chunks, [])
+    shape = Uncaptured(executor, (32,)).shapes[0]
+    assert shape.holds(chunks)
+    shape.fill(chunks)
+    cache, device = executor.kv_cache, executor.device
+    ours, fixed = build_inputs(batch, cache, 2, device), shape.step_inputs(2, True, False)
+    step, padded = (
+        assemble(inputs, executor.state, cache, executor._shape) for inputs in (ours, fixed)
+    )
+    count = len(chunks)
+    meta, other = step.attn_metadata, padded.attn_metadata
+    assert torch.equal(padded.input_ids[:rows], step.input_ids)
+    assert torch.equal(other.position_ids[:rows], meta.position_ids)
+    assert torch.equal(other.slot_mappings[0][:rows], meta.slot_mappings[0])
+    assert (other.slot_mappings[0][rows:] == -1).all()
+    assert torch.equal(other.kv_lens[:count], meta.kv_lens)
+    width = ours.block_tables[0].shape[1]
+    assert torch.equal(fixed.block_tables[0][:count, :width], ours.block_tables[0])
+    spec, wide = step.spec_metadata, padded.spec_metadata
+    assert torch.equal(wide.gather_ids[:count], spec.gather_ids)
+    assert torch.equal(wide.next_prompt_tokens[:count], spec.next_prompt_tokens)
+    assert torch.equal(wide.slot_ids[:count], spec.slot_ids)
+    assert torch.equal(wide.sampling.positions[:count], spec.sampling.positions)
+    assert (wide.gather_ids[count:] >= rows).all()
+    assert (wide.slot_ids[count:] == executor.config.max_batch_size).all()
+
+
+def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory runs out: the generations launched before it are computed again."""
+    executor = _llm(target_dir, None, monkeypatch).executor
+    graphs = Uncaptured(executor, (64,))
+    executor.graphs = graphs  # type: ignore[assignment]
+    prompts = _prompts(3)[1:]
+    first = executor.enqueue(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        executor.step()
+
+    def fail(*_: object) -> None:
+        raise ConfigError("no memory")
+
+    works, graphs.run_contexts = graphs.run_contexts, fail  # type: ignore[method-assign]
+    second = executor.enqueue(prompts[1], SamplingParams(max_tokens=8, ignore_eos=True))
+    with pytest.raises(ConfigError, match="no memory"):
+        executor.step()
+    graphs.run_contexts = works  # type: ignore[method-assign]
+    executor.run_until_done()
+    oracle = Oracle(target_dir)
+    for request, prompt in ((first, prompts[0]), (second, prompts[1])):
+        assert request.output_token_ids == oracle.extend(prompt, 8)
+
+
+def test_what_a_shape_holds(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = _llm(target_dir, None, monkeypatch).executor
+    shape = Uncaptured(executor, (32,)).shapes[0]
+    request = executor.enqueue([1] * 40, SamplingParams(max_tokens=2))
+
+    def chunk(count: int) -> ContextChunk:
+        return ContextChunk(request, request.token_ids[:count], 0, count)
+
+    assert shape.num_contexts == 2
+    assert shape.holds([chunk(31)]) and not shape.holds([chunk(32)])  # a row for the padding
+    assert shape.holds([chunk(16), chunk(16)]) and not shape.holds([chunk(16), chunk(17)])
+    assert not shape.holds([chunk(1)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("lens", "rows", "size"),
+    [([5, 0, 9], 20, 4), ([1, 1, 1], 3, 8), ([16], 16, 16), ([3, 0], 9, 2)],
+)
+def test_tiles_on_the_device_are_the_hosts(lens: list[int], rows: int, size: int) -> None:
+    expected, start = set(), 0
+    for i, count in enumerate(lens):
+        for j in range(0, count, size):
+            expected.add((i, start + j, min(size, count - j)))
+        start += count
+    last_rows = torch.tensor(lens).cumsum(0) - 1
+    tiles = triton_parts.tiles_on_device(last_rows, rows, size).tolist()
+    assert {tuple(tile) for tile in tiles if tile[2]} == expected
+    assert all(0 <= i < len(lens) and 0 <= first < rows for i, first, _ in tiles)
+    assert sum(tile[2] for tile in tiles) == sum(lens)
+
+
+@pytest.mark.parametrize("mode", ["EAGLE3_ONE_MODEL", "MTP", "EAGLE3", "USER_PROVIDED"])
+def test_where_prompts_have_no_graphs_it_is_said(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, cuda = CudaGraphConfig(context_tokens=[64]), torch.device("cuda")
+    quiet = build._graph_config(
+        CudaGraphConfig(), triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+    )
+    assert quiet is not None and not caplog.records
+    assert bool(quiet.context_sizes(4096, 4096)) == (mode == "EAGLE3_ONE_MODEL")
+    kept = build._graph_config(
+        config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
+    )
+    assert kept is not None
+    if mode == "EAGLE3_ONE_MODEL":
+        assert kept is config and not caplog.records
+        return
+    assert kept.context_tokens == ()
+    assert f"no effect: mode {mode} with attention in triton" in caplog.text
+
+
+def test_default_sizes() -> None:
+    most = 10_000
+    assert CudaGraphConfig().context_sizes(8192, most) == [64, 128, 256, 512, 1024, 2048]
+    assert CudaGraphConfig().context_sizes(8192, 800) == [64, 128, 256, 512]
+    assert CudaGraphConfig().context_sizes(300, most) == [64, 128, 256]
+    assert CudaGraphConfig().context_sizes(20, most) == [20]
+    assert CudaGraphConfig().context_sizes(20, 40) == [20]
+    assert CudaGraphConfig().context_sizes(100, 40) == []
+    assert CudaGraphConfig(context_tokens=()).context_sizes(300, most) == []
+    assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300, 1) == [16, 300]
+
+
+@pytest.mark.parametrize(("layers", "experts", "inner", "dtype", "least", "most"), [
+    (2, 1, 14_336, torch.bfloat16, 700, 850),  # Llama-3.1-8B's, of which 1,024 rows take longer
+    (4, 1, 14_336, torch.bfloat16, 700, 850),
+    (2, 8, 14_336, torch.bfloat16, 700, 850),  # as much for each row
+    (2, 1, 1024, torch.bfloat16, 3100, 3300),
+    (2, 1, 14_336, torch.float32, 70, 85),
+])  # fmt: skip
+def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(
+    layers: int, experts: int, inner: int, dtype: torch.dtype, least: int, most: int
+) -> None:
+    """However many layers; and of experts only those count that a row goes to."""
+    raw = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": inner, "vocab_size": 1000,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": layers,
+    }  # fmt: skip
+    if experts > 1:
+        raw |= {
+            "model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": inner // 2, "head_dim": 128, "norm_topk_prob": True,
+        }  # fmt: skip
+    with torch.device("meta"):
+        target = Decoder(parse_config(raw, Path("config.json")), TorchAttention()).to(dtype)
+    assert least < most_worth_capturing(target) < most
+
+
+@pytest.mark.parametrize("sizes", [[0], ["8"], 64, [True]])
+def test_sizes_are_checked(sizes: object) -> None:
+    with pytest.raises(ConfigError, match="context_tokens"):
+        CudaGraphConfig(context_tokens=sizes)  # type: ignore[arg-type]

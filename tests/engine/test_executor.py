@@ -1,0 +1,848 @@
+"""The executor end to end on tiny random models, against transformers' greedy decoding."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
+
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    UserProvidedDecodingConfig,
+)
+from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
+from trtspec.checkpoints.hf_config import load_config
+from trtspec.config import DecodingBaseConfig
+from trtspec.errors import ConfigError, RequestError
+from trtspec.executor import build
+
+VOCAB = 97
+
+
+class Oracle:
+    """transformers' greedy continuation, one token at a time from scratch, remembered."""
+
+    def __init__(self, model_dir: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.next_token: dict[tuple[int, ...], int] = {}
+
+    @torch.inference_mode()
+    def extend(self, prompt: Sequence[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            key = tuple(tokens)
+            if key not in self.next_token:
+                logits = self.model(torch.tensor([tokens])).logits[0, -1]
+                self.next_token[key] = int(logits.argmax())
+            tokens.append(self.next_token[key])
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With MTP layers in its checkpoint, which the other modes leave alone."""
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=8)
+
+
+@pytest.fixture(scope="module")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
+
+
+HEADS = {"eagle3": True, "eagle3_two_engine": False}
+PARALLEL = {"p_eagle": p_eagle_dir, "pard": pard_dir}
+MTP: dict[str, dict[str, bool]] = {
+    "mtp": {"use_mtp_vanilla": True},
+    "mtp_eagle": {},
+    "mtp_eagle_two_engine": {"mtp_eagle_one_model": False},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)
+
+
+class Scripted:
+    """Proposes the oracle's tokens, spoilt from a position on that depends on the length so far,
+    so that every acceptance length comes up."""
+
+    def __init__(self, oracle: Oracle):
+        self.oracle = oracle
+
+    def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> list[int]:
+        drafts = self.oracle.extend(token_ids, max_draft_len)
+        good = random.Random(len(token_ids)).randrange(max_draft_len + 2)
+        drafts[good:] = [(token + 1) % VOCAB for token in drafts[good:]]
+        return drafts if good <= max_draft_len else []
+
+
+def _prompts(count: int, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+    prompts[0] = prompts[0][:3] * 8  # something for the n-gram lookup
+    return prompts
+
+
+def _config(mode: str, k: int, draft_dir: Path, oracle: Oracle) -> DecodingBaseConfig | None:
+    if mode == "none":
+        return None
+    if mode == "ngram":
+        return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
+    if mode == "draft_target":
+        return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir)
+    if mode in PARALLEL:
+        folder = draft_dir.parent / mode
+        if not folder.exists():
+            PARALLEL[mode](draft_dir.parent / "parallel").rename(folder)
+        if mode == "pard":
+            return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=folder)
+        return EagleDecodingConfig(
+            max_draft_len=k, speculative_model=folder, eagle3_layers_to_capture=[0, 1, 2]
+        )
+    if mode in HEADS:
+        head = draft_dir.parent / "eagle3-0"
+        if not head.exists():
+            eagle3_dir(draft_dir.parent)
+        return EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head, eagle3_one_model=HEADS[mode],
+            eagle3_layers_to_capture=[0, 1, 2],
+        )  # fmt: skip
+    if mode in MTP:
+        return MTPDecodingConfig(num_nextn_predict_layers=k, **MTP[mode])
+    return UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle))
+
+
+MODES = ["none", "ngram", "draft_target", "user_provided", *HEADS, *MTP, *PARALLEL]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", ["roomy", "tight"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_equals_transformers(
+    target_dir: Path, draft_dir: Path, oracle: Oracle,
+    mode: str, chunked: bool, overlap: bool, pool: str, batch: int,
+) -> None:  # fmt: skip
+    llm = LLM(
+        target_dir,
+        _config(mode, 3, draft_dir, oracle),
+        device="cpu",
+        dtype="float32",
+        max_batch_size=batch,
+        max_seq_len=96,
+        max_num_tokens=24 if chunked else 96,
+        kv_cache_config=KvCacheConfig(
+            max_tokens=None if pool == "roomy" else 112, tokens_per_block=8
+        ),
+        enable_chunked_prefill=chunked,
+        disable_overlap_scheduler=not overlap,
+    )
+    # In the tight pool short prompts are admitted together and outgrow it.
+    prompts, count = (_prompts(6), 20) if pool == "roomy" else (_prompts(6, 12), 32)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, count)
+        assert output.outputs[0].finish_reason == "length"
+        assert output.prompt_token_ids == prompt
+    stats = llm.stats()
+    assert (stats.num_preemptions > 0) == (pool == "tight" and batch == 4)
+    assert stats.generated_tokens == count * len(prompts)
+    if mode == "user_provided":
+        assert stats.acceptance_length > 1.5
+    cache = llm.executor.kv_cache
+    cache.check_integrity()
+    assert cache.num_free_blocks == cache.num_blocks - 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, overlap: bool) -> None:
+    """The target drafting for itself: any error in draft KV, positions or rows costs acceptance."""
+    llm = LLM(
+        target_dir,
+        DraftTargetDecodingConfig(max_draft_len=k, speculative_model=target_dir),
+        device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256,
+        max_num_tokens=32, enable_chunked_prefill=True, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    outputs = llm.generate(_prompts(5), SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True))
+    for output in outputs:
+        assert output.spec_stats.acceptance_length == k + 1
+        assert output.spec_stats.acceptance_per_position == [1.0] * k
+        assert output.spec_stats.num_steps == 6
+
+
+def test_draft_model_proposals_equal_recomputation(target_dir: Path, draft_dir: Path) -> None:
+    """After every step the drafts left in the slot are what the draft model alone, run from
+    scratch over the accepted text, would say: its KV survives rejections of every length."""
+    k = 4
+    llm = LLM(
+        target_dir, DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir),
+        device="cpu", dtype="float32", max_batch_size=2, max_seq_len=128,
+        max_num_tokens=16, enable_chunked_prefill=True, disable_overlap_scheduler=True,
+    )  # fmt: skip
+    draft_oracle, executor = Oracle(draft_dir), llm.executor
+    requests = [executor.enqueue(p, SamplingParams(max_tokens=30)) for p in _prompts(3)]
+    compared = 0
+    while executor.has_work:
+        executor.step()
+        for request in requests:
+            if request.is_generation:
+                drafts = executor.state.next_tokens[request.slot, 1:].tolist()
+                assert drafts == draft_oracle.extend(request.token_ids, k)
+                compared += 1
+    assert compared > 30
+
+
+def test_every_accepted_length_happens(target_dir: Path, oracle: Oracle) -> None:
+    for k in (1, 2, 3, 4):
+        llm = LLM(
+            target_dir, UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle)),
+            device="cpu", dtype="float32", max_seq_len=128,
+        )  # fmt: skip
+        executor = llm.executor
+        requests = [executor.enqueue(p, SamplingParams(max_tokens=60)) for p in _prompts(4, 8)]
+        executor.run_until_done()
+        seen = set().union(*(request.accepted_lens for request in requests))
+        assert seen == set(range(k + 1))
+        for request in requests:
+            assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 60)
+
+
+# -- sampling ----------------------------------------------------------------------------------
+def test_sampled_tokens_depend_on_seed_alone(
+    target_dir: Path, draft_dir: Path, oracle: Oracle
+) -> None:
+    """Same request and seed: the same tokens alone or together, in any order, chunked or not,
+    preempted or not, and whatever drafts (an exact match is the target's own sample)."""
+    prompts = _prompts(5)
+    params = [
+        SamplingParams(max_tokens=18, temperature=t, top_k=k, top_p=p, seed=i, ignore_eos=True)
+        for i, (t, k, p) in enumerate(
+            [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.0, 0, 1.0), (2.0, 20, 0.9)]
+        )
+    ]
+    common: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 96}
+    alone = LLM(target_dir, max_batch_size=1, **common)
+    expected = [
+        alone.generate(p, s).outputs[0].token_ids for p, s in zip(prompts, params, strict=True)
+    ]
+    assert len({tuple(tokens) for tokens in expected}) == len(prompts)
+    order = [3, 1, 4, 0, 2]
+    for mode, pool in itertools.product(MODES, [None, 112]):
+        config = _config(mode, 3, draft_dir, oracle)
+        if config is not None:
+            config = replace(config, acceptance="strict")
+        llm = LLM(
+            target_dir, config, max_batch_size=4, max_num_tokens=32, enable_chunked_prefill=True,
+            kv_cache_config=KvCacheConfig(max_tokens=pool, tokens_per_block=8), **common,
+        )  # fmt: skip
+        outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+        for i, output in zip(order, outputs, strict=True):
+            assert output.outputs[0].token_ids == expected[i]
+
+
+def test_unseeded_requests_differ(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    params = SamplingParams(max_tokens=12, temperature=2.0, ignore_eos=True)
+    outputs = llm.generate([[5, 6, 7]] * 4, params)
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 4
+
+
+def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, config = torch.device("cpu"), replace(load_config(target_dir), dtype="bfloat16")
+    for has_instructions, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(build, "_multiplies_bfloat16", lambda found=has_instructions: found)
+        assert build.resolve_dtype("auto", config, cpu) == expected
+        assert build.resolve_dtype("bfloat16", config, cpu) == torch.bfloat16
+
+
+# -- stopping ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_token_inside_an_accepted_run(
+    target_dir: Path, draft_dir: Path, oracle: Oracle, mode: str, overlap: bool
+) -> None:
+    prompt = _prompts(1)[0]
+    full = oracle.extend(prompt, 30)
+    llm = LLM(
+        target_dir, _config(mode, 4, draft_dir, oracle), device="cpu", dtype="float32",
+        max_seq_len=128, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    for stop in dict.fromkeys(full):
+        expected = full[: full.index(stop) + 1]
+        output = llm.generate(
+            prompt, SamplingParams(max_tokens=30, stop_token_ids=[stop], ignore_eos=True)
+        )
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_generation_up_to_the_maximum_length(
+    target_dir: Path, draft_dir: Path, oracle: Oracle, mode: str, overlap: bool
+) -> None:
+    """Drafts may run past the maximum; the text must end exactly there, and be right."""
+    prompts = _prompts(3, 12)
+    llm = LLM(
+        target_dir, _config(mode, 5, draft_dir, oracle), device="cpu", dtype="float32",
+        max_seq_len=40, kv_cache_config=KvCacheConfig(tokens_per_block=4),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    for prompt, output in zip(
+        prompts, llm.generate(prompts, SamplingParams(max_tokens=500)), strict=True
+    ):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 40 - len(prompt))
+        assert output.outputs[0].finish_reason == "length"
+
+
+# -- random schedules --------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def engines(target_dir: Path, draft_dir: Path, oracle: Oracle) -> Iterator[dict[Any, LLM]]:
+    """Engines are reused between examples: a leak or a dirty slot would show in a later one."""
+    made = {}
+    for mode, overlap, chunked in itertools.product(MODES, [False, True], [False, True]):
+        made[mode, overlap, chunked] = LLM(
+            target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+            max_batch_size=3, max_seq_len=64, max_num_tokens=20 if chunked else 64,
+            kv_cache_config=KvCacheConfig(max_tokens=80, tokens_per_block=4),
+            enable_chunked_prefill=chunked, disable_overlap_scheduler=not overlap,
+        )  # fmt: skip
+    yield made
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_schedules(engines: dict[Any, LLM], oracle: Oracle, data: st.DataObject) -> None:
+    mode = data.draw(st.sampled_from(MODES))
+    llm = engines[mode, data.draw(st.booleans()), data.draw(st.booleans())]
+    executor, live, done = llm.executor, [], []
+    for request_id in list(executor._requests):  # what a failed example left behind
+        executor.cancel(request_id)
+    executor.run_until_done()
+    for _ in range(data.draw(st.integers(1, 25))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "cancel"]))
+        if action == "add" and len(live) < 8:
+            length, stem = data.draw(st.integers(1, 30)), data.draw(st.integers(0, 5))
+            prompt = [(stem * 7 + i * i) % VOCAB for i in range(length)]
+            tokens = data.draw(st.integers(1, 16))
+            live.append(
+                executor.enqueue(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+            )
+        elif action == "cancel" and live:
+            executor.cancel(data.draw(st.sampled_from(live)).request_id)
+        else:
+            done += executor.step()
+        executor.kv_cache.check_integrity()
+    done += executor.run_until_done()
+    assert {r.request_id for r in done} == {r.request_id for r in live}
+    for request in live:
+        got = request.output_token_ids
+        assert got == oracle.extend(request.prompt_token_ids, len(got))
+        if request.finish_reason == "length":
+            assert len(got) == request.sampling_params.max_tokens
+        else:
+            assert request.finish_reason == "cancelled"
+    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
+
+
+def test_thousands_of_operations_leak_nothing(engines: dict[Any, LLM]) -> None:
+    import tracemalloc
+
+    executor, rng = engines["ngram", True, True].executor, random.Random(3)
+
+    def churn(operations: int) -> None:
+        live = []
+        for _ in range(operations):
+            if rng.random() < 0.4 and len(live) < 6:
+                prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+                live.append(executor.enqueue(prompt, SamplingParams(max_tokens=rng.randint(1, 8))))
+            elif rng.random() < 0.2 and live:
+                executor.cancel(rng.choice(live).request_id)
+            else:
+                executor.step()
+            live = [r for r in live if not r.is_finished]
+        executor.run_until_done()
+
+    churn(300)
+    tracemalloc.start()
+    churn(500)
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    churn(2000)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    executor.kv_cache.check_integrity()
+    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
+    assert not executor._requests
+    assert after - before < 100_000
+
+
+def test_a_worker_is_told_of_the_engine_it_is_in(target_dir: Path, draft_dir: Path) -> None:
+    """Every field of SpecMetadata that our executor can know."""
+    llm = LLM(
+        target_dir,
+        DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(draft_dir)),
+        device="cpu", dtype="float32", max_seq_len=64,
+    )  # fmt: skip
+    worker, seen = llm.executor.worker, []
+    forward = worker.forward
+    worker.forward = lambda *a, **k: (seen.append(a[5]), forward(*a, **k))[1]  # type: ignore
+    llm.generate([5, 6], SamplingParams(max_tokens=3))
+    assert {spec.num_layers for spec in seen} == {llm.executor.target.config.num_layers}
+    assert {spec.num_extra_kv_tokens for spec in seen} == {worker.num_extra_kv_tokens} != {0}
+    assert {spec.is_cuda_graph for spec in seen} == {False}
+
+
+# -- one request's trouble is its own ----------------------------------------------------------
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("when", ["context", "generation"])
+def test_nan_fails_one_request_and_spares_the_rest(
+    target_dir: Path, oracle: Oracle, overlap: bool, when: str
+) -> None:
+    """Token 96's embedding is NaN: whoever reads it fails, and its blocks poison nobody."""
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=3), device="cpu", dtype="float32",
+        max_batch_size=2, max_seq_len=64, disable_overlap_scheduler=not overlap,
+        kv_cache_config=KvCacheConfig(max_tokens=96, tokens_per_block=4),
+    )  # fmt: skip
+    prompts = [p[:12] for p in _prompts(8) if 96 not in p[:12]]
+    full = oracle.extend(prompts[1], 10)
+    poison = 96 if when == "context" else full[3]
+    llm.executor.target.embed_tokens.weight.data[poison] = float("nan")
+    bad = [1, 2, poison] if when == "context" else prompts[1]
+    outputs = llm.generate(
+        [prompts[0], bad, *prompts[2:]], SamplingParams(max_tokens=10, ignore_eos=True)
+    )
+    failed = [o for o in outputs if o.outputs[0].finish_reason == "error"]
+    assert outputs[1] in failed and "NaN" in (outputs[1].error or "")
+    clean = 0
+    for prompt, output in zip([prompts[0], bad, *prompts[2:]], outputs, strict=True):
+        expected = oracle.extend(prompt, 10)
+        if poison not in prompt + expected[:-1]:
+            assert output.outputs[0].token_ids == expected
+            clean += 1
+    assert clean >= 2
+
+
+def test_nan_of_a_cancelled_request_poisons_nobody(target_dir: Path, oracle: Oracle) -> None:
+    """Under overlap its last step is still in flight when it goes; its blocks are cleared first."""
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=64,
+        kv_cache_config=KvCacheConfig(max_tokens=64, tokens_per_block=4),
+        disable_overlap_scheduler=False,
+    )  # fmt: skip
+    prompt = _prompts(2)[1]
+    expected = oracle.extend(prompt, 8)
+    poison = min(set(range(VOCAB)) - set(prompt + expected))
+    llm.executor.target.embed_tokens.weight.data[poison] = float("nan")
+    bad = llm.executor.enqueue([1, poison] * 15, SamplingParams(max_tokens=9))
+    llm.executor.step()
+    assert llm.executor.cancel(bad.request_id)
+    out = llm.generate(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert out.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_check_that_raises_fails_its_request_only(
+    target_dir: Path, oracle: Oracle, overlap: bool
+) -> None:
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_seq_len=64,
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor = llm.executor
+
+    def check(request: Any) -> bool:
+        if request.prompt_token_ids == [1, 2] and len(request.output_token_ids) == 3:
+            raise ZeroDivisionError("boom")
+        if request.prompt_token_ids == [5, 6]:
+            executor.cancel(request.request_id)
+        return False
+
+    executor.stop_check = check
+    requests = [
+        executor.enqueue(p, SamplingParams(max_tokens=6, ignore_eos=True))
+        for p in ([1, 2], [3, 4], [5, 6])
+    ]
+    finished = executor.run_until_done()
+    assert len(finished) == 3
+    assert requests[0].finish_reason == "error" and "boom" in (requests[0].error or "")
+    assert requests[1].output_token_ids == oracle.extend([3, 4], 6)
+    assert requests[2].finish_reason == "cancelled" and len(requests[2].output_token_ids) == 1
+    executor.kv_cache.check_integrity()
+    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
+
+
+def test_an_interrupt_while_reading_loses_nothing(target_dir: Path, oracle: Oracle) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    executor = llm.executor
+
+    def check(request: Any) -> bool:
+        if len(request.output_token_ids) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    executor.stop_check = check
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [executor.enqueue([i, 2], params) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        executor.run_until_done()
+    executor.stop_check = None
+    executor.run_until_done()
+    assert all(r.is_finished for r in requests)
+    for request in requests:
+        assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 6)
+    executor.kv_cache.check_integrity()
+
+
+class Raising:
+    def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> Any:
+        if token_ids[0] == 1:
+            raise KeyError("boom")
+        answers: dict[int, Any] = {
+            2: [[1, 2]], 3: 7, 4: itertools.count(), 5: [VOCAB], 6: ["a"], 7: [-1],
+            8: (1 // 0 for _ in range(3)),
+        }  # fmt: skip
+        return answers.get(token_ids[0], [])
+
+
+def test_bad_drafters_fail_their_request_only(target_dir: Path, oracle: Oracle) -> None:
+    llm = LLM(
+        target_dir, UserProvidedDecodingConfig(max_draft_len=3, drafter=Raising()),
+        device="cpu", dtype="float32", max_seq_len=64,
+    )  # fmt: skip
+    prompts = [[i, 20, 21] for i in range(10)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))
+    for i, output in enumerate(outputs):
+        if 1 <= i <= 8:
+            assert output.outputs[0].finish_reason == "error"
+            assert "Raising.draft" in (output.error or "")
+        else:
+            assert output.outputs[0].token_ids == oracle.extend(prompts[i], 5)
+
+
+def test_host_drafting_says_once_that_it_cannot_overlap(
+    target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(
+            target_dir, UserProvidedDecodingConfig(max_draft_len=2, drafter=Raising()),
+            device="cpu", dtype="float32", disable_overlap_scheduler=False,
+        )  # fmt: skip
+        llm.generate([[9, 9]], SamplingParams(max_tokens=4))
+    assert caplog.text.count("steps do not overlap") == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        ([1, VOCAB], rf"token 1 is {VOCAB}.*0 … {VOCAB - 1}"),
+        ([-1], "token 0 is -1"),
+        ([1, "a"], "'a', not an int"),
+        (list(range(64)), "64 tokens; max_seq_len=64"),
+        (list(range(40)), "max_num_tokens=32.*enable_chunked_prefill"),
+    ],
+)
+def test_bad_prompts_start_nothing(
+    target_dir: Path, oracle: Oracle, prompt: list[Any], message: str
+) -> None:
+    llm = LLM(
+        target_dir,
+        device="cpu",
+        dtype="float32",
+        max_batch_size=2,
+        max_seq_len=64,
+        max_num_tokens=32,
+    )
+    running = llm.executor.enqueue([3, 4], SamplingParams(max_tokens=5, ignore_eos=True))
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1, 2], prompt])
+    assert len(llm.executor.scheduler.waiting) == 1
+    llm.executor.run_until_done()
+    assert running.output_token_ids == oracle.extend([3, 4], 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_seq_len": 10**6}, "max_position_embeddings"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        (
+            {
+                "max_batch_size": 8,
+                "max_num_tokens": 8,
+                "speculative_config": NGramDecodingConfig(max_draft_len=3),
+            },
+            r"K \+ 1",
+        ),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"dtype": "int8"}, "dtype='int8'.*float32"),
+        ({"attn_backend": "xformers"}, "attn_backend='xformers'"),
+        ({"attn_backend": "triton"}, "needs device='cuda'|needs the package"),
+        ({"cuda_graph_config": True}, "cuda_graph_config=True"),
+        ({"kv_cache_config": {"max_tokens": 3}}, "KvCacheConfig"),
+    ],
+)  # fmt: skip
+def test_bad_engine_arguments(target_dir: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(target_dir, **{"device": "cpu", **arguments})
+    with pytest.raises(TypeError, match="max_batchsize"):
+        LLM(target_dir, max_batchsize=3)  # type: ignore[call-arg]
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    other = tiny_model_dir(tmp_path, seed=3, vocab_size=101)
+    with pytest.raises(ConfigError, match="101 entries"):
+        LLM(target_dir, DraftTargetDecodingConfig(speculative_model=other), device="cpu")
+
+
+# -- forced acceptance -------------------------------------------------------------------------
+@pytest.mark.parametrize(("forced", "expected"), [("2", 3.0), ("7", 4.0)])
+@pytest.mark.parametrize("mode", ["ngram", "draft_target"])
+def test_forced_acceptance_in_the_engine(
+    target_dir: Path, draft_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
+    mode: str, forced: str, expected: float,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, forced)
+    llm = LLM(
+        target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+        max_seq_len=64,
+    )  # fmt: skip
+    outputs = llm.generate(_prompts(3, 9), SamplingParams(max_tokens=25, ignore_eos=True))
+    assert llm.stats().forced_acceptance == min(float(forced), 3)
+    for output in outputs:
+        assert output.spec_stats.forced_acceptance == min(float(forced), 3)
+        assert output.spec_stats.acceptance_length == expected
+        assert len(output.outputs[0].token_ids) == 25
+        assert all(0 <= token < VOCAB for token in output.outputs[0].token_ids)
+
+
+def test_nothing_is_forced_without_drafts(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "2")
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    assert llm.stats().forced_acceptance is None
+    assert "Forced" not in caplog.text
+
+
+# -- streaming and cancelling ------------------------------------------------------------------
+def test_streams_interleave_and_add_up(target_dir: Path, oracle: Oracle) -> None:
+    llm = LLM(
+        target_dir,
+        NGramDecodingConfig(max_draft_len=3),
+        device="cpu",
+        dtype="float32",
+        max_seq_len=96,
+    )
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = _prompts(3)
+    streams = [llm.generate_stream(prompt, params) for prompt in prompts]
+    got: list[list[int]] = [[] for _ in prompts]
+    for snapshots in itertools.zip_longest(*streams):
+        for tokens, snapshot in zip(got, snapshots, strict=True):
+            if snapshot is not None:
+                tokens += snapshot.outputs[0].token_ids_diff
+                assert snapshot.outputs[0].token_ids == tokens
+    for tokens, prompt in zip(got, prompts, strict=True):
+        assert tokens == oracle.extend(prompt, 24)
+
+
+def test_closing_a_stream_and_abort_cancel(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=96)
+    stream = llm.generate_stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    first = next(stream)
+    assert llm.abort(first.request_id) and not llm.abort(first.request_id)
+    last = list(stream)[-1]
+    assert last.finished and last.outputs[0].finish_reason == "cancelled"
+    other = llm.generate_stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(other)
+    other.close()
+    assert not llm.executor.has_work
+
+
+def test_a_stream_nobody_started_can_be_closed_or_dropped(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=1, max_seq_len=96)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    llm.generate_stream([1, 2], params).close()
+    assert not llm.executor.has_work
+    for _ in range(5):
+        llm.generate_stream([1, 2], params)
+    gc.collect()
+    llm.generate([3, 4], SamplingParams(max_tokens=1))
+    assert not llm.executor.has_work
+    assert llm.stats().generated_tokens == 1
+
+
+def test_abort_from_another_thread_does_not_wait_for_a_generation(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=250)
+    stream = llm.generate_stream([1, 2], SamplingParams(max_tokens=240, ignore_eos=True))
+    generated: list[Any] = []
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    thread = threading.Thread(target=lambda: generated.append(llm.generate([3, 4], params)))
+    thread.start()
+    assert llm.abort(stream.request_id)
+    thread.join()
+    last = list(stream)[-1]
+    assert last.outputs[0].finish_reason == "cancelled"
+    assert len(last.outputs[0].token_ids) < 200
+    assert len(generated[0].outputs[0].token_ids) == 200
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (None,), (5,), (b"ab",), ([1, 2], 5), ([1, 2], [SamplingParams()] * 2),
+        ([1, 2], {"max_tokens": 3}), ("text without a tokenizer",),
+        ([[5, 6], [7, 8]], [SamplingParams(), SamplingParams(stop="x")]),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_generate_start_nothing(
+    target_dir: Path, arguments: tuple[Any, ...]
+) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    with pytest.raises(RequestError):
+        llm.generate(*arguments)
+    assert not llm.executor.has_work
+
+
+def test_numpy_and_tensors_are_prompts(target_dir: Path, oracle: Oracle) -> None:
+    import numpy as np
+
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    params, expected = SamplingParams(max_tokens=4, ignore_eos=True), oracle.extend([5, 6], 4)
+    for prompt in (np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int64(6)], (5, 6)):
+        assert llm.generate(prompt, params).outputs[0].token_ids == expected
+    assert llm.generate([], params) == []
+    many = llm.generate([np.array([5, 6]), [5, 6]], params)
+    assert [o.outputs[0].token_ids for o in many] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0}, {"max_tokens": True}, {"temperature": -1}, {"temperature": 10**400},
+        {"temperature": float("nan")}, {"top_k": 2**31}, {"top_k": -1}, {"top_p": 0.0},
+        {"top_p": 1.1}, {"seed": -1}, {"seed": 2**63}, {"stop": 5}, {"stop": [""]},
+        {"stop_token_ids": 5}, {"stop_token_ids": [-1]},
+    ],
+)  # fmt: skip
+def test_bad_sampling_params(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_block_is_given_back_while_it_is_needed(
+    target_dir: Path, draft_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
+    mode: str, overlap: bool,
+) -> None:  # fmt: skip
+    """Freed blocks are filled with junk at once, as another request might do."""
+    llm = LLM(
+        target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+        max_batch_size=3, max_seq_len=96, kv_cache_config=KvCacheConfig(tokens_per_block=2),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    cache = llm.executor.kv_cache
+    for group, pool in zip(cache.groups, cache._pools, strict=True):
+
+        def free(blocks: list[int], group: Any = group, original: Any = pool.free) -> None:
+            original(blocks)
+            group.k_cache[:, blocks] = 50.0
+            group.v_cache[:, blocks] = 50.0
+
+        monkeypatch.setattr(pool, "free", free)
+    prompts = _prompts(5, 20)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
+
+
+def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> None:
+    """After every step, chunked prompts and preemption included, the drafts in the slot are what
+    a search in the request's own tokens finds."""
+    from test_ops import _lookup
+
+    k = 3
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1),
+        device="cpu", dtype="float32", max_batch_size=3, max_seq_len=96, max_num_tokens=16,
+        enable_chunked_prefill=True, disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(max_tokens=112, tokens_per_block=8),
+    )  # fmt: skip
+    executor, compared = llm.executor, 0
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [executor.enqueue(p, params) for p in _prompts(4, 30)]
+    while executor.has_work:
+        executor.step()
+        for request in requests:
+            if request.is_generation:
+                drafts = executor.state.next_tokens[request.slot, 1:].tolist()
+                assert drafts == _lookup(request.token_ids, k, 4, 1, oldest=False)
+                compared += 1
+    assert compared > 50 and executor.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prompts_start_together(
+    target_dir: Path, oracle: Oracle, overlap: bool, chunked: bool
+) -> None:
+    """Beside generations, prompts start only when three slots are free; the text is the same."""
+    llm = LLM(
+        target_dir, NGramDecodingConfig(max_draft_len=2), device="cpu", dtype="float32",
+        max_batch_size=6, max_seq_len=64, prefill_batch_size=3, enable_chunked_prefill=chunked,
+        max_num_tokens=24 if chunked else None, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    scheduler, starts = llm.executor.scheduler, []
+    schedule = scheduler._schedule_contexts
+
+    def watch(started: Any, budget: int) -> list[Any]:
+        free = len(scheduler._free_slots)
+        generating = any(r.is_generation for r in scheduler.running)
+        chunks = schedule(started, budget)
+        if any(chunk.start == 0 for chunk in chunks):
+            starts.append((free, generating))
+        return chunks
+
+    scheduler._schedule_contexts = watch  # type: ignore[method-assign]
+    prompts = [[3 + i, 7, 5] for i in range(25)]
+    params = [SamplingParams(max_tokens=4 + i % 9, ignore_eos=True) for i in range(25)]
+    outputs = llm.generate(prompts, params)
+    for prompt, output, wanted in zip(prompts, outputs, params, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
+    assert all(free >= 3 or not generating for free, generating in starts)
+    assert any(generating for _, generating in starts) and len(starts) < 12
+    with pytest.raises(ConfigError, match="prefill_batch_size"):
+        LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=3)

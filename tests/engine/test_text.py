@@ -1,0 +1,89 @@
+"""Streaming text, with byte-fallback (Llama-2, Mistral) and byte-level (GPT-2) tokenizers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trtspec.api.text_stream import TextStream
+
+
+class _Wrapped:
+    def __init__(self, tokenizer: Tokenizer):
+        self.inner = tokenizer
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.fixture(scope="module", params=["byte_fallback", "byte_level"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    if request.param == "byte_fallback":
+        vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        vocab |= {token: 256 + i for i, token in enumerate(["<unk>", "▁", "a", "é", "▁the"])}
+        model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+        inner = Tokenizer(model)
+        inner.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+        inner.decoder = decoders.ByteLevel()
+    return _Wrapped(inner)
+
+
+def test_pieces_add_up_to_the_text_whatever_the_tokens(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    size = tokenizer.inner.get_vocab_size()
+    for _ in range(300):
+        ids = [rng.randrange(size) for _ in range(rng.randint(1, 20))]
+        stream, shown = TextStream(tokenizer), ""
+        for count in range(1, len(ids) + 1):
+            stream.extend(ids[:count])
+            assert stream.safe_text().startswith(shown)
+            shown = stream.safe_text()
+        assert stream.final().startswith(shown)
+
+
+def test_whole_characters_decode_as_at_once(tokenizer: Any) -> None:
+    text = "a é 日本 🙂 the end"
+    ids = [byte for byte in text.encode()]
+    if tokenizer.inner.token_to_id("<unk>") is None:
+        ids = tokenizer.inner.encode(text).ids or []
+        table = _byte_alphabet()
+        ids = [tokenizer.inner.token_to_id(table[byte]) for byte in text.encode()]
+    stream = TextStream(tokenizer)
+    stream.extend(ids)
+    assert stream.final() == text == tokenizer.decode(ids)
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-ins for bytes."""
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spare = (chr(256 + i) for i in range(256))
+    return {byte: chr(byte) if byte in keep else next(spare) for byte in range(256)}
+
+
+def test_stop_strings_and_what_is_held_back(tokenizer: Any) -> None:
+    table = _byte_alphabet()
+    is_fallback = tokenizer.inner.token_to_id("<unk>") is not None
+
+    def ids(text: str) -> list[int]:
+        if is_fallback:
+            return list(text.encode())
+        return [tokenizer.inner.token_to_id(table[byte]) for byte in text.encode()]
+
+    stream = TextStream(tokenizer, ("END", "ENOUGH"))
+    assert not stream.extend(ids("go on EN"))
+    assert stream.safe_text() == "go on "
+    assert not stream.extend(ids("go on ENX"))
+    assert stream.safe_text() == "go on ENX"
+    assert stream.extend(ids("go on ENX ENOUGH, yes"))
+    assert stream.safe_text() == stream.final() == "go on ENX "
+    unfinished = TextStream(tokenizer, ("END",))
+    unfinished.extend(ids("the EN"))
+    assert unfinished.safe_text() == "the " and unfinished.final() == "the EN"

@@ -1,0 +1,91 @@
+"""Compiles Triton launches for a Hopper GPU that is not there: `compiled(function, *arguments)`.
+
+Run as a script, it prints the shared memory of the latent attention's kernels in DeepSeek-V3's
+sizes, as JSON. It needs an environment without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Kernel name -> what Triton compiled for the launches of function(*arguments) on CPU tensors,
+    which are taken for CUDA ones; nothing runs."""
+    found: dict[str, Any] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        values["PDL"] = values["launch_pdl"] = True
+        signature, constants, attributes = {}, {}, {}
+        for i, p in enumerate(self.params):
+            value = values[p.name]
+            if p.is_constexpr:
+                signature[p.name], constants[(i,)] = "constexpr", value
+                continue
+            signature[p.name] = _type(value)
+            divides = isinstance(value, int) and not p.do_not_specialize and value % 16 == 0
+            if isinstance(value, torch.Tensor) or divides:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, attributes)
+        options = {name: values[name] for name in _OPTIONS if name in values}
+        found[self.__name__] = triton_compile(source, GPUTarget("cuda", 90, 32), options)
+
+    original, JITFunction.run = JITFunction.run, run
+    try:
+        function(*arguments)
+    finally:
+        JITFunction.run = original
+    return found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return "*" + kind.replace("float", "fp").replace("bfp", "bf").replace("int", "i")
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
+    from trtspec.attention import mla as triton_mla
+    from trtspec.layers.norm import RMSNorm
+    from trtspec.ops.layer import triton_latent
+    from trtspec.ops.layer.rope import Rope
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    q, k_slots, out = half(2 * rows, heads, 576), half(640, 1, 576), half(2 * rows, heads, 512)
+    table, positions = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2 * rows, dtype=torch.long)
+    tiles, tile_rows = torch.zeros(3, 3, dtype=torch.int32), max(1, 64 // heads)
+    norm = RMSNorm(512, 1e-6).bfloat16()
+    rope = Rope(torch.zeros(9, 64), positions)
+    return {
+        **compiled(
+            triton_mla.latent_paged_attention, q, k_slots, table, positions, rows, 32, 0.1, out
+        ),
+        **compiled(
+            triton_mla.latent_context_attention, q, k_slots, table, positions, tiles, tile_rows, 32,
+            0.1, out,
+        ),
+        **compiled(
+            triton_latent.rope_and_write_latent, half(2 * rows, heads, 192)[..., 128:],
+            half(2 * rows, 576), norm, rope, q[..., 512:], k_slots, positions, 3, True,
+        ),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    kernels = _latent_attention(int(sys.argv[1]), int(sys.argv[2]))
+    json.dump({name: kernel.metadata.shared for name, kernel in kernels.items()}, sys.stdout)

@@ -1,0 +1,320 @@
+"""Ops against brute force written the slow, obvious way."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtspec.layers.linear import Linear, find_min_rows
+from trtspec.layers.norm import RMSNorm
+from trtspec.metadata.attention import NULL_BLOCK
+from trtspec.ops.step.slots import guard_positions, slot_mapping
+from trtspec.ops.tokens.accept import count_accepted, last_accepted, mask_after
+from trtspec.ops.tokens.ngram import propose_ngrams
+from trtspec.ops.tokens.noise import NoiseStream, _to_open_interval, gumbel_noise, uniform_noise
+from trtspec.ops.tokens.sample import clean_logits, filter_logits, sample_tokens
+
+
+# -- noise -------------------------------------------------------------------------------------
+def _reference_noise(seed: int, position: int, stream: int, index: int) -> float:
+    """The hash in plain Python integers."""
+    mask = 0xFFFFFFFF
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D & mask
+        x = (x ^ (x >> 15)) * 0x846CA68B & mask
+        return x ^ (x >> 16)
+
+    low, high = seed & mask, (seed >> 32) & mask
+    first = mix(mix((low + ((position + 1) * 0x9E3779B1 & mask)) & mask) ^ high)
+    second = mix((first + 0x85EBCA6B * (stream + 1)) & mask) ^ mix((high ^ position) & mask)
+    first = mix(first ^ mix(second))
+    x = ((index * 0x9E3779B1 & mask) + first) & mask
+    x = ((x ^ (x >> 16)) * 0x7FEB352D & mask) ^ second
+    x = (x ^ (x >> 15)) * 0x846CA68B & mask
+    x ^= x >> 16
+    return ((x >> 9) + 0.5) * 2.0**-23
+
+
+def test_noise_equals_integer_arithmetic() -> None:
+    rng = random.Random(0)
+    seeds = [0, 1, 2**63 - 1, *(rng.randrange(2**63) for _ in range(5))]
+    positions = [0, 1, 131071, *(rng.randrange(2**17) for _ in range(5))]
+    for stream in NoiseStream:
+        noise = uniform_noise(torch.tensor(seeds), torch.tensor(positions), stream, 33)
+        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+            for index in (0, 1, 32):
+                expected = _reference_noise(seed, position, stream, index)
+                assert noise[row, index].item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_noise_is_uniform_and_streams_positions_and_seeds_are_independent() -> None:
+    size = 1 << 16
+    rows = [(7, 3), (7, 4), (8, 3), (7 + 2**32, 3)]
+    seeds = torch.tensor([seed for seed, _ in rows])
+    positions = torch.tensor([position for _, position in rows])
+    noise = torch.cat([uniform_noise(seeds, positions, s, size) for s in NoiseStream]).double()
+    assert noise.min() > 0 and noise.max() < 1
+    # Chi-square over 256 cells: mean 255, standard deviation 22.6; six sigma.
+    for row in noise:
+        counts = torch.histc(row.float(), 256, 0, 1).double()
+        assert ((counts - size / 256) ** 2 / (size / 256)).sum() < 255 + 6 * 22.6
+    centred = (noise - 0.5) * math.sqrt(12)
+    correlation = (centred @ centred.T / size) - torch.eye(len(noise))
+    assert correlation.abs().max() < 6 / math.sqrt(size)
+    lagged = (centred[:, 1:] * centred[:, :-1]).mean(1)
+    assert lagged.abs().max() < 6 / math.sqrt(size)
+
+
+def test_noise_of_consecutive_positions_and_seeds_is_uniform_too() -> None:
+    """The draw at one vocabulary entry over many positions, and over many seeds."""
+    count = 1 << 16
+    steps, zeros = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    for seeds, positions in ((zeros + 5, steps), (steps, zeros + 9)):
+        values = uniform_noise(seeds, positions, NoiseStream.TARGET, 1)[:, 0]
+        counts = torch.histc(values, 256, 0, 1).double()
+        assert ((counts - count / 256) ** 2 / (count / 256)).sum() < 255 + 6 * 22.6
+        assert len(values.unique()) > count * 0.99
+
+
+# -- sampling ----------------------------------------------------------------------------------
+def _rows(**values: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([value]) for name, value in values.items()}
+
+
+def test_sampled_distribution_is_the_softmax() -> None:
+    count, vocab = 200_000, 7
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0, 1.5])
+    for temperature in (0.7, 1.0, 1.9):
+        tokens = sample_tokens(
+            logits.expand(count, vocab),
+            torch.full((count,), temperature),
+            torch.zeros(count, dtype=torch.int32),
+            torch.ones(count),
+            torch.full((count,), 11),
+            torch.arange(count),
+        )
+        expected = (logits / temperature).double().softmax(-1) * count
+        observed = torch.bincount(tokens, minlength=vocab)
+        assert ((observed - expected) ** 2 / expected).sum() < 27.9  # 6 degrees, p = 1e-4
+
+
+def test_temperature_zero_is_argmax_beside_sampled_rows() -> None:
+    logits = torch.randn(64, 50)
+    temperatures = torch.zeros(64)
+    temperatures[::2] = 1.5
+    tokens = sample_tokens(
+        logits, temperatures, torch.zeros(64, dtype=torch.int32), torch.ones(64),
+        torch.arange(64), torch.arange(64),
+    )  # fmt: skip
+    assert torch.equal(tokens[1::2], logits.argmax(-1)[1::2].to(torch.int32))
+    assert not torch.equal(tokens[::2], logits.argmax(-1)[::2].to(torch.int32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 40),
+    st.integers(0, 45),
+    st.floats(0.01, 1.0),
+    st.integers(0, 10_000),
+)
+def test_filters_keep_what_brute_force_keeps(vocab: int, k: int, p: float, seed: int) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    order = sorted(range(vocab), key=lambda i: (-logits[i].item(), i))
+    kept = order[:k] if 0 < k <= vocab else order
+    total, chosen, reached = sum(math.exp(logits[i]) for i in kept), [], 0.0
+    for i in kept:
+        if reached >= p and p < 1:
+            break
+        chosen.append(i)
+        reached += math.exp(logits[i]) / total
+    # A sum that lands on p within rounding may go either way.
+    near = abs(reached - p) < 1e-6 or any(
+        abs(sum(math.exp(logits[i]) for i in kept[: n + 1]) / total - p) < 1e-6
+        for n in range(len(kept))
+    )
+    out = filter_logits(logits[None], torch.tensor([k]), torch.tensor([p]))[0]
+    if not near:
+        assert set(torch.where(~torch.isneginf(out))[0].tolist()) == set(chosen)
+
+
+def test_nan_is_minus_infinity_and_flags_its_row() -> None:
+    logits = torch.tensor([[0.0, float("nan"), 3.0], [1.0, 2.0, 0.0], [float("nan")] * 3])
+    clean, bad = clean_logits(logits)
+    assert bad.tolist() == [True, False, True]
+    assert clean.argmax(-1).tolist() == [2, 1, 0]
+    _, bad = clean_logits(torch.tensor([[float("-inf")] * 2, [float("-inf"), 0.0]]))
+    assert bad.tolist() == [True, False]  # nothing is allowed: no token can be right
+
+
+# -- acceptance --------------------------------------------------------------------------------
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_every_acceptance_pattern(k: int) -> None:
+    for pattern in range(2**k):
+        target = torch.arange(10, 11 + k, dtype=torch.int32)
+        drafts = target[:-1].clone()
+        for i in range(k):
+            if not pattern >> i & 1:
+                drafts[i] = 99 if i % 2 else -1
+        expected = 1
+        while expected <= k and pattern >> (expected - 1) & 1:
+            expected += 1
+        lens = count_accepted(target[None], drafts[None])
+        assert lens.tolist() == [expected]
+        rows = mask_after(target[None], lens)
+        assert rows[0].tolist() == target[:expected].tolist() + [-1] * (k + 1 - expected)
+        assert last_accepted(rows, lens).tolist() == [target[expected - 1].item()]
+
+
+# -- slots -------------------------------------------------------------------------------------
+def test_slots_follow_the_block_table_and_stop_at_the_maximum() -> None:
+    table = torch.tensor([[5, 2, NULL_BLOCK], [7, NULL_BLOCK, NULL_BLOCK]], dtype=torch.int32)
+    positions = torch.tensor([[3, 4, 5], [2, 3, 4]])
+    guarded, inside = guard_positions(positions, max_seq_len=5)
+    assert guarded.tolist() == [[3, 4, 0], [2, 3, 4]]
+    slots = slot_mapping(table, guarded, inside, page_size=4)
+    assert slots.tolist() == [[5 * 4 + 3, 2 * 4, -1], [7 * 4 + 2, 7 * 4 + 3, -1]]
+
+
+# -- n-gram ------------------------------------------------------------------------------------
+def _lookup(tokens: list[int], k: int, longest: int, shortest: int, oldest: bool) -> list[int]:
+    for n in range(longest, shortest - 1, -1):
+        if n >= len(tokens):
+            continue
+        ends = [
+            e for e in range(n - 1, len(tokens) - 1) if tokens[e - n + 1 : e + 1] == tokens[-n:]
+        ]
+        if ends:
+            end = ends[0] if oldest else ends[-1]
+            text = list(tokens)
+            for i in range(k):
+                text.append(text[end + 1 + i])
+            return text[len(tokens) :]
+    return [-1] * k
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_ngram_equals_a_search_in_lists(
+    rows: list[list[int]], k: int, a: int, b: int, oldest: bool
+) -> None:
+    shortest, longest = min(a, b), max(a, b)
+    history = torch.full((len(rows), 26), 1, dtype=torch.int32)  # junk past the length
+    for i, row in enumerate(rows):
+        history[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    lens = torch.tensor([len(row) for row in rows])
+    drafts = propose_ngrams(history, lens, k, longest, shortest, oldest)
+    for row, draft in zip(rows, drafts.tolist(), strict=True):
+        assert draft == _lookup(row, k, longest, shortest, oldest)
+
+
+# -- layers ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_equals_float64(dtype: torch.dtype, bias: bool) -> None:
+    layer = Linear(96, 80, bias)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    layer = layer.to(dtype)
+    x = torch.randn(5, 96, dtype=dtype)
+    assert layer.weight is not None
+    expected = x.double() @ layer.weight.double().T
+    if layer.bias is not None:
+        expected = expected + layer.bias.double()
+    layer.pack()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(layer(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(576, 960), (1536, 576), (576, 3072)])
+def test_packed_bf16_rows_do_not_depend_on_their_number(shape: tuple[int, int]) -> None:
+    """What makes greedy bf16 text the same with and without speculation on CPU."""
+    torch.manual_seed(0)
+    for _ in range(20):
+        layer = Linear(*shape, bias=False).to(torch.bfloat16)
+        assert layer.weight is not None
+        torch.nn.init.normal_(layer.weight, std=0.05)
+        layer.pack()
+        if layer.weight is not None:
+            pytest.skip("this CPU has no bf16 instructions: the weight is not packed")
+        x = torch.randn(9, shape[0], dtype=torch.bfloat16)
+        one_by_one = torch.cat([layer(row[None]) for row in x])
+        for rows in range(2, 10):
+            assert torch.equal(layer(x[:rows]), one_by_one[:rows])
+
+
+@pytest.mark.parametrize(("splits_below", "expected"), [(1, 1), (2, 2), (6, 9)])
+def test_rows_are_padded_where_a_kernel_depends_on_their_number(
+    splits_below: int, expected: int
+) -> None:
+    """A kernel that rounds differently below some number of rows, as oneDNN's does on some CPUs."""
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        if x.shape[0] < splits_below:
+            return (x * 1.01).sum(-1, keepdim=True).bfloat16()
+        return x.sum(-1, keepdim=True).bfloat16()
+
+    assert find_min_rows(multiply, 64) == expected
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_equals_float64(offset: float) -> None:
+    norm = RMSNorm(48, 1e-5, offset)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(7, 48)
+    wide = x.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = (wide * scale * (norm.weight.double() + offset)).float()
+    torch.testing.assert_close(norm(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_offset_is_added_before_rounding() -> None:
+    """bf16 cannot hold 1.003, so a sum in the model's dtype would lose most of such weights."""
+    norm = RMSNorm(64, 1e-5, offset=1.0).to(torch.bfloat16)
+    torch.nn.init.normal_(norm.weight, std=3e-3)
+    x = torch.randn(50, 64).bfloat16()
+    wide = x.double()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    exact = (wide * scale * (1 + norm.weight.double())).bfloat16()
+    early = (wide * scale * (1 + norm.weight).double()).bfloat16()
+    assert (norm(x) == exact).float().mean() > 0.99
+    assert (early == exact).float().mean() < 0.9
+
+
+def test_bf16_norm_rows_do_not_depend_on_their_number() -> None:
+    norm = RMSNorm(576, 1e-5).to(torch.bfloat16)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(9, 576).bfloat16()
+    assert torch.equal(norm(x), torch.cat([norm(row[None]) for row in x]))
+
+
+def test_noise_never_reaches_the_ends() -> None:
+    """The largest hash once gave u = 1 and infinite noise: a token of probability zero won."""
+    ends = _to_open_interval(torch.tensor([0, 0xFFFFFFFF]))
+    assert ends[0] > 0 and ends[1] < 1
+    assert torch.isfinite(-torch.log(-torch.log(ends))).all()
+    noise = gumbel_noise(torch.arange(64), torch.arange(64), NoiseStream.TARGET, 1 << 18)
+    assert torch.isfinite(noise).all()  # 16.8 million draws: two per value
+
+
+def test_a_certain_token_is_always_sampled() -> None:
+    logits = torch.zeros(200, 49152)
+    logits[:, 7] = 100.0
+    for k, p in ((0, 1.0), (5, 1.0), (0, 0.5)):
+        tokens = sample_tokens(
+            logits, torch.ones(200), torch.full((200,), k), torch.full((200,), p),
+            torch.arange(200), torch.arange(200),
+        )  # fmt: skip
+        assert (tokens == 7).all()

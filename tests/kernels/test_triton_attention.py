@@ -1,0 +1,262 @@
+"""The Triton kernel against its twin: on a GPU as compiled, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.metadata.attention import (
+    NULL_BLOCK,
+    NUM_RESERVED_BLOCKS,
+    AttentionMetadata,
+    KVGroup,
+)
+from trtspec.ops.step.slots import draft_step_metadata, slot_mapping
+
+triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # all that the interpreter takes
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+GRID = [
+    # rows, q heads, kv heads, dim, page, lengths, window
+    *product([1, 4], [(6, 2)], [16], [4, 32], [[1, 7, 130]], [None]),
+    (8, (4, 4), 64, 32, [70, 5], None),
+    (3, (9, 3), 64, 16, [200], 17),
+    (1, (8, 1), 128, 64, [65, 64, 63], 64),
+    (2, (2, 1), 256, 32, [33], None),
+    (1, (6, 2), 48, 8, [9, 100], 5),
+    (3, (2, 1), 512, 32, [70], 30),
+    (2, (6, 2), 8, 8, [9, 100], None),
+    (65, (8, 1), 64, 16, [20, 3], 30),  # more rows than one tile holds
+]
+
+
+def make_pass(
+    lengths: list[int], rows: int, kv_heads: int, dim: int, page: int, max_seq_len: int
+) -> AttentionMetadata:
+    """Generation rows at the ends of texts of `lengths`, random caches, scattered blocks."""
+    generator = torch.Generator().manual_seed(len(lengths) * 31 + rows)
+    pages = [-(-(n + rows) // page) for n in lengths]
+    total = NUM_RESERVED_BLOCKS + sum(pages)
+    order = list(range(NUM_RESERVED_BLOCKS, total))
+    random.Random(0).shuffle(order)
+    table = torch.zeros(len(lengths), max(pages) + 2, dtype=torch.int32)
+    for i, count in enumerate(pages):
+        table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
+    caches = [torch.randn(1, total, page, kv_heads, dim, generator=generator) for _ in range(2)]
+    for cache in caches:
+        cache[:, 0] = 0
+    positions = torch.tensor([[n + r for r in range(rows)] for n in lengths])
+    group = KVGroup(*(cache.to(DEVICE) for cache in caches))
+    meta = AttentionMetadata(
+        context_lens=(), num_generations=len(lengths), rows_per_generation=rows,
+        position_ids=positions.flatten().to(DEVICE),
+        kv_lens=(positions[:, -1] + 1).to(torch.int32).to(DEVICE),
+        max_kv_len=max(lengths) + rows, kv_groups=(group,), block_tables=(table.to(DEVICE),),
+        slot_mappings=(torch.empty(0, dtype=torch.int64),), max_seq_len=max_seq_len,
+    )  # fmt: skip
+    return draft_step_metadata(meta, positions.to(DEVICE), 0)
+
+
+@pytest.mark.parametrize(("rows", "heads", "dim", "page", "lengths", "window"), GRID)
+def test_equals_torch(
+    rows: int, heads: tuple[int, int], dim: int, page: int, lengths: list[int], window: int | None
+) -> None:
+    q_heads, kv_heads = heads
+    meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=4096)
+    generator = torch.Generator().manual_seed(1)
+    count = len(lengths) * rows
+    q, k, v = (
+        torch.randn(count, h, dim, generator=generator).to(DEVICE)
+        for h in (q_heads, kv_heads, kv_heads)
+    )
+    outs = []
+    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+        outs.append(backend.forward(q, k, v, meta, kv_group=0, layer=0, window=window))
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("programs", "join_programs"), [(1, 1), (5, 6), (24, 1000), (1000, 9)])
+def test_any_cut_of_ragged_texts_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, window: int | None
+) -> None:
+    """Requests of one part, of full parts alone, and of full parts and a rest; joined in one turn
+    and in several."""
+    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
+    monkeypatch.setattr(triton_paged, "JOIN_PROGRAMS", join_programs)
+    rows, lengths = 3, [1, 350, 29, 13, 160]
+    meta = make_pass(lengths, rows, 2, 16, 8, max_seq_len=4096)
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(len(lengths) * rows, 6, 16, generator=generator).to(DEVICE)
+    ours, twin = (
+        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "page", "window"),
+    [
+        ((6, 2), 16, 4, None),
+        ((9, 3), 64, 16, 40),
+        ((4, 4), 48, 8, 7),
+        ((8, 1), 256, 32, None),
+        ((2, 1), 512, 32, 40),
+    ],
+)
+def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | None) -> None:
+    """Whole prompts and later chunks, of one tile and of several, beside generations."""
+    starts, counts = [0, 0, 61, 130], [1, 90, 5, 100]
+    lengths, rows = [9, 70], 2
+    q_heads, kv_heads = heads
+    spans = [*zip(starts, counts, strict=True), *((n, rows) for n in lengths)]
+    texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    meta = replace(
+        texts, context_lens=tuple(counts), context_starts=tuple(starts),
+        num_generations=len(lengths), rows_per_generation=rows, position_ids=positions,
+        max_kv_len=max(s + n for s, n in spans), derived={},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(len(positions), q_heads, dim, generator=generator).to(DEVICE)
+    ours, twin = (
+        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room"), [
+    ((4, 2), 64, None, None, True), ((3, 1), 64, 250, 2.0, True), ((4, 1), 128, None, None, True),
+    ((4, 1), 128, 300, None, True), ((4, 1), 128, 150, None, False), ((2, 1), 96, 40, None, True),
+    ((2, 1), 256, 130, 2.0, True), ((2, 1), 256, None, None, False), ((2, 1), 512, None, 2.0, True),
+])  # fmt: skip
+def test_blocks_that_every_row_sees(
+    heads: tuple[int, int], dim: int, window: int | None, softcap: float | None, has_room: bool,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Long texts, beginnings and later chunks, against fp32; a tile of no rows writes nowhere."""
+    monkeypatch.setattr(triton_paged, "_has_room", lambda _: has_room)
+    page, spans = 16, [(0, 70), (390, 37), (63, 2), (62, 3), (126, 3), (128, 1)]
+    q_heads, kv_heads = heads
+    texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)
+    group = _of_dtype(texts.kv_groups[0], dtype)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    generator = torch.Generator().manual_seed(6)
+    rows = len(positions) + 1  # the last is of no text
+    q = torch.randn(rows, q_heads, dim, generator=generator).to(dtype).to(DEVICE)
+    k_slots, v_slots = group.layer_slots[0]
+    size, start = triton_paged._context_tile(q, k_slots), 0
+    tiles: list[tuple[int, int, int]] = [(2, rows - 1, 0)]
+    for i, (_, count) in enumerate(spans):
+        tiles += [(i, start + j, min(size, count - j)) for j in range(0, count, size)]
+        start += count
+    out = torch.full_like(q, torch.nan)
+    triton_paged.context_attention(
+        q, k_slots, v_slots, texts.block_tables[0], torch.cat([positions, positions[:1]]),
+        torch.tensor(tiles, dtype=torch.int32, device=DEVICE), size, page, window, out,
+        softcap=softcap,
+    )  # fmt: skip
+    assert out[-1].isnan().all()
+    meta = replace(
+        texts, context_lens=tuple(n for _, n in spans), num_generations=0, rows_per_generation=1,
+        context_starts=tuple(s for s, _ in spans), position_ids=positions, derived={},
+        kv_groups=(_of_dtype(group, torch.float32),),
+    )  # fmt: skip
+    twin = TorchAttention().attend(
+        q[:-1].float(), meta, kv_group=0, layer=0, window=window, softcap=softcap
+    )
+    near = 2e-5 if dtype == torch.float32 else 1e-2  # weights of values are rounded
+    torch.testing.assert_close(out[:-1].float(), twin, atol=near, rtol=near)
+
+
+def _of_dtype(group: KVGroup, dtype: torch.dtype) -> KVGroup:
+    return KVGroup(group.k_cache.to(dtype), group.v_cache.to(dtype))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("softcap", "scale"), [(2.0, None), (0.5, 1.0), (50.0, 0.1)])
+def test_capped_scores(window: int | None, softcap: float, scale: float | None) -> None:
+    """Of contexts and of generations beside them."""
+    starts, counts, lengths, rows = [0, 130], [90, 100], [9, 200], 2
+    spans = [*zip(starts, counts, strict=True), *((n, rows) for n in lengths)]
+    texts = make_pass([s + n for s, n in spans], 1, 2, 16, 8, max_seq_len=4096)
+    positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
+    meta = replace(
+        texts, context_lens=tuple(counts), context_starts=tuple(starts),
+        num_generations=len(lengths), rows_per_generation=rows, position_ids=positions,
+        max_kv_len=max(s + n for s, n in spans), derived={},
+    )  # fmt: skip
+    q = 3 * torch.randn(len(positions), 6, 16, generator=torch.Generator().manual_seed(5))
+    options: Any = {"kv_group": 0, "layer": 0, "window": window, "scale": scale}
+    ours, twin, plain = (
+        backend.attend(q.to(DEVICE), meta, **options, softcap=cap)
+        for backend, cap in (
+            (triton_paged.TritonAttention(), softcap), (TorchAttention(), softcap),
+            (TorchAttention(), None),
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(ours, twin, atol=1e-4, rtol=1e-4)
+    assert (twin - plain).abs().max() > 1e-2
+
+
+def test_rows_past_the_maximum_length_are_inert() -> None:
+    meta = make_pass([30, 5], 4, 2, 16, 8, max_seq_len=32)
+    assert meta.position_ids.tolist()[:4] == [30, 31, 0, 0]
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(8, h, 16, generator=generator).to(DEVICE) for h in (4, 2, 2))
+    ours, twin = (
+        backend.forward(q, k, v, meta, kv_group=0, layer=0, window=None)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
+    assert torch.isfinite(ours).all()
+
+
+def test_slots_of_positions_without_a_block_are_nowhere() -> None:
+    table = torch.tensor([[5, 0]], dtype=torch.int32)
+    positions = torch.tensor([[3, 4]])
+    assert slot_mapping(table, positions, positions >= 0, 4).tolist() == [[23, -1]]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("is_context", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_blocks_behind_the_window_are_not_missed(
+    rows: int, is_context: bool, dtype: torch.dtype
+) -> None:
+    """They were given back: the table has the null block there, and others write to them."""
+    lengths, page, window, kv_heads, dim = [200, 9, 77], 8, 21, 2, 16
+    meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=4096)
+    if is_context:
+        meta = replace(
+            meta, context_lens=(rows,) * 3, context_starts=tuple(lengths), num_generations=0,
+            derived={},
+        )  # fmt: skip
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(len(lengths) * rows, 6, dim, generator=generator).to(dtype).to(DEVICE)
+    meta = replace(meta, kv_groups=(_of_dtype(meta.kv_groups[0], dtype),))
+    given = {"kv_group": 0, "layer": 0, "window": window}
+    near = 2e-5 if dtype == torch.float32 else 1e-2
+    whole = TorchAttention().attend(q, meta, **given)
+    table, group = meta.block_tables[0].clone(), meta.kv_groups[0]
+    for i, length in enumerate(lengths):
+        behind = max(0, length - window + 1) // page
+        group.k_cache[:, table[i, :behind]] = torch.nan
+        group.v_cache[:, table[i, :behind]] = torch.nan
+        table[i, :behind] = NULL_BLOCK
+    group.k_cache[:, NULL_BLOCK] = group.v_cache[:, NULL_BLOCK] = 0
+    for backend in (TorchAttention(), triton_paged.TritonAttention()):
+        freed = replace(meta, block_tables=(table,), derived={})
+        torch.testing.assert_close(backend.attend(q, freed, **given), whole, atol=near, rtol=near)

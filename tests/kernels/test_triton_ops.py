@@ -1,0 +1,158 @@
+"""Triton's small operations against their torch twins; in the interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trtspec.layers.norm import RMSNorm
+from trtspec.ops.layer.rope import Rope, apply_rope
+
+triton_ops = pytest.importorskip("trtspec.ops.layer.triton", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+# The interpreter truncates where a GPU rounds, so bf16 is for the GPU alone.
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
+    rounding = 2e-2 if twin.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours, twin, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 48, 576])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype: torch.dtype, size: int, offset: float) -> None:
+    x, weight = _random(5, 2 * size, dtype=dtype)[:, :size], _random(size, dtype=dtype, seed=3)
+    expected = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
+    _close(triton_ops.rms_norm(x, weight, 1e-5, offset), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 48, 576])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("has_scalar", [False, True])
+def test_add_normed(dtype: torch.dtype, size: int, offset: float, has_scalar: bool) -> None:
+    residual, x = _random(5, 2 * size, dtype=dtype).chunk(2, dim=-1)
+    weight, scalar = _random(size, dtype=dtype, seed=3), _random(1, dtype=dtype, seed=7)
+    normed = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
+    expected = (residual + normed) * (scalar if has_scalar else 1)
+    ours = triton_ops.add_normed(residual, x, weight, 1e-5, offset, scalar if has_scalar else None)
+    _close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [8, 80, 1536])
+def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
+    x = 4 * _random(3, 2 * inner, dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    _close(triton_ops.silu_and_mul(x), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [8, 80, 1536])
+def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
+    x = 4 * _random(3, 2 * inner, dtype=dtype)
+    x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    _close(triton_ops.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_with_a_scale(dtype: torch.dtype) -> None:
+    table = nn.Embedding(30, 40).to(DEVICE, dtype)
+    ids = torch.tensor([3, -1, 29, 40], device=DEVICE)
+    scale = torch.tensor(48**0.5, dtype=dtype).item()
+    expected = table.weight[ids.clamp(0, 29)] * scale
+    assert torch.equal(triton_ops.embed(ids, table.weight, scale), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(6, 8), (9, 64), (4, 48)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rope_queries(dtype: torch.dtype, heads: int, dim: int, offset: float) -> None:
+    q = _random(5, heads, 2 * dim, dtype=dtype)[..., :dim]
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    positions = torch.tensor([3, 19, 0, 7, 7], device=DEVICE)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
+    norm = RMSNorm(dim, 1e-5, offset)
+    norm.weight.data = _random(dim, dtype=dtype, seed=5)
+    normed = F.rms_norm(q.float(), (dim,), norm.weight.float() + offset, 1e-5).to(dtype)
+    _close(triton_ops.rope_queries(q, rope, norm), apply_rope(normed, *rope.rotation(dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_and_write_norms_values(dtype: torch.dtype) -> None:
+    dim, slots = 16, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
+    qkv = 3 * _random(5, 9, dim, dtype=dtype)
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), torch.arange(5, device=DEVICE))
+    norms = RMSNorm(dim, 1e-5), RMSNorm(dim, 1e-5)
+    for i, norm in enumerate(norms):
+        norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
+    results = []
+    for norms_values in (False, True):
+        k_slots, v_slots = (torch.zeros(12, 2, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+        q = triton_ops.rope_and_write(
+            qkv, rope, 5, k_slots, v_slots, slots, 11, norms, False, norms_values
+        )
+        results.append((q, k_slots, v_slots))
+    plain, normed = results
+    assert torch.equal(plain[0], normed[0]) and torch.equal(plain[1], normed[1])
+    _close(normed[2][slots], F.rms_norm(qkv[:, 7:], (dim,), eps=1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
+@pytest.mark.parametrize("keeps_finite", [False, True])
+@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])  # None is without norms
+@pytest.mark.parametrize("few_heads", [0, 1024])  # several heads to a program, or one
+def test_rope_and_write(
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    dim: int,
+    keeps_finite: bool,
+    norm_offset: float | None,
+    few_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q_heads, kv_heads = heads
+    monkeypatch.setattr(triton_ops, "FEW_HEADS", few_heads)
+    rows, slots = 5, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
+    qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
+    if keeps_finite:
+        qkv[1, q_heads, 3], qkv[2, -1, 1], qkv[3, 0, 0] = float("nan"), float("inf"), float("-inf")
+    angles = _random(20, dim // 2, dtype=torch.float32, seed=4)
+    positions = torch.tensor([3, 19, 0, 7, 7], device=DEVICE)
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
+    norms = None
+    if norm_offset is not None:
+        norms = RMSNorm(dim, 1e-5, norm_offset), RMSNorm(dim, 1e-5, norm_offset)
+        for i, norm in enumerate(norms):
+            norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
+    k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
+    q = triton_ops.rope_and_write(
+        qkv, rope, q_heads, k_slots, v_slots, slots, 11, norms, keeps_finite
+    )
+    clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
+    qk = clean[:, : q_heads + kv_heads]
+    if norms is not None:
+        parts = qk.float().split([q_heads, kv_heads], dim=1)
+        weights = [norm.weight.float() + norm.offset for norm in norms]
+        normed = [F.rms_norm(p, (dim,), w, 1e-5) for p, w in zip(parts, weights, strict=True)]
+        qk = torch.cat(normed, dim=1).to(dtype)
+    turned = apply_rope(qk, *rope.rotation(dtype))
+    _close(q, turned[:, :q_heads])
+    _close(k_slots[slots], turned[:, q_heads:])
+    assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])
+    untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
+    assert not k_slots[untouched].any() and not v_slots[untouched].any()

@@ -1,0 +1,326 @@
+"""Configs, RoPE tables and target logits against transformers' own models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import prefill_metadata, tiny_model_dir
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.config import DecoderConfig
+from trtspec.models.rope import build_cos_sin
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+LENGTHS = [5, 37, 1, 20]
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    ("llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    ("llama", {"rope_parameters": YARN, "attention_bias": True}),
+    ("llama", {"rope_parameters": LINEAR, "mlp_bias": True, "rms_norm_eps": 1e-2}),
+    ("mistral", {"sliding_window": None, "head_dim": 16}),
+    ("mistral", {"sliding_window": 7}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    ("qwen3", {"head_dim": 16}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
+    (
+        "qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+]
+
+
+def _prompts(vocab_size: int, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def _logit_error(path: Path, prompts: list[torch.Tensor]) -> tuple[float, float]:
+    """Largest difference from transformers in fp32, and the standard deviation of its logits."""
+    reference = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
+    with torch.no_grad():
+        hidden = model(torch.cat(prompts), positions, meta)
+        logits = model.compute_logits(hidden)
+        expected = torch.cat([reference(prompt[None]).logits[0] for prompt in prompts])
+    assert logits.shape == expected.shape and logits.dtype == torch.float32
+    return (logits - expected).abs().max().item(), expected.std().item()
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    path = tiny_model_dir(tmp_path, family, **overrides)
+    error, spread = _logit_error(path, _prompts(97))
+    assert spread > 0.5  # flat logits would agree whatever the model does
+    assert error < 1e-4
+
+
+@pytest.mark.parametrize("change", ["sliding_window", "rope", "eps"])
+def test_the_comparison_notices_config(tmp_path: Path, change: str) -> None:
+    """What one config field does to the logits is far above the tolerance used above."""
+    path = tiny_model_dir(tmp_path, "mistral", sliding_window=7)
+    prompts = torch.cat(_prompts(97, [37]))
+    logits = []
+    for changed in (False, True):
+        if changed:
+            raw = json.loads((path / "config.json").read_text())
+            raw |= {
+                "sliding_window": {"sliding_window": None},
+                "rope": {"rope_parameters": LINEAR},
+                "eps": {"rms_norm_eps": 1e-2},
+            }[change]
+            (path / "config.json").write_text(json.dumps(raw))
+        model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+        meta, positions = prefill_metadata(model.config, [37])
+        with torch.no_grad():
+            logits.append(model.compute_logits(model(prompts, positions, meta)))
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+def test_out_of_vocabulary_rows_are_harmless(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path)
+    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    meta, positions = prefill_metadata(model.config, [3])
+    assert model(torch.tensor([1, -1, 97]), positions, meta).isfinite().all()
+
+
+# -- RoPE ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e5},
+        LLAMA3,
+        LINEAR,
+        YARN,
+        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+        {**YARN, "attention_factor": 1.5, "truncate": False},
+    ],
+)
+def test_rope_table_is_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    path = tiny_model_dir(tmp_path, rope_parameters=rope, head_dim=32)
+    rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(path))
+    cos, sin = rotary(torch.zeros(1), torch.arange(256)[None])  # [1, 256, 32], halves repeated
+    table = build_cos_sin(load_config(path))
+    assert table.shape == (256, 32) and table.dtype == torch.float32
+    assert torch.equal(table[:, :16], cos[0, :, :16])
+    assert torch.equal(table[:, 16:], sin[0, :, :16])
+
+
+def test_rope_table_ignores_the_default_device(tmp_path: Path) -> None:
+    config = load_config(tiny_model_dir(tmp_path, rope_parameters=LLAMA3))
+    with torch.device("meta"):
+        assert build_cos_sin(config).device.type == "cpu"
+
+
+def test_rope_refuses_an_unknown_type() -> None:
+    sizes = dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"), 8
+    )
+    config = DecoderConfig(
+        **sizes,
+        num_kv_heads=8,
+        head_dim=8,
+        max_position_embeddings=8,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    )
+    with pytest.raises(ConfigError, match=r"'dynamic'.*allowed are default, linear"):
+        build_cos_sin(config)
+
+
+# -- load_config --------------------------------------------------------------------------------
+def _write(path: Path, **fields: Any) -> Path:
+    """A config.json as old checkpoints have it, with `fields` on top."""
+    raw = {
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        **fields,
+    }
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+def test_old_rope_fields(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    config = load_config(_write(tmp_path, rope_theta=5e5, rope_scaling=scaling))
+    assert config.rope_parameters["rope_type"] == "linear"
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert config.rope_parameters["factor"] == 2.0
+    assert load_config(_write(tmp_path)).rope_parameters["rope_theta"] == 1e4
+    llama3 = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    config = load_config(_write(tmp_path, rope_theta=5e5, rope_scaling=llama3))
+    assert config.rope_parameters == {**LLAMA3, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({}, (False, False, False, False)),
+        ({"attention_bias": True, "mlp_bias": True}, (True, True, True, False)),
+        ({"model_type": "mistral", "attention_bias": True}, (False, False, False, False)),
+        ({"model_type": "qwen2"}, (True, False, False, False)),
+        ({"model_type": "qwen3"}, (False, False, False, True)),
+        ({"model_type": "qwen3", "attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_flags(tmp_path: Path, fields: dict[str, Any], flags: tuple[bool, ...]) -> None:
+    config = load_config(_write(tmp_path, **fields))
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == flags
+    assert config.raw["hidden_size"] == 48
+
+
+@pytest.mark.parametrize(
+    ("fields", "head_dim"),
+    [
+        ({}, 8),
+        ({"head_dim": None}, 8),
+        ({"head_dim": 32}, 32),
+        ({"model_type": "qwen2"}, 8),
+        ({"model_type": "qwen3"}, 128),
+        ({"model_type": "mistral"}, 8),
+    ],
+)
+def test_head_dim(tmp_path: Path, fields: dict[str, Any], head_dim: int) -> None:
+    assert load_config(_write(tmp_path, **fields)).head_dim == head_dim
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"sliding_window": 5}, (None,) * 4),  # llama has none
+        ({"model_type": "mistral", "sliding_window": 5}, (5,) * 4),
+        ({"model_type": "mistral", "sliding_window": None}, (None,) * 4),
+        ({"model_type": "mistral"}, (4096,) * 4),  # the family's default
+        ({"model_type": "qwen2", "sliding_window": 5, "max_window_layers": 1}, (None,) * 4),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            (None, None, None, 5),
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (5, None, 5, None),
+        ),
+    ],
+)
+def test_windows(tmp_path: Path, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert load_config(_write(tmp_path, **fields)).layer_windows == windows
+
+
+def test_eos_is_the_union_of_both_files(tmp_path: Path) -> None:
+    _write(tmp_path, eos_token_id=7)
+    assert load_config(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert load_config(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 4}')
+    _write(tmp_path, eos_token_id=[5, 6])
+    assert load_config(tmp_path).eos_token_ids == (5, 6, 4)
+    (tmp_path / "generation_config.json").write_text("{}")
+    _write(tmp_path, eos_token_id=None)
+    assert load_config(tmp_path).eos_token_ids == ()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"eos_token_id='</s>'"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({}, "float32")],
+)
+def test_dtype(tmp_path: Path, fields: dict[str, Any], dtype: str) -> None:
+    assert load_config(_write(tmp_path, **fields)).dtype == dtype
+
+
+QWEN_SLIDING = {"model_type": "qwen3", "sliding_window": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, r"model_type=None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'.*default, linear"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, r"rope_type='longrope'"),
+        ({"rope_parameters": {"rope_type": "new", "rope_theta": 1e4}}, r"rope_type='new'"),
+        ({"rope_scaling": {"type": "linear"}}, r"cannot read.*factor"),
+        (
+            {**QWEN_SLIDING, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"one flat object",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"'gptq'.*unquantised"),
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu'.*'silu'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            r"partial_rotary_factor=0.25",
+        ),
+        ({"num_key_value_heads": 4}, r"num_attention_heads=6 .* num_key_value_heads=4"),
+        ({"head_dim": 3}, r"head_dim=3 must be even"),
+        ({"hidden_size": "48"}, r"cannot read.*hidden_size"),
+        ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window=0"),
+        ({**QWEN_SLIDING, "layer_types": ["sliding_attention"] * 4}, r"use_sliding_window=False"),
+        ({**QWEN_SLIDING, "layer_types": ["full_attention"] * 3}, r"layer_types|num_hidden_layers"),
+    ],
+)
+def test_refusals(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_config(_write(tmp_path, **fields))
+    assert "config.json" in str(caught.value)
+
+
+def test_missing_and_broken_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        load_config(tmp_path)
+    for text, message in (("{", "cannot be read as JSON"), ("[1]", "holds a list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            load_config(tmp_path)

@@ -1,0 +1,408 @@
+"""Mixtures of experts: routing, experts and whole targets against transformers and float64."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_executor import VOCAB, Oracle
+from test_models import _logit_error, _prompts
+from tiny import OF_FAMILY, tiny_model_dir
+from tiny_heads import mtp_model_dir
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.hf_config import load_config
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.layers.experts import Experts, grouped_experts, route
+from trtspec.layers.linear import Linear
+from trtspec.layers.norm import RMSNorm
+from trtspec.models.config import DecoderConfig, MoEConfig
+from trtspec.models.decoder import feed_forward
+from trtspec.models.drafters.mtp import mtp_decoder_config
+from trtspec.models.moe import MoE
+from trtspec.ops.layer.activation import gate_and_mul
+from trtspec.train.new_head import NewHead, create_head
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("glm4_moe", {}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1}),
+    ("glm4_moe", {"n_shared_experts": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}),
+    ("glm4_moe", {"partial_rotary_factor": 0.25, "first_k_dense_replace": 2}),
+    ("glm4_moe", {"partial_rotary_factor": 1.0, "first_k_dense_replace": 3}),
+    ("glm4_moe", {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
+                            "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
+    }),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 7}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    path = tiny_model_dir(tmp_path, family, **overrides)
+    if "partial_rotary_factor" in overrides:
+        assert load_config(path).rotary_dim == 16 * overrides["partial_rotary_factor"]
+    error, spread = _logit_error(path, _prompts(97))
+    assert spread > 0.5
+    assert error < 1e-4
+
+
+# -- routing and experts -------------------------------------------------------------------------
+def _naive_route(
+    logits: Tensor, bias: Tensor | None, top_k: int, n_group: int, topk_group: int, **how: Any
+) -> Tensor:
+    """[T, E] float64: the weight of each expert, 0 where it was not chosen."""
+    scores = logits.double()
+    scores = scores.sigmoid() if how["scoring"] == "sigmoid" else scores.softmax(-1)
+    out = torch.zeros_like(scores)
+    size = scores.shape[1] // n_group
+    for row, own in zip(out, scores.tolist(), strict=True):
+        wanted = [s + (0 if bias is None else float(bias[e])) for e, s in enumerate(own)]
+        groups = [range(i, i + size) for i in range(0, len(own), size)]
+        groups.sort(key=lambda g: -sum(sorted((wanted[e] for e in g), reverse=True)[:2]))
+        chosen = sorted((e for g in groups[:topk_group] for e in g), key=lambda e: -wanted[e])
+        total = sum(own[e] for e in chosen[:top_k]) if how["normalize"] else 1.0
+        for e in chosen[:top_k]:
+            row[e] = own[e] / total * how["scale"]
+    return out
+
+
+_ROUTES = [  # experts, chosen, groups, searched groups, scoring, normalize, scale
+    (8, 2, 4, 2, "sigmoid", True, 2.5),
+    (8, 1, 2, 1, "sigmoid", False, 1.0),
+    (160, 8, 1, 1, "sigmoid", True, 1.0),
+    (256, 8, 8, 4, "sigmoid", True, 2.0),
+    (36, 5, 3, 2, "softmax", True, 1.0),
+    (6, 6, 1, 1, "softmax", False, 1.0),
+]
+_FIELDS = ("experts", "top_k", "n_group", "topk_group", "scoring", "normalize", "scale")
+ROUTES = [dict(zip(_FIELDS, values, strict=True)) for values in _ROUTES]
+
+
+def dense_weights(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """[T, E]: what `route` returned, in one form whatever the order of its choices."""
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+    out = torch.zeros(len(ids), experts, dtype=weights.dtype, device=ids.device)
+    return out.scatter(1, ids, weights)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("options", ROUTES)
+def test_route_equals_a_loop(options: dict[str, Any], has_bias: bool) -> None:
+    options = dict(options)
+    experts, top_k = options.pop("experts"), options.pop("top_k")
+    generator = torch.Generator().manual_seed(experts)
+    logits = torch.randn(40, experts, generator=generator)
+    bias = torch.randn(experts, generator=generator) * 0.3 if has_bias else None
+    ids, weights = route(logits, bias, top_k, **options)
+    expected = _naive_route(logits, bias, top_k, **options)
+    torch.testing.assert_close(
+        dense_weights(ids, weights, experts).double(), expected, atol=1e-6, rtol=1e-5
+    )
+
+
+BLOCKS = {
+    "glm4_moe": (Glm4MoeMoE, OF_FAMILY["glm4_moe"]),
+    "deepseek_v3": (DeepseekV3MoE, OF_FAMILY["glm4_moe"]),
+    "qwen3_moe": (Qwen3MoeSparseMoeBlock, OF_FAMILY["qwen3_moe"]),
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_the_module_equals_transformers(tmp_path: Path, family: str) -> None:
+    """hidden + MoE(norm(hidden)), packed and not."""
+    block_class, fields = BLOCKS[family]
+    size = 64
+    torch_config = AutoConfig.for_model(family, hidden_size=64, **fields)
+    torch_config._experts_implementation = "eager"
+    block = block_class(torch_config)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in block.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+    ours = _as_ours(block, family, size)
+    norm = RMSNorm(size, 1e-5)
+    norm.weight.data = 1 + 0.2 * torch.randn(size, generator=generator)
+    hidden = torch.randn(23, size, generator=generator)
+    with torch.no_grad():
+        expected = block(norm(hidden)[None])
+        expected = hidden + (expected[0] if isinstance(expected, tuple) else expected)[0]
+        torch.testing.assert_close(ours(hidden.clone(), norm), expected, atol=2e-5, rtol=1e-5)
+        ours.experts.pack()
+        for rows in (1, 2, 5, 23):
+            torch.testing.assert_close(
+                ours(hidden[:rows].clone(), norm), expected[:rows], atol=2e-5, rtol=1e-5
+            )
+
+
+def _as_ours(block: torch.nn.Module, family: str, size: int) -> MoE:
+    if family == "qwen3_moe":
+        moe = MoEConfig(6, 2, 24, scoring="softmax", has_correction_bias=False)
+    else:
+        moe = MoEConfig(8, 3, 24, 48, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+    ours, tensors = _moe_of(moe, size), block.state_dict()
+    state = {name: t for name, t in tensors.items() if not name.startswith("shared_experts.")}
+    if ours.shared_experts is not None:
+        gate, up, down = (
+            tensors[f"shared_experts.{p}_proj.weight"] for p in ("gate", "up", "down")
+        )
+        state["shared_experts.gate_up_proj.weight"] = torch.cat([gate, up])
+        state["shared_experts.down_proj.weight"] = down
+    ours.load_state_dict(state)
+    return ours
+
+
+def _moe_of(moe: MoEConfig, size: int) -> MoE:
+    config = DecoderConfig(
+        vocab_size=8, hidden_size=size, intermediate_size=8, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=8, max_position_embeddings=8, rms_norm_eps=1e-5,
+        rope_parameters={}, moe=moe,
+    )  # fmt: skip
+    layer = feed_forward(config, 0)
+    assert isinstance(layer, MoE)
+    return layer
+
+
+def random_experts(
+    rows: int, count: int, top_k: int, size: int, inner: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Experts, Tensor, Tensor, Tensor]:
+    """Experts, x [T, D], ids [T, k] and weights [T, k]; one expert is chosen by nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = Experts(count, size, inner)
+    for parameter in experts.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+        parameter.data = noise.to(dtype)
+    x = torch.randn(rows, size, generator=generator).to(dtype)
+    ids = torch.rand(rows, count, generator=generator)
+    ids[:, count // 2] = -1.0
+    return experts, x, ids.topk(top_k).indices, torch.rand(rows, top_k, generator=generator)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+BETWEEN: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {  # ours, and of gate and up
+    "silu": (gate_and_mul("silu"), lambda gate, up: gate * gate.sigmoid() * up),
+    "gelu_tanh": (gate_and_mul("gelu_tanh"), lambda gate, up: _gelu_tanh(gate) * up),
+    "clamped": (
+        gate_and_mul("silu", 0.3),
+        lambda gate, up: (
+            (gate * gate.sigmoid()).minimum(torch.full_like(gate, 0.3))
+            * up.maximum(torch.full_like(up, -0.3)).minimum(torch.full_like(up, 0.3))
+        ),
+    ),
+}
+
+
+def naive_experts(
+    experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, between: str = "silu"
+) -> Tensor:
+    """One row and one choice at a time, float64."""
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t, row in enumerate(x.double()):
+        for e, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
+            gate, up = (experts.gate_up_proj[e].double() @ row).chunk(2)
+            inner = BETWEEN[between][1](gate, up)
+            out[t] += weight * (experts.down_proj[e].double() @ inner)
+    return out
+
+
+@pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 8, 2), (7, 8, 3), (30, 5, 1), (3, 40, 8)])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_experts_equal_a_loop(rows: int, count: int, top_k: int, between: str) -> None:
+    """The CPU's way, packed and not, and what CUDA runs without kernels of its own."""
+    experts, x, ids, weights = random_experts(rows, count, top_k, 32, 24, torch.float32)
+    experts.gate_and_mul = BETWEEN[between][0]
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    expected = naive_experts(experts, x, ids, weights, between).float()
+    stacked = experts.gate_up_proj, experts.down_proj, experts.gate_and_mul
+    for out in (grouped_experts(x, ids, weights, *stacked), experts(x, ids, weights)):
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-5)
+    experts.pack()
+    assert experts.gate_up_proj is None
+    torch.testing.assert_close(experts(x, ids, weights), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="weights are packed where oneDNN can"
+)
+def test_a_row_in_bf16_does_not_depend_on_the_rows_beside_it() -> None:
+    size, generator = 64, torch.Generator().manual_seed(1)
+    layer = _moe_of(MoEConfig(8, 3, 48, 96, n_group=4, topk_group=2), size)
+    for parameter in layer.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+        parameter.data = noise.to(parameter.dtype if parameter.ndim == 1 else torch.bfloat16)
+    for module in layer.modules():
+        if isinstance(module, Linear | Experts):
+            module.pack()
+    norm = RMSNorm(size, 1e-5)
+    norm.weight.data = torch.ones(size, dtype=torch.bfloat16)
+    hidden = torch.randn(9, size, generator=generator).bfloat16()
+    with torch.no_grad():
+        together = layer(hidden.clone(), norm)
+        for rows in range(1, 9):
+            assert torch.equal(layer(hidden[:rows].clone(), norm), together[:rows])
+
+
+def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:
+    experts, x, ids, weights = random_experts(6, 4, 1, 16, 8, torch.float32)
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    broken = int(ids[0, 0])
+    experts.down_proj.data[broken] = torch.inf
+    stacked = experts.gate_up_proj, experts.down_proj
+    for out in (experts(x, ids, weights), grouped_experts(x, ids, weights, *stacked)):
+        finite = torch.isfinite(out).all(-1)
+        assert finite.tolist() == (ids[:, 0] != broken).tolist()
+
+
+# -- decoding ------------------------------------------------------------------------------------
+MTP: dict[str, dict[str, Any]] = {
+    "vanilla": {"use_mtp_vanilla": True},
+    "eagle": {},
+    "eagle_two_engine": {"mtp_eagle_one_model": False},
+}
+
+
+@pytest.fixture(scope="module", params=["glm", "qwen3_next"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = mtp_model_dir(
+        tmp_path_factory.mktemp("target"), layout=request.param, num_mtp_layers=3, seed=1
+    )
+    return path, Oracle(path)
+
+
+@pytest.mark.parametrize("mode", [None, *MTP])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pool", ["roomy", "tight"])
+def test_greedy_equals_transformers(
+    target: Any, mode: str | None, chunked: bool, overlap: bool, pool: str
+) -> None:
+    path, oracle = target
+    spec = None if mode is None else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
+    llm = LLM(
+        path, spec, device="cpu", dtype="float32", max_batch_size=4, max_seq_len=96,
+        max_num_tokens=24 if chunked else 256, enable_chunked_prefill=chunked,
+        kv_cache_config=KvCacheConfig(
+            max_tokens=1024 if pool == "roomy" else 112, tokens_per_block=8
+        ),
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
+    if pool == "tight":
+        assert llm.executor.stats().num_preemptions > 0
+    llm.executor.kv_cache.check_integrity()
+
+
+def test_mtp_layers_are_mixtures_by_their_number_behind_the_target(tmp_path: Path) -> None:
+    """With first_k_dense_replace = n + 1 the first MTP layer is dense."""
+    fields = {"first_k_dense_replace": 4, "num_nextn_predict_layers": 3}
+    target = load_config(tiny_model_dir(tmp_path, "glm4_moe", **fields))
+    inner = mtp_decoder_config(target, 3)
+    assert [inner.moe_of_layer(i) is not None for i in range(3)] == [False, True, True]
+    assert target.moe_of_layer(2) is None
+
+
+def test_the_family_says_what_is_fed_on_and_the_user_may_differ(tmp_path: Path) -> None:
+    path = mtp_model_dir(tmp_path, layout="glm", num_mtp_layers=1)
+    for asked, expected in ((None, False), (True, True), (False, False)):
+        spec = MTPDecodingConfig(num_nextn_predict_layers=1, mtp_feeds_post_norm=asked)
+        llm = LLM(path, spec, device="cpu", dtype="float32", max_seq_len=32)
+        assert llm.executor.draft_model.config.norm_output is expected
+
+
+# -- refusals ------------------------------------------------------------------------------------
+def _change(path: Path, **fields: Any) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"moe_layer_freq": 2}, ["moe_layer_freq=2", "allowed is 1"]),
+        ({"scoring_func": "softmax"}, ["scoring_func='softmax'", "'sigmoid'"]),
+        ({"n_group": 3}, ["n_group=3"]),
+        ({"topk_group": 5}, ["topk_group=5"]),
+        ({"num_experts_per_tok": 5}, ["num_experts_per_tok=5", "hold 4"]),
+        ({"n_routed_experts": 0}, ["n_routed_experts=0"]),
+        ({"routed_scaling_factor": 0.0}, ["routed_scaling_factor"]),
+        ({"partial_rotary_factor": 0.2, "rope_parameters": None}, ["partial_rotary_factor=0.2"]),
+        ({"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+         ["2 of 3", "'linear_attention'", "allowed are 'full_attention'", "Use a model"]),
+        ({"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"]}},
+         ["1 of 1", "'linear_attention'"]),
+        ({"model_type": "qwen3_next", "full_attention_interval": 4},
+         ["full_attention_interval=4", "'linear_attention'"]),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(tmp_path: Path, fields: dict[str, Any], words: list[str]) -> None:
+    path = tiny_model_dir(tmp_path, "glm4_moe")
+    _change(path, **fields)
+    with pytest.raises(CheckpointError) as refusal:
+        load_config(path)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+EXPERT = "model.layers.1.mlp.experts.7.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("missing", ["lacks 1 of", EXPERT]),
+        ("surplus", ["experts.8.up_proj", "n_routed_experts"]),
+        ("shape", [EXPERT, "[25, 48]", "[24, 48]", "moe_intermediate_size"]),
+        ("bias", ["lacks 1 of", "e_score_correction_bias"]),
+    ],
+)
+def test_weights_that_are_refused(tmp_path: Path, change: str, words: list[str]) -> None:
+    path = tiny_model_dir(tmp_path, "glm4_moe")
+    tensors = load_file(path / "model.safetensors")
+    if change == "missing":
+        del tensors[EXPERT]
+    elif change == "surplus":
+        tensors[EXPERT.replace("7", "8")] = tensors[EXPERT].clone()
+    elif change == "shape":
+        tensors[EXPERT] = torch.zeros(25, 48)
+    else:
+        del tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as refusal:
+        load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_heads_that_cannot_be_used_or_trained(tmp_path: Path) -> None:
+    """A gated attention (twice the query rows) is Qwen3-Next's own; a mixture is not trained."""
+    path = mtp_model_dir(tmp_path, layout="qwen3_next", num_mtp_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    save_file(tensors | {name: torch.cat([tensors[name]] * 2)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="q_proj"):
+        LLM(path, MTPDecodingConfig(num_nextn_predict_layers=1), device="cpu", dtype="float32")
+    glm = load_decoder(
+        tiny_model_dir(tmp_path, "glm4_moe"), torch.float32, torch.device("cpu"),
+        TorchAttention(), pack=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        create_head(NewHead("mtp"), glm, None, torch.float32, 0)

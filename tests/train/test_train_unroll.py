@@ -1,0 +1,180 @@
+"""Training's unrolled steps against the head's formula from the text alone, and against serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_drafting import make_case
+from tiny import tiny_model_dir
+from torch import Tensor
+
+from trtspec import LLM, EagleDecodingConfig, MTPDecodingConfig, SamplingParams
+from trtspec.attention.dense import DensePass
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.errors import ConfigError
+from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.unroll import Texts, conditional_acceptance, score, teach, unroll
+
+CPU, F32 = torch.device("cpu"), torch.float32
+CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3
+
+
+def _decoder(path: Path):
+    return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
+
+
+def _texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
+    """Rows of documents of these lengths, padded to `width`; a random tenth of tokens is unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(lengths), width
+    ids = torch.randint(VOCAB, shape, generator=generator)
+    documents, positions = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
+    for n, row in enumerate(lengths):
+        start = 0
+        for i, length in enumerate(row):
+            documents[n, start : start + length] = i
+            positions[n, start : start + length] = torch.arange(length)
+            start += length
+    mask = (torch.rand(shape, generator=generator) < 0.9) & (documents >= 0)
+    return Texts(ids, mask, documents, positions)
+
+
+CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",
+         "mimo", "mtp_vanilla", "mtp_vanilla_own_ends", "mimo_vanilla"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> None:
+    case = make_case(name, tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8), tmp_path, STEPS)
+    target, config = _decoder(case.target), case.config
+    vanilla = isinstance(config, MTPDecodingConfig) and config.use_mtp_vanilla
+    assert isinstance(config, EagleDecodingConfig | MTPDecodingConfig)
+    head = load_head(
+        config.speculative_model or case.target, target, F32, CPU, TorchAttention(), kv_group=1,
+        kind="eagle" if isinstance(config, EagleDecodingConfig) else "mtp",
+        num_mtp_layers=STEPS if vanilla else 1,
+        norm_output=getattr(config, "mtp_feeds_post_norm", None),
+    )  # fmt: skip
+    texts = _texts([[9, 4, 6], [16], [2, 3]], 20)
+    teacher = teach(target, head, texts)
+    counted, width = 0, texts.input_ids.shape[1]
+    steps = list(unroll(head, texts, teacher.hidden, STEPS))
+    logits = [head.compute_logits(s.hidden, s.step) for s in steps]
+    for n in range(texts.input_ids.shape[0]):
+        for document in set(texts.document_ids[n].tolist()) - {-1}:
+            places = (texts.document_ids[n] == document).nonzero()[:, 0].tolist()
+            ids, row = texts.input_ids[n, places].tolist(), n * width + places[0]
+            hidden = case.hidden(ids)
+            theirs = teacher.hidden[row : row + len(ids)].double()
+            torch.testing.assert_close(theirs, hidden, atol=1e-4, rtol=1e-4)
+            for t in range(len(ids) - 2):
+                following = [*ids[t + 2 :], *[0] * STEPS][:STEPS]
+                expected = case.naive.chain(ids[: t + 2], hidden, following)
+                for s in range(STEPS):
+                    inside = t + 2 + s < len(ids)
+                    wanted = inside and bool(texts.loss_mask[n, places[0] + t + 2 + s])
+                    assert bool((steps[s].rows == row + t).any()) == wanted
+                    if inside:
+                        ours = logits[s][row + t].double()
+                        torch.testing.assert_close(ours, expected[s], atol=1e-4, rtol=1e-4)
+                        counted += 1
+    assert counted > 60
+    assert all(torch.equal(s.teacher_rows, s.rows + s.step + 1) for s in steps)
+
+
+@torch.no_grad()
+def test_the_loss_is_the_definition(tmp_path: Path) -> None:
+    """Cross-entropy with the target's distribution over the draft vocabulary, in float64."""
+    target = _decoder(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    ids = torch.tensor(sorted(range(0, VOCAB, 2)))
+    head = create_head(NewHead(layers_to_capture=CAPTURED), target, ids, F32, seed=3)
+    texts = _texts([[12], [7, 5]], 12)
+    teacher = teach(target, head, texts)
+    scores = []
+    for step in unroll(head, texts, teacher.hidden, 2):
+        result = score(head, step, teacher)
+        scores.append(result)
+        total, count, right = 0.0, 0, 0
+        for row, judge in zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True):
+            ours = head.compute_logits(step.hidden[row : row + 1], 0)[0].double()
+            choice = int(teacher.choices[judge])
+            right += int(ids[ours.argmax()]) == choice
+            if choice not in ids.tolist():
+                continue
+            p = teacher.logits[judge].double().softmax(-1)
+            total -= float((p * ours.log_softmax(-1)).sum())
+            count += 1
+        assert count and abs(float(result.loss) - total / count) < 1e-4
+        assert int(result.is_right.sum()) == right
+    (right0, all0), (_right1, all1) = conditional_acceptance(scores)
+    assert all0 == len(scores[0].is_counted.nonzero()) and right0 >= all1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("format", ["raw", "speculators"])
+def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: str) -> None:
+    """What the loader reads back proposes what the head proposed in training."""
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
+    target = _decoder(target_dir)
+    spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
+    head = create_head(spec, target, torch.arange(0, VOCAB, 2), F32, seed=3)
+    for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
+        parameter.data = parameter.data.bfloat16().float()
+    out = tmp_path / "head"
+    if kind == "mtp" and format == "speculators":
+        with pytest.raises(ConfigError, match="allowed: raw"):
+            save_head(head, target.config, out, format=format)
+        return
+    save_head(head, target.config, out, format=format, notes={"why": "test"})
+    again = load_head(
+        out, target, F32, CPU, TorchAttention(), kv_group=1,
+        kind="eagle" if kind == "eagle3" else "mtp",
+    )  # fmt: skip
+    assert again.layers_to_capture == head.layers_to_capture
+    texts = _texts([[12]], 12)
+    hidden = teach(target, head, texts).hidden
+    for ours, theirs in zip(unroll(head, texts, hidden, 3), unroll(again, texts, hidden, 3),
+                            strict=True):  # fmt: skip
+        torch.testing.assert_close(
+            head.compute_logits(ours.hidden, ours.step),
+            again.compute_logits(theirs.hidden, theirs.step), atol=1e-5, rtol=1e-5,
+        )  # fmt: skip
+    config = (
+        EagleDecodingConfig(max_draft_len=2, speculative_model=out)
+        if kind == "eagle3"
+        else MTPDecodingConfig(num_nextn_predict_layers=2, speculative_model=out)
+    )
+    outputs = LLM(target_dir, config, device="cpu", dtype="float32").generate(
+        [[3, 4, 5]], SamplingParams(max_tokens=8, ignore_eos=True)
+    )
+    assert len(outputs[0].outputs[0].token_ids) == 8
+
+
+def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:
+    target = _decoder(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    for spec, steps in ((NewHead(layers_to_capture=CAPTURED), 3), (NewHead(kind="mtp"), 3),
+                        (NewHead(kind="mtp", num_layers=3), 3)):  # fmt: skip
+        head = create_head(spec, target, torch.arange(VOCAB // 2), F32, seed=3)
+        texts = _texts([[12], [12]], 12)
+        teacher = teach(target, head, texts)
+        loss = sum(score(head, s, teacher).loss for s in unroll(head, texts, teacher.hidden, steps))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        parameters = trainable(head)
+        missing = [n for n, p in parameters.items() if p.grad is None or not p.grad.any()]
+        assert parameters and not missing, missing
+        assert all(p.grad is None for p in target.parameters())
+
+
+def test_dense_attention_is_causal_within_a_document() -> None:
+    documents = torch.tensor([[0, 0, 1, 1, -1]])
+    q, k, v = (torch.randn(5, 2, 4) for _ in "qkv")
+    out = DensePass(documents).attend(q, k, v, 0, None)
+    again_v = v.clone()
+    again_v[1] += 5  # seen by rows 1 of its own document alone
+    changed = (DensePass(documents).attend(q, k, again_v, 0, None) != out).flatten(1).any(1)
+    assert changed.tolist() == [False, True, False, False, False]

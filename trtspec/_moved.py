@@ -1,0 +1,144 @@
+"""Modules that have moved: the old names still import, with a DeprecationWarning.
+
+A row is `old: new`, or `old: (new, new, …)` where a module was split. Names are without `trtspec.`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, tuple[str, ...]] = {
+    "acceptance_prompts": ("data.acceptance_prompts",),
+    "attention.triton_mla": ("attention.mla",),
+    "attention.triton_paged": ("attention.paged",),
+    "attention.triton_parts": ("attention.split_kv",),
+    "cache": (),
+    "cache.blocks": ("state.blocks",),
+    "cache.manager": ("state.kv_cache",),
+    "cache.slots": ("state.slots",),
+    "executor.drafting": ("executor.draft_passes",),
+    "executor.parallel": ("executor.mask_token",),
+    "hidden_states": ("data.hidden_states",),
+    "models.checkpoint": ("checkpoints.tensors",),
+    "models.clustered_head": (
+        "models.drafters.clustered_head",
+        "checkpoints.heads.gemma_assistant",
+    ),
+    "models.draft_head": ("models.drafters.base",),
+    "models.eagle": ("models.drafters.eagle",),
+    "models.families": ("checkpoints.families",),
+    "models.families.deepseek": ("checkpoints.families.deepseek",),
+    "models.families.family": ("checkpoints.families.family",),
+    "models.families.gemma": ("checkpoints.families.gemma",),
+    "models.families.glm": ("checkpoints.families.glm",),
+    "models.families.llama": ("checkpoints.families.llama",),
+    "models.families.moe": ("checkpoints.families.moe",),
+    "models.families.step": ("checkpoints.families.step",),
+    "models.files": ("checkpoints.files",),
+    "models.fp8": ("checkpoints.fp8",),
+    "models.gemma_assistant": (
+        "models.drafters.gemma_assistant",
+        "checkpoints.heads.gemma_assistant",
+    ),
+    "models.gguf": ("checkpoints.gguf",),
+    "models.head_config": ("checkpoints.heads.config",),
+    "models.head_weights": ("checkpoints.heads.load",),
+    "models.hf_config": ("checkpoints.hf_config",),
+    "models.json_object": ("checkpoints.json_object",),
+    "models.mtp": ("models.drafters.mtp",),
+    "models.parallel_head": ("checkpoints.heads.masked",),
+    "models.text_part": ("checkpoints.text_part",),
+    "models.tokenizer": ("checkpoints.tokenizer",),
+    "models.weights": ("checkpoints.weights",),
+    "models.zoo": ("checkpoints.zoo",),
+    "multimodal": ("api.embeds_prompt",),
+    "ops.accept": ("ops.tokens.accept",),
+    "ops.activation": ("ops.layer.activation",),
+    "ops.choose": ("ops.tokens.greedy",),
+    "ops.cublaslt": ("ops.layer.cublaslt",),
+    "ops.dispatch": ("ops.launch.dispatch",),
+    "ops.drafting": ("ops.step.rows",),
+    "ops.embedding": ("ops.layer.embedding",),
+    "ops.fused": ("layers.fused",),
+    "ops.latent": ("ops.layer.latent",),
+    "ops.linear": ("layers.linear",),
+    "ops.logprobs": ("ops.tokens.logprobs",),
+    "ops.moe": ("layers.experts",),
+    "ops.native": ("ops.launch.native",),
+    "ops.ngram": ("ops.tokens.ngram",),
+    "ops.noise": ("ops.tokens.noise",),
+    "ops.norm": ("layers.norm", "ops.layer.norm"),
+    "ops.rope": ("ops.layer.rope",),
+    "ops.sample": ("ops.tokens.sample",),
+    "ops.slots": ("ops.step.slots",),
+    "ops.soft_cross_entropy": ("ops.tokens.soft_cross_entropy",),
+    "ops.triton_drafting": ("ops.step.triton",),
+    "ops.triton_latent": ("ops.layer.triton_latent",),
+    "ops.triton_launch": ("ops.launch.triton",),
+    "ops.triton_moe": ("ops.layer.triton_moe",),
+    "ops.triton_ops": ("ops.layer.triton",),
+    "ops.triton_sampling": ("ops.tokens.triton_sampled",),
+    "outputs": ("api.outputs",),
+    "prompts": ("data.prompts",),
+    "sampling.params": ("api.sampling_params",),
+    "text": ("api.text_stream",),
+    "workers.parallel": ("workers.masked",),
+}
+
+
+class _OldModule(ModuleType):
+    """Reads and sets attributes of the modules that took its place, the first that has them."""
+
+    def __init__(self, name: str, homes: tuple[str, ...]) -> None:
+        super().__init__(name)
+        self.__dict__["_homes"], self.__dict__["_before"] = homes, {}
+        self.__path__: list[str] = []  # some of them were packages
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._home_of(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__") or f"{self.__name__}.{name}" in sys.modules:
+            self.__dict__[name] = value
+        else:
+            home = self._home_of(name)
+            self.__dict__["_before"].setdefault(name, getattr(home, name))
+            setattr(home, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Takes back what was set, as pytest's monkeypatch asks."""
+        setattr(self._home_of(name), name, self.__dict__["_before"].pop(name))
+
+    def _home_of(self, name: str) -> ModuleType:
+        for home in self.__dict__["_homes"]:
+            module = importlib.import_module(f"trtspec.{home}")
+            if hasattr(module, name):
+                return module
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class MovedModules:
+    """A finder for `sys.meta_path`: asked last, so only for modules that are no longer there."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.removeprefix("trtspec.") not in MOVED or not fullname.startswith("trtspec."):
+            return None
+        return ModuleSpec(fullname, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        homes = MOVED[spec.name.removeprefix("trtspec.")]
+        if homes:
+            now = " and ".join(f"trtspec.{home}" for home in homes)
+            message = f"{spec.name} has moved: import {now} instead."
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return _OldModule(spec.name, homes)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: the module reads from its new homes."""

@@ -1,0 +1,158 @@
+"""The mixture-of-experts fields that families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ...errors import CheckpointError
+from ...models.config import MoEConfig, MoENames
+
+_MAX_EXPERTS = 4096
+
+
+def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
+    """The mixture that DeepSeek-V3's fields describe, which GLM-4-MoE's config has too; None where
+    every layer is dense.
+
+    Raises:
+        CheckpointError: a number is out of its range, or a variant is named that is not computed.
+    """
+    for name, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"),
+                       ("topk_method", "noaux_tc")):  # fmt: skip
+        said = getattr(hf, name, None)
+        if said not in (None, only):
+            raise CheckpointError(
+                f"{where}: {name}={said!r} is not supported; allowed is {only!r}. Use another "
+                "model."
+            )
+    first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
+    if first >= hf.num_hidden_layers + (getattr(hf, "num_nextn_predict_layers", None) or 0):
+        return None
+    inner = _count(hf, "moe_intermediate_size", 1, 2**24, where)
+    moe = MoEConfig(
+        num_experts=_count(hf, "n_routed_experts", 1, _MAX_EXPERTS, where),
+        experts_per_token=_count(hf, "num_experts_per_tok", 1, _MAX_EXPERTS, where),
+        intermediate_size=inner,
+        shared_intermediate_size=inner * _count(hf, "n_shared_experts", 0, 64, where),
+        n_group=_count(hf, "n_group", 1, _MAX_EXPERTS, where),
+        topk_group=_count(hf, "topk_group", 1, _MAX_EXPERTS, where),
+        norm_topk_prob=bool(hf.norm_topk_prob),
+        routed_scaling_factor=_scale(hf, "routed_scaling_factor", where),
+        first_k_dense_replace=first,
+    )
+    _check_choice(moe, where)
+    return moe
+
+
+def qwen_moe(hf: Any, where: Path) -> MoEConfig:
+    """Qwen3-MoE's: softmax over all experts, no bias, no groups, nothing shared.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    for name, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        said = getattr(hf, name, None)
+        if said not in (None, only):
+            raise CheckpointError(
+                f"{where}: {name}={said!r} is not supported; allowed is {only!r} (every layer is a "
+                "mixture of experts). Use another model."
+            )
+    moe = MoEConfig(
+        num_experts=_count(hf, "num_experts", 1, _MAX_EXPERTS, where),
+        experts_per_token=_count(hf, "num_experts_per_tok", 1, _MAX_EXPERTS, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        scoring="softmax",
+        has_correction_bias=False,
+        norm_topk_prob=bool(hf.norm_topk_prob),
+    )
+    _check_choice(moe, where)
+    return moe
+
+
+def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
+    """Step-3.5's, by its own names: DeepSeek-V3's router without groups, one shared expert. Scores
+    are taken in float32 here whatever `need_fp32_gate` says.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    for name, only in (("moe_router_activation", "sigmoid"), ("norm_expert_weight", True)):
+        if raw.get(name, only) != only:
+            raise CheckpointError(
+                f"{where}: {name}={raw[name]!r} is not supported; allowed is {only!r}. Use another "
+                "model."
+            )
+    hf = SimpleNamespace(**raw)
+    count = _count(hf, "moe_num_experts", 1, _MAX_EXPERTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "moe_top_k", 1, count, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
+        has_correction_bias=bool(raw.get("use_moe_router_bias")),
+        routed_scaling_factor=_scale(hf, "moe_router_scaling_factor", where),
+        names=MoENames("moe.gate.weight", "moe.router_bias", "moe.{part}.weight",
+                       shared="share_expert"),
+    )  # fmt: skip
+
+
+def gemma_moe(hf: Any, where: Path) -> MoEConfig | None:
+    """Gemma-4's, beside the MLP: softmax over all experts, whose gates are the MLP's; None where
+    `enable_moe_block` is not set.
+
+    Raises:
+        CheckpointError: as `deepseek_moe`.
+    """
+    if not getattr(hf, "enable_moe_block", False):
+        return None
+    count = _count(hf, "num_experts", 1, _MAX_EXPERTS, where)
+    return MoEConfig(
+        num_experts=count,
+        experts_per_token=_count(hf, "top_k_experts", 1, count, where),
+        intermediate_size=_count(hf, "moe_intermediate_size", 1, 2**24, where),
+        scoring="softmax",
+        has_correction_bias=False,
+        activation="gelu_tanh",
+        beside_mlp=True,
+        names=MoENames("router.proj.weight", expert="experts.{part}", has_gate_up=True),
+    )
+
+
+def _check_choice(moe: MoEConfig, where: Path) -> None:
+    count, groups = moe.num_experts, moe.n_group
+    per_group = count // groups
+    if count % groups or moe.topk_group > groups or (groups > 1 and per_group < 2):
+        raise CheckpointError(
+            f"{where}: {count} experts in n_group={groups} groups of which topk_group="
+            f"{moe.topk_group} are searched: groups must be of one size, at least 2, and no more "
+            "searched than there are. Correct n_group and topk_group."
+        )
+    if moe.experts_per_token > moe.topk_group * per_group:
+        raise CheckpointError(
+            f"{where}: num_experts_per_tok={moe.experts_per_token}, but the {moe.topk_group} "
+            f"searched groups hold {moe.topk_group * per_group} experts. Lower it."
+        )
+
+
+def _count(hf: Any, name: str, least: int, most: int, where: Path) -> int:
+    value = getattr(hf, name, None)
+    value = 0 if value is None and least == 0 else value
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be an int in {least} … {most}. Copy the file "
+            "again from the model's source."
+        )
+    return value
+
+
+def _scale(hf: Any, name: str, where: Path) -> float:
+    value = getattr(hf, name, 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be a number > 0. Copy the file "
+            "again from the model's source."
+        )
+    return float(value)

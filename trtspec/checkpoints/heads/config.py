@@ -1,0 +1,338 @@
+"""From a draft head's `config.json` and tensor names to a `HeadConfig`.
+
+The conventions that differ between public heads are settled here, and nowhere else: where the
+architecture is written, what RoPE an absent field means, and how captured layers are numbered.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...config import MAX_DRAFT_LEN
+from ...errors import CheckpointError
+from ...models.config import DecoderConfig
+from ...models.drafters.base import HeadConfig
+from ...models.drafters.mtp import MTPLayout, mtp_decoder_config
+from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
+from ..tensors import TensorSource
+from .masked import parse_parallel
+
+Sources = dict[str, TensorSource]
+MIN_LAYERS_FOR_DEFAULT = 6
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def default_layers_to_capture(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's own choice: low, middle, high (after 0-based layers 1, L/2 - 1, L - 4)."""
+    return 1, num_layers // 2 - 1, num_layers - 4
+
+
+def canonical_eagle_names(sources: Sources, where: Path) -> Sources:
+    """Tensors under the names of `Eagle3Head`: no `model.` before, `layers.0.` for `midlayer.`.
+
+    Raises:
+        CheckpointError: two tensors would have the same name: the files of two heads are mixed.
+    """
+    renamed: Sources = {}
+    for name, source in sources.items():
+        new = re.sub(r"^midlayer\.", "layers.0.", re.sub(r"^model\.", "", name))
+        if new in renamed:
+            raise CheckpointError(
+                f"{where} holds both {renamed[new].name} and {name}, two names of one tensor: the "
+                "tensors of two heads are mixed. Copy one head again, into an empty directory."
+            )
+        renamed[new] = source
+    return renamed
+
+
+def parse_eagle(
+    raw: dict[str, Any],
+    sources: Sources,
+    where: Path,
+    target: DecoderConfig | None,
+    layers_to_capture: Sequence[int] | None,
+) -> HeadConfig:
+    """The config of an EAGLE-3 or EAGLE-1 head.
+
+    Args:
+        raw: `config.json`. sources: tensors under canonical names.
+        where: the file, for messages.
+        target: gives the number of layers that the default capture needs.
+        layers_to_capture: the user's, 0-based, wins over the checkpoint's.
+
+    Raises:
+        CheckpointError: a field is missing or is not what it can be.
+    """
+    speculators = raw.get("speculators_model_type")
+    if speculators not in (None, "eagle3", "peagle"):
+        raise CheckpointError(
+            f"{where}: speculators_model_type={speculators!r}; allowed are 'eagle3' and 'peagle'. "
+            "Use an EAGLE-3 or P-EAGLE head."
+        )
+    inner = raw.get("transformer_layer_config") if speculators else raw
+    if not isinstance(inner, dict):
+        raise CheckpointError(
+            f"{where}: transformer_layer_config={inner!r}; the speculators format keeps the head's "
+            "architecture there, as an object. Copy the file again from the head's source."
+        )
+    refuse_quantized(raw, where)
+    absent = [name for name in _REQUIRED if inner.get(name) is None]
+    if absent and not speculators:
+        raise CheckpointError(
+            f"{where} does not say {', '.join(absent)}. Copy the file again from the head's source."
+        )
+    decoder = _decoder(inner, sources, where)
+    if decoder.mla is not None:
+        raise CheckpointError(
+            f"{where}: model_type={inner.get('model_type')!r} is a head of latent attention, which "
+            "EAGLE heads have not here. Use a head of the usual attention (model_type 'llama'), or "
+            "the target's MTP layers."
+        )
+    _refuse_other_layers(decoder, f"{where}: EAGLE heads")
+    target_hidden_size = _size(raw, "target_hidden_size", decoder.hidden_size, where)
+    draft_vocab_size = _size(raw, "draft_vocab_size", decoder.vocab_size, where)
+    common = HeadConfig(
+        kind="eagle3",
+        format="EAGLE-3, speculators format" if speculators else "EAGLE-3, raw",
+        decoder=decoder,
+        target_hidden_size=target_hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        own_embedding="embed_tokens.weight" in sources,
+        own_lm_head="lm_head.weight" in sources,
+        fc_bias="fc.bias" in sources,
+        suggested_draft_len=_speculative_tokens(raw, where),
+    )
+    mask, trained = parse_parallel(
+        raw, _eagle_config(raw, where), sources, where, decoder.vocab_size
+    )
+    if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
+        if mask is not None:
+            raise CheckpointError(
+                f"{where.parent} is an EAGLE-1 head with a mask token ({mask}); of heads that "
+                "draft in parallel only EAGLE-3's kind (P-EAGLE) is supported. Use one of those."
+            )
+        if layers_to_capture is not None:
+            raise CheckpointError(
+                f"{where.parent} is an EAGLE-1 head, which reads the target's last hidden states: "
+                f"eagle3_layers_to_capture={list(layers_to_capture)} does not apply. Leave it out."
+            )
+        if target_hidden_size != decoder.hidden_size:
+            raise CheckpointError(
+                f"{where}: target_hidden_size={target_hidden_size}, hidden_size="
+                f"{decoder.hidden_size}: an EAGLE-1 head is as wide as its target. Use an EAGLE-3 "
+                "head, or correct the field."
+            )
+        return replace(common, kind="eagle", format="EAGLE-1")
+    flags = {name: _flag(raw, name, where) for name in _FLAGS}
+    if speculators and raw.get("norm_before_residual") is None:
+        flags["norm_before_residual"] = True
+        logger.warning(
+            "%s: norm_before_residual is not given; heads in the speculators format have it true. "
+            "`trtspec doctor` says whether this one drafts better without.", where,
+        )  # fmt: skip
+    if flags["norm_before_fc"] and flags["fc_norm"]:
+        raise CheckpointError(
+            f"{where}: norm_before_fc and fc_norm are both true; a head has one or the other. Set "
+            "the one whose tensors it lacks (input_norm, fc_norm.0 …) to false."
+        )
+    _refuse_unknown_eagle_config(raw, where)
+    layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
+    if mask is not None:
+        name = common.format.replace("EAGLE-3", "P-EAGLE")
+        if speculators and trained is None:  # its trainer writes the number of trained depths there
+            trained = common.suggested_draft_len
+        lengths = [n for n in (common.suggested_draft_len, trained) if n is not None]
+        suggested = min(lengths, default=None)
+        common = replace(common, format=name, suggested_draft_len=suggested)
+    return replace(
+        common, layers_to_capture=layers, captured_by=origin, mask_token_id=mask,
+        trained_draft_len=trained, **flags,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def parse_mtp(
+    decoder: DecoderConfig, names: Sources, layout: MTPLayout, num_layers: int
+) -> HeadConfig:
+    """The config of MTP layers written in `layout`; `decoder` is the target's architecture."""
+    _refuse_other_layers(decoder, "MTP layers over this target")
+    inner = _by_presence(mtp_decoder_config(decoder, num_layers), names)
+    inner = replace(inner, head_gate="layers.0.self_attn.g_proj.weight" in names)
+    of_family = decoder.mtp_feeds_post_norm
+    return HeadConfig(
+        kind="mtp",
+        format=layout.format,
+        decoder=inner,
+        target_hidden_size=decoder.hidden_size,
+        draft_vocab_size=decoder.vocab_size,
+        own_embedding="layers.0.embed_tokens.weight" in names,
+        own_lm_head="layers.0.lm_head.weight" in names,
+        hidden_first=layout.hidden_first,
+        norm_output=layout.norm_output if of_family is None else of_family,
+        zero_centered_norms=layout.zero_centered_norms,
+    )
+
+
+def _refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
+    """What the layers of heads do not compute, though their config's family does."""
+    found = [
+        name
+        for name in ("sandwich_norms", "value_norm", "layer_scalar", "embedding_scale")
+        if getattr(decoder, name)
+    ]
+    if found:
+        raise CheckpointError(
+            f"{who} would have layers with {', '.join(found)} (Gemma's), which are supported in "
+            "targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
+        )
+
+
+def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
+    """The head's layers. Biases and q/k norms are those that the tensors have."""
+    values = {"model_type": "llama", **{k: v for k, v in inner.items() if v is not None}}
+    parameters = values.get("rope_parameters")
+    has_theta = isinstance(parameters, dict) and parameters.get("rope_theta") is not None
+    if "rope_theta" not in values and not has_theta:
+        # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
+        values["rope_theta"] = 10000.0
+    decoder = parse_config(values, where)
+    found = _by_presence(decoder, sources)
+    for name, tensor, there in (
+        ("attention_bias", "q_proj.bias", found.qkv_bias),
+        ("mlp_bias", "down_proj.bias", found.mlp_bias),
+    ):
+        said = inner.get(name)
+        if isinstance(said, bool) and said != there:
+            raise CheckpointError(
+                f"{where}: {name}={said}, but the checkpoint {'holds' if there else 'has no'} "
+                f"{tensor}. Set it to {str(there).lower()}, or use the weights that belong to this "
+                "config."
+            )
+    return found
+
+
+def _by_presence(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
+    """The config with the optional parameters that the first layer has."""
+    attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    return replace(
+        decoder,
+        qkv_bias=f"{attention}q_proj.bias" in names,
+        o_bias=f"{attention}o_proj.bias" in names,
+        qk_norm=f"{attention}q_norm.weight" in names,
+        mlp_bias=f"{mlp}down_proj.bias" in names,
+    )
+
+
+def _size(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
+    value = raw.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be null or an int in 1 … {MAX_SIZE}. Correct it."
+        )
+    return value
+
+
+def _flag(raw: dict[str, Any], name: str, where: Path) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {name}={value!r}; it must be true or false. Correct it.")
+    return bool(value)
+
+
+def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
+    """K as the speculators format proposes it, None if it does not."""
+    spec = raw.get("speculators_config")
+    methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
+    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+        return None
+    tokens = methods[0].get("speculative_tokens")
+    good = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= MAX_DRAFT_LEN
+    if tokens is not None and not good:
+        raise CheckpointError(
+            f"{where}: speculative_tokens={tokens!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. "
+            "Correct it."
+        )
+    return tokens
+
+
+def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(
+            f"{where}: eagle_config={nested!r}; it must be an object. Correct it."
+        )
+    return nested
+
+
+def _refuse_unknown_eagle_config(raw: dict[str, Any], where: Path) -> None:
+    """Variants that share EAGLE-3's names but compute something else."""
+    nested = _eagle_config(raw, where)
+    for name, needed in (("use_aux_hidden_state", True), ("use_mtp_layernorm", False)):
+        if nested.get(name, needed) is not needed:
+            raise CheckpointError(
+                f"{where}: eagle_config.{name}={nested[name]!r}; allowed is {needed}. This variant "
+                "of EAGLE-3 is not supported: use another head."
+            )
+
+
+def _layers_to_capture(
+    raw: dict[str, Any],
+    where: Path,
+    target: DecoderConfig | None,
+    asked: Sequence[int] | None,
+) -> tuple[tuple[int, ...], str]:
+    """0-based layers whose output is captured, and where that comes from."""
+    nested = raw.get("eagle_config") or {}
+    count = _size(raw, "num_aux_hidden_states", 0, where)
+    if asked is not None:
+        layers, origin = _ids(asked, "eagle3_layers_to_capture", where), "eagle3_layers_to_capture"
+    elif nested.get(_IDS) is not None:
+        layers, origin = _ids(nested[_IDS], f"eagle_config.{_IDS}", where), "eagle_config (outputs)"
+    elif raw.get(_IDS) is not None:
+        # Written for engines that capture at the *input* of layer i, which is the output of i-1.
+        layers = tuple(i - 1 for i in _ids(raw[_IDS], _IDS, where))
+        origin = f"{_IDS} {list(raw[_IDS])} (inputs)"
+    elif target is not None:
+        layers, origin = default_layers_to_capture(target.num_layers), "default"
+        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
+            raise CheckpointError(
+                f"{where} names no layers to capture, and the default (1, L/2-1, L-4) needs a "
+                f"target of {MIN_LAYERS_FOR_DEFAULT} layers; it has {target.num_layers}. "
+                "Give eagle3_layers_to_capture."
+            )
+    else:
+        layers, origin = (), "default (1, L/2-1, L-4 of the target)"
+    if count and layers and count != len(layers):
+        raise CheckpointError(
+            f"{where}: num_aux_hidden_states={count}, but {len(layers)} layers are to be captured: "
+            f"{list(layers)}. Give {count} with eagle3_layers_to_capture."
+        )
+    if target is not None:
+        wrong = [i for i in layers if not 0 <= i < target.num_layers]
+        if wrong:
+            raise CheckpointError(
+                f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}) do "
+                f"not fit a target of {target.num_layers} layers: {wrong[0]} is not in 0 … "
+                f"{target.num_layers - 1}. Use the head's own target, or give "
+                "eagle3_layers_to_capture."
+            )
+    return layers, origin
+
+
+def _ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
+    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if not good or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
+        )
+    return tuple(value)

@@ -1,0 +1,172 @@
+"""Reading a Gemma-4 assistant's checkpoint: its config, its tensors, and whether it fits a target.
+
+Source: transformers' `gemma4_assistant`. The network is in `models/drafters/gemma_assistant.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...models.config import DecoderConfig
+from ...models.drafters.base import HeadConfig
+from ...models.drafters.clustered_head import ORDERING
+from ...models.drafters.gemma_assistant import KIND, layer_read
+from ...models.rope import build_cos_sin, rotation_order
+from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
+from ..tensors import TensorSource
+
+
+def read_assistant(
+    raw: dict[str, Any], sources: dict[str, TensorSource], where: Path
+) -> tuple[HeadConfig, dict[str, TensorSource]]:
+    """The config in `where`, and the tensors under the names of `GemmaAssistant`.
+
+    Raises:
+        CheckpointError: a field is missing, or asks for what is not computed here.
+    """
+    refuse_quantized(raw, where)
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(
+            f"{where}: text_config={text!r}; an assistant keeps its architecture there, as an "
+            "object. Copy the file again from the model's source."
+        )
+    shared, layers = text.get("num_kv_shared_layers"), text.get("num_hidden_layers")
+    if shared not in (None, 0, layers):
+        raise CheckpointError(
+            f"{where}: num_kv_shared_layers={shared!r}; all {layers} layers of an assistant read "
+            "the target's keys and values. Correct it."
+        )
+    for name in ("hidden_size_per_layer_input", "use_double_wide_mlp", "enable_moe_block"):
+        if text.get(name):
+            raise CheckpointError(
+                f"{where}: {name}={text[name]!r} in text_config; an assistant has none. Correct it."
+            )
+    inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
+    decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
+    size = raw.get("backbone_hidden_size")
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+        raise CheckpointError(
+            f"{where}: backbone_hidden_size={size!r}; it must be the target's hidden_size, an int "
+            f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
+        )
+    tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
+    own, tied = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    if tied is not None and (own is None or _are_equal(own, tied)):
+        tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
+    config = HeadConfig(
+        kind=KIND,
+        format="Gemma-4 assistant",
+        decoder=decoder,
+        target_hidden_size=size,
+        draft_vocab_size=decoder.vocab_size,
+        own_lm_head=True,
+        norm_output=True,
+        lm_head_clusters=cluster_counts(raw, decoder.vocab_size, where),
+    )
+    return config, tensors
+
+
+def _are_equal(one: TensorSource, other: TensorSource) -> bool:
+    return one.shape == other.shape and torch.equal(one.read(), other.read())
+
+
+def assistant_problems(config: HeadConfig, target: DecoderConfig) -> list[str]:
+    """Why the assistant cannot draft for this target, each with a cure."""
+    decoder, cure = config.decoder, "Use the assistant made for this target."
+    problems = []
+    if config.target_hidden_size != target.hidden_size:
+        problems.append(
+            f"The assistant reads hidden states of width {config.target_hidden_size} "
+            f"(backbone_hidden_size), the target's are {target.hidden_size} wide. {cure}"
+        )
+    if decoder.vocab_size != target.vocab_size:
+        problems.append(
+            f"The assistant's vocab_size is {decoder.vocab_size}, the target's "
+            f"{target.vocab_size}. {cure}"
+        )
+    for i in range(decoder.num_layers):
+        source = layer_read(decoder, i, target)
+        kind = "full" if decoder.window(i) is None else "sliding"
+        if source is None:
+            problems.append(
+                f"Layer {i} reads the keys of the target's last {kind}-attention layer, but the "
+                f"target has none. {cure}"
+            )
+            continue
+        own, theirs = decoder.of_layer(i), target.of_layer(source)
+        for name in ("head_dim", "num_kv_heads"):
+            if getattr(own, name) != getattr(theirs, name):
+                problems.append(
+                    f"Layer {i} has {name}={getattr(own, name)}, the target's layer {source}, "
+                    f"whose keys it reads, has {getattr(theirs, name)}. {cure}"
+                )
+        if decoder.window(i) != target.window(source):
+            problems.append(
+                f"Layer {i} has sliding_window={decoder.window(i)}, the target's layer {source}, "
+                f"whose keys it reads, has {target.window(source)}. {cure}"
+            )
+        if not _turns_alike(own, theirs):
+            problems.append(
+                f"Layer {i} rotates its queries by {own.rope_parameters}, the target's layer "
+                f"{source} its keys by {theirs.rope_parameters}. {cure}"
+            )
+    return list(dict.fromkeys(problems))
+
+
+def _turns_alike(own: DecoderConfig, theirs: DecoderConfig) -> bool:
+    """Whether queries and keys of two layers are rotated, and laid out, the same way."""
+    tables = build_cos_sin(own, 64), build_cos_sin(theirs, 64)
+    if tables[0].shape != tables[1].shape:
+        return True  # another problem says so
+    is_plain = rotation_order(own) is None and rotation_order(theirs) is None
+    return is_plain and torch.allclose(*tables, atol=1e-5)
+
+
+def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[int, int]:
+    """(clusters, those of which logits are computed), (0, 0) without clusters.
+
+    Raises:
+        CheckpointError: they are not numbers that fit the vocabulary.
+    """
+    if not raw.get("use_ordered_embeddings"):
+        return 0, 0
+    count, active = raw.get("num_centroids", 2048), raw.get("centroid_intermediate_top_k", 32)
+    for name, value, most in (
+        ("num_centroids", count, vocab_size), ("centroid_intermediate_top_k", active, count),
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise CheckpointError(
+                f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "
+                "from the assistant's source."
+            )
+    if vocab_size % count:
+        raise CheckpointError(
+            f"{where}: num_centroids={count} does not divide vocab_size={vocab_size}: clusters are "
+            "of one size. Copy the file again from the assistant's source."
+        )
+    return count, active
+
+
+def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: int) -> Tensor | str:
+    """`token_ordering` as [C, V / C] int64; or what is wrong with it, and the cure."""
+    if source is None:
+        return f"{ORDERING} is missing. Copy the assistant again from its source."
+    if source.shape != (vocab_size,) or source.dtype not in ("I64", "I32"):
+        return (
+            f"{source.name} has shape {list(source.shape)} and dtype {source.dtype}; it must be "
+            f"[{vocab_size}] (vocab_size) of I64. Copy the assistant again from its source."
+        )
+    ordering = source.read().to(torch.int64)
+    if not torch.equal(ordering.sort().values, torch.arange(vocab_size)):
+        return (
+            f"{source.name} does not hold each token of 0 … {vocab_size - 1} once. Copy the "
+            "assistant again from its source."
+        )
+    return ordering.view(num_clusters, -1)

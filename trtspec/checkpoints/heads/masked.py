@@ -1,0 +1,135 @@
+"""What a drafter's checkpoint says about drafting in parallel: several tokens from one pass.
+
+Two kinds are public. A P-EAGLE head (arXiv:2602.01469) is an EAGLE-3 head with a mask token and a
+tensor `mask_hidden`, as wide as the captured layers: where a target's hidden states are not known
+yet, the head reads these, through the same norms and `fc`. The speculators format calls it
+"peagle". A PARD draft model (arXiv:2504.18583) is a language model with a mask token, `pard_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import MAX_DRAFT_LEN
+from ...errors import CheckpointError
+from ..tensors import FLOATS, TensorSource
+
+MASK_HIDDEN = "mask_hidden"
+_MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
+_TRAINED_LENGTHS = ("parallel_draft_step", "num_depths", "para_depths")
+
+
+def parse_parallel(
+    raw: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, TensorSource],
+    where: Path, vocab_size: int,
+) -> tuple[int | None, int | None]:  # fmt: skip
+    """Of an EAGLE-3 head.
+
+    Args:
+        raw: `config.json`; nested: its eagle_config. tensors: under canonical names.
+
+    Returns:
+        (mask token, None if the head drafts one token a pass; the most drafts that it was trained
+        for, None if it does not say).
+
+    Raises:
+        CheckpointError: what makes a head parallel is there in part, or is not what it can be.
+    """
+    token = _only_value(_MASK_TOKENS, raw, nested, where)
+    trained = _only_value(_TRAINED_LENGTHS, raw, nested, where)
+    names_parallel = raw.get("speculators_model_type") == "peagle"
+    if trained is not None:
+        name, value = trained
+        good = isinstance(value, int) and not isinstance(value, bool)
+        if not good or not 1 <= value <= MAX_DRAFT_LEN:
+            raise CheckpointError(
+                f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. Correct it."
+            )
+        names_parallel |= value > 1
+    if token is None:
+        if names_parallel or MASK_HIDDEN in tensors:
+            raise CheckpointError(
+                f"{where} says that the head drafts in parallel, but not what it reads at the "
+                f"places to be drafted: none of {', '.join(_MASK_TOKENS)} is there. Add "
+                "mask_token_id, or use a P-EAGLE head (heads with parallel_draft_heads are another "
+                "kind, which is not supported)."
+            )
+        return None, None
+    if MASK_HIDDEN not in tensors:
+        raise CheckpointError(
+            f"{where}: {token[0]}={token[1]!r} belongs to a head that drafts in parallel, and "
+            f"those read a learned state at the masks, but there is no tensor {MASK_HIDDEN}. Copy "
+            f"the head again from its source, or remove {token[0]} if it drafts one token a pass."
+        )
+    return mask_token(*token, where, vocab_size), None if trained is None else trained[1]
+
+
+def pard_token(raw: Mapping[str, Any], where: Path, vocab_size: int) -> int | None:
+    """The mask token of a draft model, None where its config.json names none.
+
+    Raises:
+        CheckpointError: it is not in the model's vocabulary.
+    """
+    # Not mask_token_id: a tokenizer's mask makes no model draft in parallel.
+    token = _only_value(("pard_token", "ptd_token_id"), raw, {}, where)
+    return None if token is None else mask_token(*token, where, vocab_size)
+
+
+def mask_token(name: str, value: Any, where: Path, vocab_size: int) -> int:
+    """The value, once it is known to be a token. Raises CheckpointError."""
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or not 0 <= value < vocab_size:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}, the mask token, is not in the vocabulary 0 … "
+            f"{vocab_size - 1}. Correct it to the token that the drafter was trained with."
+        )
+    return int(value)
+
+
+def mask_hidden_problem(source: TensorSource, width: int) -> str | None:
+    """What is wrong with `mask_hidden`, and its cure; None if it fits.
+
+    Args:
+        width: captured layers times the target's width.
+    """
+    if source.shape not in ((width,), (1, width), (1, 1, width)):
+        return (
+            f"{source.name} in {source.path} has shape {list(source.shape)}; it must be "
+            f"[1, {width}], as wide as the captured layers. Check target_hidden_size and the "
+            "captured layers in config.json."
+        )
+    if source.dtype not in FLOATS:
+        return (
+            f"{source.name} in {source.path} has dtype {source.dtype}; allowed are "
+            f"{', '.join(FLOATS)}. Copy the head again from its source."
+        )
+    if not bool(torch.isfinite(source.read()).all()):
+        return (
+            f"{source.name} in {source.path} holds values that are NaN or infinite. The head is "
+            "broken: copy it again, or use another one."
+        )
+    return None
+
+
+def read_mask_hidden(source: TensorSource) -> Tensor:
+    """[1, width], as if a row of captured states."""
+    return source.read().reshape(1, -1)
+
+
+def _only_value(
+    names: tuple[str, ...], raw: Mapping[str, Any], nested: Mapping[str, Any], where: Path
+) -> tuple[str, Any] | None:
+    """The first of the names that has a value, at the top or nested, and that value."""
+    found = [(n, d[n]) for n in names for d in (raw, nested) if d.get(n) is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise CheckpointError(
+                f"{where}: {found[0][0]}={found[0][1]!r} and {name}={value!r} mean the same and "
+                "differ. Remove the wrong one."
+            )
+    return found[0] if found else None

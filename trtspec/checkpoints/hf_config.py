@@ -1,0 +1,339 @@
+"""From a Hugging Face `config.json` to a `DecoderConfig`.
+
+transformers' config classes supply each family's defaults and bring old RoPE fields into the
+current form. Whatever trtspec's decoder would compute differently is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..models.config import DecoderConfig
+from ..models.rope import ROPE_TYPES, RopeTables
+from .families import FAMILIES, Family
+from .files import is_there
+from .fp8 import block_size
+from .json_object import read_json_object
+from .text_part import text_config
+
+MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
+MAX_HEAD_DIM = 4096
+MAX_LABELS = 10_000
+MAX_LAYERS = 1000  # each costs time before the weights are looked at
+
+
+def load_config(model_dir: Path) -> DecoderConfig:
+    """Reads `config.json`, and `generation_config.json` for its end tokens, offline.
+
+    A config without a dtype counts as float32.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or asks for something the decoder does
+            not compute: another architecture, RoPE type or activation, quantised weights.
+    """
+    where = Path(model_dir) / "config.json"
+    raw = read_json_object(where, "Point to a Hugging Face model directory.")
+    config = parse_config(raw, where)
+    return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, Path(model_dir)))
+
+
+def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
+    """The decoder of a config as written in `where` (also the inner config of a draft head).
+
+    Raises:
+        CheckpointError: as `load_config`.
+    """
+    _check_labels(raw, where)
+    raw = text_config(raw, where)
+    _refuse_unsupported(raw, where)
+    hf = _hf_config(raw, where)
+    merged = hf.to_dict()
+    rope = dict(hf.rope_parameters or {})
+    _check_rope(rope, where, FAMILIES[raw["model_type"]])
+    # Of a config whose layers differ transformers names the sizes by layer alone.
+    first = hf.per_layer_config[0] if getattr(hf, "is_heterogeneous", False) else hf
+    _check_numbers(first, rope, where)
+    heads, kv_heads = first.num_attention_heads, first.num_key_value_heads
+    head_dim = getattr(first, "head_dim", None) or hf.hidden_size // heads
+    _check_heads(heads, kv_heads, head_dim, where)
+    _check_sections(rope.get("mrope_section"), head_dim, where)
+    config = DecoderConfig(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=hf.max_position_embeddings,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        layer_windows=(None,) * hf.num_hidden_layers,
+        eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
+        dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
+        raw=merged,
+    )
+    config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
+    for layer in range(config.num_layers):
+        own = config.of_layer(layer)
+        _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
+    _check_rotation(config, where)
+    return config
+
+
+def _fields_of_family(model_type: str, hf: Any, where: Path) -> dict[str, Any]:
+    try:
+        return FAMILIES[model_type].fields(hf, where)
+    except CheckpointError:
+        raise
+    except Exception as err:  # of a list where a number was expected, and the like
+        raise CheckpointError(
+            f"{where} has a field of another kind than {model_type!r} models have "
+            f"({type(err).__name__}: {err}). Copy it again from the model's source."
+        ) from err
+
+
+def _hf_config(raw: dict[str, Any], where: Path) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    family = FAMILIES[raw["model_type"]]
+    if family.as_hf is not None:
+        raw = family.as_hf(raw, where)
+    try:
+        values = {**copy.deepcopy(raw), "model_type": family.hf_type}
+        return CONFIG_MAPPING[family.hf_type].from_dict(values)
+    except Exception as err:  # its validators raise many types; each means a bad config.json
+        raise CheckpointError(
+            f"transformers cannot read {where} ({err}). Copy it again from the model's source."
+        ) from err
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
+    """Checks on the file as written, where transformers would fill in, warn or ignore."""
+    model_type = raw.get("model_type")
+    _refuse_linear_attention(raw, where)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type={model_type!r} is not supported; allowed are "
+            f"{', '.join(FAMILIES)}. Use a model of one of these families."
+        )
+    refuse_quantized(raw, where)
+    _check_num_layers(raw.get("num_hidden_layers"), where)
+    family = FAMILIES[model_type]
+    act = raw.get("hidden_act", family.activations[0])
+    if act not in family.activations:
+        allowed = " or ".join(repr(name) for name in family.activations)
+        raise CheckpointError(
+            f"{where}: hidden_act={act!r} is not supported; allowed is {allowed}. Use another "
+            "model."
+        )
+    partial = raw.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0) and not family.has_partial_rotary:
+        raise CheckpointError(_partial_rotary(partial, where))
+    for key in ("rope_parameters", "rope_scaling"):
+        if raw.get(key):
+            _check_rope(raw[key], where, family)
+
+
+def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
+    inner = raw.get("text_config")
+    for part in (raw, inner if isinstance(inner, dict) else {}):
+        types = part.get("layer_types")
+        types = types if isinstance(types, list) else []
+        said = f"{types.count('linear_attention')} of {len(types)} layer_types are"
+        if "linear_attention" not in types:
+            interval = part.get("full_attention_interval")
+            if types or interval in (None, 1):
+                continue
+            said = f"full_attention_interval={interval!r}: the layers between are"
+        raise CheckpointError(
+            f"{where}: {said} 'linear_attention' (Qwen3-Next, Qwen3.5); allowed are "
+            "'full_attention' and 'sliding_attention'. Use a model whose layers are all of these; "
+            "MTP layers in Qwen3-Next's layout work over a Qwen3 target."
+        )
+
+
+def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
+    """Raises CheckpointError for weights that `fp8.py` does not read either."""
+    block_size(raw, where)
+
+
+def _check_labels(raw: dict[str, Any], where: Path) -> None:
+    """transformers names every label, in the parts we leave alone too."""
+    parts = [raw]
+    while parts:
+        part = parts.pop()
+        count = part.get("num_labels", 0)
+        if isinstance(count, int) and count > MAX_LABELS:
+            raise CheckpointError(
+                f"{where}: num_labels={count}; it must be an int in 0 … {MAX_LABELS}. A language "
+                "model needs none: remove it."
+            )
+        parts += [inner for inner in part.values() if isinstance(inner, dict)]
+
+
+def _check_num_layers(count: Any, where: Path) -> None:
+    """Of what the file says, before transformers makes lists of that length."""
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            f"{where}: num_hidden_layers={count}; it must be an int in 1 … {MAX_LAYERS}. Copy the "
+            "file again from the model's source."
+        )
+
+
+def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
+    """Sizes are ints >= 1; RoPE's numbers are positive and finite."""
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    ):  # fmt: skip
+        value = getattr(hf, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            raise CheckpointError(
+                f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_SIZE}. Copy the file "
+                "again from the model's source."
+            )
+    _check_rope_numbers(rope, where)
+    eps = hf.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+        raise CheckpointError(
+            f"{where}: rms_norm_eps={eps!r}; it must be a number in [0, 1). Copy the file again "
+            "from the model's source."
+        )
+    mtp = getattr(hf, "num_nextn_predict_layers", None)
+    if mtp is not None and (
+        isinstance(mtp, bool) or not isinstance(mtp, int) or not 0 <= mtp < 100
+    ):
+        raise CheckpointError(
+            f"{where}: num_nextn_predict_layers={mtp!r}; it must be an int in 0 … 99. Copy the "
+            "file again from the model's source."
+        )
+
+
+def _check_rotation(config: DecoderConfig, where: Path) -> None:
+    """Every layer's first rows are tried: the formulas are transformers', and raise many types."""
+    try:
+        for table in RopeTables(config, 2).buffers(recurse=False):
+            if not bool(table.isfinite().all()):
+                raise OverflowError("cos and sin are not finite")
+    except Exception as error:
+        shown = {repr(config.of_layer(i).rope_parameters) for i in range(config.num_layers)}
+        raise CheckpointError(
+            f"{where}: the RoPE parameters {' and '.join(sorted(shown))} make no rotation "
+            f"({type(error).__name__}: {error}). Copy the file again from the model's source."
+        ) from error
+
+
+def _check_rope_numbers(rope: dict[str, Any], where: Path) -> None:
+    by_type = [nested for nested in rope.values() if isinstance(nested, dict)]
+    for nested in by_type:
+        _check_rope_numbers(nested, where)
+    for name in ("rope_theta", "factor", "attention_factor"):
+        value = rope.get(name)
+        if value is None and (by_type or name != "rope_theta"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
+                "the file again from the model's source."
+            )
+    for name, value in rope.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CheckpointError(
+                f"{where}: {name}={value!r} in the RoPE parameters; it must be finite. Copy the "
+                "file again from the model's source."
+            )
+
+
+def _check_rope(rope: Any, where: Path, family: Family) -> None:
+    if family.has_rope_by_type and isinstance(rope, dict):
+        nested = [value for value in rope.values() if isinstance(value, dict)]
+        if len(nested) == len(rope):
+            for parameters in nested:
+                _check_rope(parameters, where, replace(family, has_rope_by_type=False))
+            return
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(
+            f"{where}: RoPE parameters {rope!r}: one flat object for all layers is supported, "
+            f"with rope_type one of {', '.join(ROPE_TYPES)}. Use another model."
+        )
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if family.has_mrope and rope_type == "mrope":  # what it was called before "default"
+        rope_type = "default"
+    if rope.get("mrope_section") and (not family.has_mrope or rope.get("mrope_interleaved")):
+        raise CheckpointError(
+            f"{where}: mrope_section={rope['mrope_section']!r} with mrope_interleaved="
+            f"{rope.get('mrope_interleaved')!r} is not supported; allowed are sections one after "
+            f"the other, in {', '.join(n for n, f in FAMILIES.items() if f.has_mrope)}. Use "
+            "another model."
+        )
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"{where}: rope_type={rope_type!r} is not supported; allowed are "
+            f"{', '.join(ROPE_TYPES)}. Remove the scaling to use the model within its original "
+            "context length, or use another model."
+        )
+    if not family.has_partial_rotary and rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise CheckpointError(_partial_rotary(rope["partial_rotary_factor"], where))
+
+
+def _partial_rotary(got: Any, where: Path) -> str:
+    return (
+        f"{where}: partial_rotary_factor={got!r} is not supported; allowed is 1 (RoPE on the whole "
+        "head). Use another model."
+    )
+
+
+def _check_sections(sections: Any, head_dim: int, where: Path) -> None:
+    if sections is None:
+        return
+    good = isinstance(sections, list) and len(sections) == 3
+    if not good or not all(isinstance(n, int) and n >= 0 for n in sections) or (
+        2 * sum(sections) != head_dim
+    ):  # fmt: skip
+        raise CheckpointError(
+            f"{where}: mrope_section={sections!r}; it must be three ints that sum to head_dim / 2 "
+            f"= {head_dim // 2}. Copy the file again from the model's source."
+        )
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int, where: Path) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads={heads} is not a multiple of num_key_value_heads="
+            f"{kv_heads}: query heads share KV heads evenly. Correct the two fields."
+        )
+    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
+        raise CheckpointError(
+            f"{where}: head_dim={head_dim} must be even and in 2 … {MAX_HEAD_DIM}: RoPE rotates "
+            "pairs. "
+            "Correct head_dim, or hidden_size and num_attention_heads."
+        )
+
+
+def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, ...]:
+    """The union of both files' end tokens, config.json's first."""
+    found = list(from_config)
+    path = model_dir / "generation_config.json"
+    if is_there(path):
+        cure = "Copy it again from the model's source, or remove it."
+        found += _token_ids(read_json_object(path, cure).get("eos_token_id"), path)
+    return tuple(dict.fromkeys(found))
+
+
+def _token_ids(value: Any, path: Path) -> list[int]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(
+        isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < MAX_SIZE
+        for token in ids
+    ):
+        raise CheckpointError(
+            f"{path}: eos_token_id={value!r} must be a token id, a list of them, or null. Fix it."
+        )
+    return [token for token in ids if token >= 0]  # -1 is how some files say none

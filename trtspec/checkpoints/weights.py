@@ -1,0 +1,341 @@
+"""Loading a checkpoint into a model: every tensor expected is there, and nothing else is.
+
+Names and shapes are checked from the files' headers before anything is allocated; then tensors
+are copied one by one, so the peak is the model plus one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionBackend
+from ..errors import CheckpointError
+from ..layers.experts import Experts
+from ..layers.linear import Linear
+from ..models.config import DecoderConfig
+from ..models.decoder import MLP, Attention, Decoder
+from ..models.placement import Placement
+from .fp8 import dequantized
+from .hf_config import load_config
+from .tensors import FLOATS, TensorSource, open_checkpoint, some
+from .text_part import text_tensors
+
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Module of a model -> modules of the checkpoint whose rows it stacks, in this order."""
+
+_CONFIG_FIELDS = {
+    "embed_tokens": "vocab_size and hidden_size",
+    "lm_head": "vocab_size and hidden_size",
+    "q_proj": "num_attention_heads, head_dim and hidden_size",
+    "k_proj": "num_key_value_heads, head_dim and hidden_size",
+    "v_proj": "num_key_value_heads, head_dim and hidden_size",
+    "o_proj": "num_attention_heads, head_dim and hidden_size",
+    "gate_proj": "intermediate_size and hidden_size",
+    "up_proj": "intermediate_size and hidden_size",
+    "down_proj": "intermediate_size and hidden_size",
+    "q_a_proj": "q_lora_rank and hidden_size",
+    "q_b_proj": "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim and q_lora_rank",
+    "kv_a_proj_with_mqa": "kv_lora_rank, qk_rope_head_dim and hidden_size",
+    "kv_b_proj": "num_attention_heads, qk_nope_head_dim, v_head_dim and kv_lora_rank",
+    "q_a_layernorm": "q_lora_rank",
+    "kv_a_layernorm": "kv_lora_rank",
+    "embed_tokens_per_layer": "vocab_size, hidden_size_per_layer_input and num_hidden_layers",
+    "per_layer_model_projection": "hidden_size_per_layer_input and num_hidden_layers",
+    "per_layer_projection_norm": "hidden_size_per_layer_input",
+    "per_layer_input_gate": "hidden_size_per_layer_input and hidden_size",
+    "per_layer_projection": "hidden_size_per_layer_input and hidden_size",
+    "q_norm": "head_dim",
+    "k_norm": "head_dim",
+    "gate": "n_routed_experts and hidden_size",
+    "router": "num_experts and hidden_size",
+    "proj": "num_experts and hidden_size",
+    "centroids": "num_centroids and hidden_size",
+    "fc": "hidden_size, target_hidden_size and the captured layers",
+}
+
+
+def load_decoder(
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    kv_group: int = 0,
+    pack: bool = True,
+    num_positions: int | None = None,
+) -> Decoder:
+    """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
+
+    Args:
+        pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
+            the weights are to be cut first (`finish` packs them then).
+        num_positions: the longest text; None is max_position_embeddings.
+
+    Raises:
+        CheckpointError: as `load_config` and `load_weights`.
+    """
+    config = load_config(model_dir)
+    _check_depth(config, model_dir)
+    with sizes_alone(model_dir):
+        model = Decoder(config, backend, kv_group, num_positions)
+    load_weights(model, model_dir, dtype, device, pack)
+    return model.eval()
+
+
+@contextmanager
+def sizes_alone(model_dir: Path) -> Iterator[None]:
+    """Modules made inside have parameters without memory.
+
+    Raises:
+        CheckpointError: the sizes in config.json are beyond what can be counted.
+    """
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{model_dir / 'config.json'} has sizes that no memory holds ({error}). Copy it again "
+            "from the model's source."
+        ) from error
+
+
+def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
+    """Before a model of so many layers is built, which takes longer than reading names."""
+    with ExitStack() as stack:
+        found = (
+            re.search(r"\blayers\.(\d+)\.", name) for name in open_checkpoint(model_dir, stack)
+        )
+        count = len({match[1] for match in found if match})
+    if config.num_layers > count:
+        raise CheckpointError(
+            f"{model_dir / 'config.json'} says num_hidden_layers={config.num_layers}, but the "
+            f"weights beside it are of {count} layers. Use the config.json that belongs to these "
+            "weights, or copy them again from the model's source."
+        )
+
+
+def load_weights(
+    model: Decoder, model_dir: Path, dtype: torch.dtype, device: torch.device, pack: bool = True
+) -> None:
+    """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
+
+    The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
+    `pack` is False.
+    Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
+    tied to, the MTP layers that config.json declares or that are named `mtp.` (those
+    are read by `models/drafters/mtp.py`), and what makes keys and values in layers that read
+    another layer's.
+
+    Raises:
+        CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
+            way that `fp8.py` does not read.
+    """
+    config, model_dir = model.config, Path(model_dir)
+    tied = config.tie_word_embeddings
+    places = {
+        name if name.startswith("lm_head.") else f"model.{name}": place
+        for name, place in placements(model).items()
+        if not (tied and name == "lm_head.weight")
+    }
+    with ExitStack() as stack:
+        sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
+        sources = dequantized(sources, config.raw, model_dir / "config.json")
+        _values_from_keys(sources, places, model_dir, config)
+        _check(places, sources, model_dir, config)
+        place_tensors(model, places, sources, dtype, device)
+        if tied:
+            _tie(model, sources.get("lm_head.weight"), model_dir)
+    finish(model, device, pack)
+
+
+def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placement]:
+    """Checkpoint name, without prefix, -> its place; one for every parameter of the model.
+
+    A module whose checkpoint is not parameter by parameter says so itself: its `placements(name)`
+    is asked for all that is below it.
+
+    Args:
+        skip: top-level modules whose parameters come from elsewhere.
+    """
+    places: dict[str, Placement] = {}
+    own = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
+    for name, inner in own.items():
+        places |= inner.placements(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module, leaf = name.rsplit(".", 1)
+        if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in own):
+            continue
+        parent, _, last = module.rpartition(".")
+        start = 0
+        for part in PACKED.get(last, (last,)):
+            rows, owner = parameter.shape[0], model.get_submodule(parent)
+            if last in PACKED:
+                rows = _rows(part, owner)
+            source = ".".join(filter(None, (parent, part, leaf)))
+            order = _order(part, owner, rows)
+            places[source] = Placement(module, leaf, start, (rows, *parameter.shape[1:]), order)
+            start += rows
+    return places
+
+
+def _rows(part: str, owner: nn.Module) -> int:
+    if isinstance(owner, MLP):
+        return owner.intermediate_size
+    assert isinstance(owner, Attention)
+    return (owner.num_heads if part == "q_proj" else owner.num_kv_heads) * owner.head_dim
+
+
+def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
+    """Of the rows of queries and keys, where heads are laid out for their rotation."""
+    order = owner.head_order if isinstance(owner, Attention) else None
+    if order is None or part not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        return None
+    starts = torch.arange(0, rows, len(order), device=order.device)
+    return (starts[:, None] + order).flatten()
+
+
+def place_tensors(
+    model: nn.Module,
+    places: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Allocates the parameters that `places` names and copies the checked sources into them."""
+    dtypes = {(place.module, place.leaf): place.dtype or dtype for place in places.values()}
+    for (module, leaf), own_dtype in dtypes.items():
+        parameter = getattr(model.get_submodule(module), leaf)
+        empty = torch.empty(parameter.shape, dtype=own_dtype, device=device)
+        setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
+    for name, place in places.items():
+        parameter = getattr(model.get_submodule(place.module), place.leaf)
+        source = sources[name].read()
+        if place.offset:
+            source = source.float() + place.offset
+        data = parameter.data if place.expert is None else parameter.data[place.expert]
+        data.narrow(place.dim, place.start, place.shape[place.dim]).copy_(
+            source if place.order is None else source[place.order]
+        )
+
+
+def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
+    """The RoPE tables to their device; on CPU the weights into the layout its kernels like."""
+    model.rope_tables.to(device)
+    if device.type == "cpu" and pack:
+        for module in model.modules():
+            if isinstance(module, Linear | Experts):
+                module.pack()
+
+
+def shape_problem(name: str, source: TensorSource, place: Placement) -> str | None:
+    """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
+    if source.shape != place.shape:
+        fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
+        if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
+            fields = "the experts' number and sizes (moe_intermediate_size, …) and hidden_size"
+        return (
+            f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
+            f"it {list(place.shape)}. Check {fields} there."
+        )
+    if source.dtype not in FLOATS:
+        return (
+            f"{source.name} in {source.path} has dtype {source.dtype}; allowed are "
+            f"{', '.join(FLOATS)}. Use the unquantised checkpoint."
+        )
+    return None
+
+
+def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor belongs to the MTP layers that config.json says the checkpoint carries, or
+    has Qwen3-Next's names for them, which nothing else has and no field need declare."""
+    if name.startswith("mtp."):
+        return True
+    declared = config.raw.get("num_nextn_predict_layers") or 0
+    match = re.match(r"model\.(mtp_layers|layers)\.(\d{1,6})\.", name)
+    if match is None or not declared:
+        return False
+    first = 0 if match[1] == "mtp_layers" else config.num_layers
+    return first <= int(match[2]) < first + declared
+
+
+def _check(
+    places: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    model_dir: Path,
+    config: DecoderConfig,
+) -> None:
+    missing = [name for name in places if name not in sources]
+    if missing:
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = " (if it shares the embedding, config.json must say tie_word_embeddings: true)"
+        raise CheckpointError(
+            f"{model_dir} lacks {len(missing)} of {len(places)} tensors: {some(missing)}{hint}. "
+            "Check that config.json belongs to these weights."
+        )
+    allowed = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    surplus = [
+        name
+        for name in sources
+        if name not in places
+        and name not in allowed
+        and not name.endswith("rotary_emb.inv_freq")
+        and not is_declared_mtp_tensor(name, config)
+        and not _makes_unread_kv(name, config)
+    ]
+    if surplus:
+        raise CheckpointError(
+            f"{model_dir} holds {len(surplus)} tensors its config.json has no place for: "
+            f"{some(surplus)}. Check model_type, num_hidden_layers, attention_bias and mlp_bias, "
+            "n_routed_experts, moe_layers_enum or enable_moe_block for experts, and for MTP layers "
+            "num_nextn_predict_layers."
+        )
+    for name, place in places.items():
+        problem = shape_problem(name, sources[name], place)
+        if problem:
+            raise CheckpointError(problem)
+
+
+def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
+    """Whether it is of a layer that reads another's keys and values: such checkpoints may still
+    hold what would make its own."""
+    match = re.match(r"model\.layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
+    layer = config.num_layers if match is None else int(match[1])
+    return layer < config.num_layers and config.kv_layer(layer) != layer
+
+
+def _values_from_keys(
+    sources: dict[str, TensorSource], places: Iterable[str], model_dir: Path, config: DecoderConfig
+) -> None:
+    """Where a layer's values are made by its keys' matrix, that is the source of both."""
+    for name in places:
+        match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn)\.v_proj\.(\w+)", name)
+        if match is None or not config.of_layer(int(match[2])).values_are_keys:
+            continue
+        if name in sources:
+            raise CheckpointError(
+                f"{model_dir} holds {name}, but config.json says attention_k_eq_v: true, so that "
+                "k_proj makes the values. Set it to false, or use the weights that belong to it."
+            )
+        keys = f"{match[1]}.k_proj.{match[3]}"
+        if keys in sources:
+            sources[name] = sources[keys]
+
+
+def _tie(model: Decoder, own: TensorSource | None, model_dir: Path) -> None:
+    weight = model.embed_tokens.weight
+    assert isinstance(weight, nn.Parameter)
+    if own is not None:
+        same = own.shape == tuple(weight.shape)
+        if not same or not torch.equal(own.read().to(weight), weight):
+            raise CheckpointError(
+                f"{model_dir} says tie_word_embeddings: true, but its lm_head.weight differs from "
+                "model.embed_tokens.weight. Set tie_word_embeddings to false to use both, or "
+                "remove lm_head.weight."
+            )
+    model.lm_head.weight = weight

@@ -1,0 +1,171 @@
+"""A matrix product with what stands before and after it in a decoder layer.
+
+For the few rows of a decoding step on Hopper each of these is one kernel of `csrc/`; elsewhere they
+are the operations one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.launch import native
+from ..ops.layer import cublaslt
+from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from ..ops.layer.rope import Rope, rope_and_write
+from .linear import Linear
+from .norm import RMSNorm
+
+Inputs = tuple[Tensor, ...]
+"""One tensor [T, D], or two that stand side by side."""
+Norms = tuple[RMSNorm, ...]
+"""One for each input, or none."""
+
+MAX_ROWS = 32
+"""More rows than this are cuBLAS's (the kernels themselves take no more)."""
+MAX_ROWS_OF_LARGE = 8
+LARGE = 4 << 20
+"""Weights of this many values are read by another kernel, which takes `MAX_ROWS_OF_LARGE` rows."""
+MAX_NORMED_BYTES = 104 << 10
+"""What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
+
+
+def linear(
+    inputs: Inputs,
+    layer: Any,
+    norms: Norms = (),
+    residual: Tensor | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """layer(normed inputs) + residual, [T, out].
+
+    Args:
+        layer: a `Linear`, or any module that maps [T, in] to [T, out].
+        in_place: the sum takes the residual's memory.
+    """
+    kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
+    # A backward pass needs what was there.
+    in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
+    if residual is not None and (residual.dtype != inputs[0].dtype or residual.stride(-1) != 1):
+        kernels = None
+    if kernels is None:
+        x = _side_by_side(inputs, norms)
+        if residual is None:
+            return layer(x)
+        if in_place and x.is_cuda and layer.bias is None:
+            if cublaslt.multiply(x, layer.weight, residual) is not None:
+                return residual
+            return residual.addmm_(x, layer.weight.t())
+        return residual.add_(layer(x)) if in_place else residual + layer(x)
+    out = residual
+    if out is None or not in_place:
+        out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
+    kernels.linear(*_arguments(inputs, norms), layer.weight, layer.bias, residual, out)
+    return out
+
+
+def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
+    """silu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    kernels = _kernels((x,), layer, (norm,))
+    if kernels is None or layer.out_features % 16:
+        return silu_and_mul(layer(norm(x)))
+    out = x.new_empty(x.shape[0], layer.out_features // 2)
+    kernels.linear_swiglu(x, norm.weight, norm.eps, layer.weight, layer.bias, out)
+    return out
+
+
+def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
+    """gelu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    return gelu_tanh_and_mul(linear((x,), layer, (norm,)))
+
+
+def clamped_swiglu(x: Tensor, layer: Linear, norm: RMSNorm, limit: float) -> Tensor:
+    """`swiglu` with both factors clamped, as `clamped_silu_and_mul` does: [T, D] -> [T, I]."""
+    return clamped_silu_and_mul(linear((x,), layer, (norm,)), limit)
+
+
+def qkv_rope_and_write(
+    inputs: Inputs, layer: Linear, norms: Norms, rope: Rope, q_heads: int, k_slots: Tensor,
+    v_slots: Tensor, slots: Tensor, scratch_slot: int, *,
+    qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+    norms_values: bool = False,
+    keeps_finite: bool = False,
+) -> Tensor:  # fmt: skip
+    """The queries of layer(normed inputs), rotated, [T, Hq, D]; keys and values go into the cache.
+
+    Other arguments as in `rope_and_write`.
+    """
+    dim = k_slots.shape[2]
+    kernels = _kernels(inputs, layer, norms)
+    places = rope.position_ids, slots
+    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in places):
+        kernels = None
+    if rope.cos_sin.dtype != torch.float32 or k_slots.dtype != inputs[0].dtype:
+        kernels = None
+    if kernels is None or qk_norms is not None or dim % 16:
+        qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
+        return rope_and_write(
+            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms=qk_norms,
+            norms_values=norms_values, keeps_finite=keeps_finite,
+        )  # fmt: skip
+    out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
+    kernels.linear_rope(
+        *_arguments(inputs, norms), layer.weight, layer.bias, rope.cos_sin, rope.position_ids,
+        slots, scratch_slot, k_slots, v_slots, q_heads, keeps_finite, out,
+    )  # fmt: skip
+    return out.view(-1, q_heads, dim)
+
+
+def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
+    if norms:
+        inputs = tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))
+    return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
+
+
+def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
+    """The module with the kernels if they serve these tensors, else None."""
+    x = inputs[0]
+    if not x.is_cuda or type(layer) is not Linear or layer.weight is None:
+        return None
+    if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
+        return None  # x times a norm's weight may leave fp16's range before it is scaled
+    if any(norm.offset for norm in norms):
+        return None  # the kernels multiply by the weight as it is
+    weight = layer.weight
+    if _wants_gradient(layer, norms, *inputs):
+        return None  # the kernels have no derivative
+    rows, is_large = x.shape[0], weight.numel() >= LARGE
+    if not 0 < rows <= (MAX_ROWS_OF_LARGE if is_large else MAX_ROWS):
+        return None
+    if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
+        return None
+    tensors = (
+        weight,
+        *(norm.weight for norm in norms),
+        *([] if layer.bias is None else [layer.bias]),
+    )
+    if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
+        return None
+    return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
+
+
+def _wants_gradient(layer: Any, norms: Norms, *tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    weights = [getattr(layer, "weight", None), *(norm.weight for norm in norms)]
+    return any(t is not None and t.requires_grad for t in (*weights, *tensors))
+
+
+def _is_readable(x: Tensor, first: Tensor) -> bool:
+    """Whether 16 bytes can be read at each 8th column, and both inputs are of one kind."""
+    strides = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
+
+
+def _arguments(inputs: Inputs, norms: Norms) -> tuple[Tensor | float | None, ...]:
+    """x0, x1, norm0, norm1, eps as the kernels take them."""
+    x = (*inputs, None)[:2]
+    weights = (*(norm.weight for norm in norms), None, None)[:2]
+    return (*x, *weights, norms[0].eps if norms else 0.0)

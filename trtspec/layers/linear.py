@@ -1,0 +1,109 @@
+"""Matrix products with weights, packed once for the CPU.
+
+`F.linear` on CPU hands oneDNN the weight in its plain layout at every call. Packing it once halves
+the time of these products at 1-8 rows, in bf16 and in fp32 (docs/performance.md).
+
+In bf16 a row's result must also not depend on how many rows share the call, or greedy text with and
+without speculation would differ at near-ties (docs/decisions/003). oneDNN mostly keeps that, but on
+some shapes, processors and thread counts it splits the sum of few rows differently. So each shape
+is tried once: calls with fewer rows than `_min_rows` are padded, where `_min_rows` is the smallest
+number from which on all calls up to 9 rows (K = 8) agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.launch.machine import INVARIANT_ROWS
+from ..ops.layer import cublaslt
+
+_PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for it
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. `weight` [out, in]; after `pack()` on CPU the packed copy replaces it."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(out_features, in_features), requires_grad=False
+        )
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self._packed: Tensor | None = None
+        self._min_rows = 1
+
+    def pack(self) -> None:
+        """Replaces the weight by oneDNN's layout where the CPU can use it; else does nothing."""
+        weight = self.weight
+        if weight is None or weight.device.type != "cpu" or not _can_pack(weight.dtype):
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.data, _PACK_ROWS_HINT)
+        self.weight = None
+        if weight.dtype == torch.bfloat16:
+            threads = torch.get_num_threads()
+            self._min_rows = _min_rows(self.in_features, self.out_features, threads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._packed is not None:
+            rows = x.shape[0]
+            if rows < self._min_rows:
+                x = torch.cat((x, x)) if self._min_rows == 2 else _pad_rows(x, self._min_rows)
+                return _multiply(x, self._packed, self.bias)[:rows]
+            return _multiply(x, self._packed, self.bias)
+        assert self.weight is not None
+        if self.bias is None and (out := cublaslt.multiply(x, self.weight)) is not None:
+            return out
+        return F.linear(x, self.weight, self.bias)
+
+
+@cache
+def _min_rows(in_features: int, out_features: int, num_threads: int) -> int:
+    """`find_min_rows` of oneDNN's kernel for a shape; it depends on the number of threads."""
+    ones = torch.ones(out_features, in_features, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(ones, _PACK_ROWS_HINT)
+    return find_min_rows(partial(_multiply, weight=packed, bias=None), in_features)
+
+
+def find_min_rows(multiply: Callable[[Tensor], Tensor], in_features: int) -> int:
+    """The smallest of 1, 2 and 9 to pad to, so that a row's bits do not depend on their number.
+
+    Args:
+        multiply: x [n, in] bf16 -> x times a weight of ones. The inputs cancel but for rounding,
+            so that any change in the order of the sum shows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(4, INVARIANT_ROWS, in_features // 2, generator=generator)
+    half = half * 2.0 ** torch.randint(-6, 6, half.shape, generator=generator)
+    shuffled = half[..., torch.randperm(in_features // 2, generator=generator)]
+    trials = F.pad(torch.cat([half, -shuffled], dim=-1), (0, in_features % 2)).bfloat16()
+    full = [multiply(x) for x in trials]
+    for least in (1, 2):
+        if all(
+            torch.equal(multiply(_pad_rows(x[:n], least))[:n], y[:n])
+            for x, y in zip(trials, full, strict=True)
+            for n in range(1, INVARIANT_ROWS)
+        ):
+            return least
+    return INVARIANT_ROWS
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _pad_rows(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, max(0, rows - x.shape[0])))
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32

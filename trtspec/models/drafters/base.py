@@ -1,0 +1,146 @@
+"""What every draft head has: the target's vocabulary and positions, own or shared ends.
+
+A draft head is a network that reads the target's hidden states. It implements the `DraftModel`
+protocol of `workers/protocols.py`. Sources: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840),
+DeepSeek-V3's multi-token prediction (arXiv:2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.dense import DensePass
+from ...layers.fused import linear
+from ...layers.linear import Linear
+from ...metadata.attention import AttentionMetadata
+from ...metadata.embeds import RowEmbeds
+from ...ops.layer.embedding import embed
+from ...state.kv_cache import KVGroupSpec
+from ..config import DecoderConfig
+from ..kv_layout import kv_group_specs, kv_places
+from ..rope import RopeTables
+from .clustered_head import ClusteredHead
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A draft head as plain numbers and flags; `head_config.py` reads it from a checkpoint."""
+
+    kind: str  # "eagle3", "eagle", "mtp" or "gemma4_assistant"
+    format: str  # how the checkpoint is written, for people
+    decoder: DecoderConfig  # the head's own layers; vocab_size is the target's
+    target_hidden_size: int
+    draft_vocab_size: int
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    lm_head_clusters: tuple[int, int] = (0, 0)  # clusters of tokens, those that get logits; 0: none
+    layers_to_capture: tuple[int, ...] = ()  # 0-based: the residual stream after these layers
+    captured_by: str = ""  # where those ids come from, for people
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False  # feed back what the final norm returns
+    fc_bias: bool = False
+    hidden_first: bool = False  # MTP: cat(hidden, embedding) in place of cat(embedding, hidden)
+    zero_centered_norms: bool = False  # the checkpoint has norms' weights minus 1
+    num_mtp_layers: int = 0  # in the checkpoint; `decoder` has those in use
+    suggested_draft_len: int | None = None
+    mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
+    trained_draft_len: int | None = None  # how many at most, where the checkpoint says so
+
+
+class HeadTarget(Protocol):
+    """What a head takes from its target: ours (`Decoder`), or any model's two ends."""
+
+    config: DecoderConfig
+    embed_tokens: Any  # maps ids [T] to [T, D]; has a `weight`
+    lm_head: Any  # maps [R, D] to [R, V]; has a `weight`, None where it is packed
+
+
+class DraftHead(nn.Module, ABC):
+    """Base of the heads. `embed_tokens` and `lm_head` are the target's until own ones are built."""
+
+    advances_positions = True
+
+    def __init__(self, config: HeadConfig, num_positions: int, kv_group: int):
+        super().__init__()
+        self.config, self.kv_group = config, kv_group
+        decoder = config.decoder
+        self.num_layers = decoder.num_layers
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: Linear | ClusteredHead | None = None
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+        if config.own_lm_head:
+            self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
+        self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
+        # As many as the target has: the head's own config often names fewer.
+        self.rope_tables = RopeTables(decoder, num_positions)
+        self.register_buffer("d2t", None, persistent=False)
+        self.d2t: Tensor | None  # [Vd] int64 offsets, target_id = draft_id + d2t[draft_id]
+
+    @property
+    def layers_to_capture(self) -> tuple[int, ...]:
+        """Target layers whose outputs the head reads; empty: it reads the final hidden states."""
+        return self.config.layers_to_capture
+
+    def share(self, target: HeadTarget) -> None:
+        """Takes the target's embedding and lm_head where the head has none of its own."""
+        self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
+        self.embed_tokens = self.embed_tokens or target.embed_tokens
+        self.lm_head = self.lm_head or target.lm_head
+
+    def kv_group_of_layer(self, layer: int) -> int:
+        """The KV group in which a layer of the head keeps its keys and values."""
+        return self.kv_group + kv_places(self.config.decoder)[layer].group
+
+    def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
+        """The groups that the head needs for itself, from its first on; none if it only reads."""
+        return kv_group_specs(self.config.decoder, dtype)
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
+        """[T, n * Ht] as captured (or [T, Ht]) -> [T, H] as draft step 0 reads it."""
+        return hidden_states
+
+    def lm_head_of_step(self, step: int) -> Linear | ClusteredHead:
+        """The layer that makes the logits of draft step 0, 1, …"""
+        assert self.lm_head is not None
+        return self.lm_head
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
+        """[R, H] -> [R, Vd], model dtype."""
+        return linear((hidden,), self.lm_head_of_step(step))
+
+    def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
+        """[T] -> [T, H]."""
+        vocab = self.config.decoder.vocab_size
+        return embed(input_ids, self.embed_tokens, vocab, merged=inputs_embeds)
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata | DensePass,
+        step: int,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft pass over T rows.
+
+        Args:
+            input_ids: [T], the token *after* each row's position.
+            position_ids: [T] int64.
+            hidden_states: [T, H]: at step 0 what `project_target_hidden` returned, later what the
+                previous step fed back.
+            step: 0 … K-1.
+            inputs_embeds: rows of step 0 whose token has no embedding of its own.
+
+        Returns:
+            (what `compute_logits` reads, what the next step reads), each [T, H].
+        """

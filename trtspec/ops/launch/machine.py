@@ -1,0 +1,6 @@
+"""Constants of machines: what a kernel's launch or a choice of kernels assumes of the hardware."""
+
+from __future__ import annotations
+
+INVARIANT_ROWS = 9
+"""On CPU, bf16 products with up to this many rows give each row the same result (decision 003)."""

@@ -1,0 +1,50 @@
+"""RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight, statistics in fp32.
+
+Some families (Gemma, Step-3.5) write the weight as a difference from one: `offset` is added to it
+in fp32, before the product is rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch.dispatch import triton_kernels
+
+
+class Norm(Protocol):
+    """What an op reads of a norm; `layers.norm.RMSNorm` is one."""
+
+    eps: float
+    offset: float
+
+    @property
+    def weight(self) -> Tensor:  # [D], model dtype
+        ...
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Normalizes x [..., D] over its last dimension; the result has the dtype of x."""
+    is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
+    kernels = None if is_trained else triton_kernels(x)
+    if kernels is not None:
+        return kernels.rms_norm(x, norm.weight, norm.eps, norm.offset)
+    if norm.offset:
+        weight = norm.weight.float() + norm.offset
+        return F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+def add_normed(residual: Tensor, x: Tensor, norm: Norm, scalar: Tensor | None = None) -> Tensor:
+    """Returns (residual + norm(x)) * scalar: residual and x [T, D], scalar [1] -> [T, D]."""
+    wants_gradient = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (residual, x, norm.weight)
+    )
+    kernels = None if wants_gradient or residual.dtype != x.dtype else triton_kernels(x)
+    if kernels is not None:
+        return kernels.add_normed(residual, x, norm.weight, norm.eps, norm.offset, scalar)
+    total = residual + rms_norm(x, norm)
+    return total if scalar is None else total * scalar

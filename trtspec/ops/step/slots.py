@@ -1,0 +1,48 @@
+"""Where a token row's KV goes: positions -> slots of the paged cache, with the length guard."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...metadata.attention import NULL_BLOCK, AttentionMetadata
+
+
+def guard_positions(positions: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor]:
+    """Clamps positions, any int, at or past `max_seq_len` to 0.
+
+    Returns:
+        (positions int64, inside bool): same shape as given; `inside` is False for the clamped rows,
+        which must write nowhere (slot -1). At position 0 such a row attends to length 1.
+    """
+    inside = positions < max_seq_len
+    return torch.where(inside, positions, 0).to(torch.int64), inside
+
+
+def slot_mapping(block_table: Tensor, positions: Tensor, inside: Tensor, page_size: int) -> Tensor:
+    """[B, M] int32 block table, [B, R] int64 guarded positions -> [B, R] int64 slots.
+
+    -1 where `inside` is False or no block is allocated for the position.
+    """
+    page, width = positions // page_size, block_table.shape[1]
+    if not width:
+        return torch.full_like(positions, -1)
+    block = block_table.gather(1, page.clamp(max=width - 1)).to(torch.int64)
+    valid = inside & (block != NULL_BLOCK) & (page < width)
+    return torch.where(valid, block * page_size + positions % page_size, -1)
+
+
+def draft_step_metadata(
+    meta: AttentionMetadata, positions: Tensor, extra_kv: int
+) -> AttentionMetadata:
+    """Metadata of a draft pass over `positions` [B, R] int64 (any, guarded here).
+
+    Args:
+        extra_kv: how far `positions` may lie beyond `meta.max_kv_len` at most.
+    """
+    positions, inside = guard_positions(positions, meta.max_seq_len)
+    slots = tuple(
+        slot_mapping(table, positions, inside, group.page_size)
+        for table, group in zip(meta.block_tables, meta.kv_groups, strict=True)
+    )
+    return meta.for_rows(positions, slots, extra_kv)

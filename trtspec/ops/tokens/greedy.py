@@ -1,0 +1,135 @@
+"""From logits to tokens in one kernel of `csrc/`, where it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launch import native
+from ..step.rows import to_target_ids
+from .sample import greedy_tokens
+
+MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
+MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
+_PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
+_BLOCKS = 264  # two for each multiprocessor of an H100 or H200
+_tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step yields for B requests."""
+
+    tokens: Tensor  # [B, K+1] int32, accepted drafts then bonus, -1 past the length
+    lens: Tensor  # [B] int32, 1 … K'+1
+    num_accepted_drafts: Tensor  # [B] int32, lens - 1
+    bad_requests: Tensor  # [B] bool, a row held NaN or nothing above -inf
+
+
+@dataclass(frozen=True)
+class RelaxedRule:
+    """Relaxed acceptance (`acceptance/relaxed.py`); `deltas` is updated."""
+
+    deltas: Tensor  # [S] float32
+    slots: Tensor  # [B] int64
+    top_k: int
+    end_token: int
+
+
+def accept_greedy(
+    logits: Tensor,
+    drafts: Tensor,
+    num_contexts: int,
+    max_draft_len: int,
+    forced_len: int = 0,
+    relaxed: RelaxedRule | None = None,
+) -> Accepted | None:
+    """The greedy choice at every row and the drafts that agree with it; None: not served here, and
+    the caller (`Verification.sample_and_accept_draft_tokens`) does it step by step.
+
+    Args:
+        logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 never matches.
+        max_draft_len: K >= K'.
+        forced_len: accept this many tokens in every generation, at most K'+1; 0 is off.
+    """
+    kernels = _kernels(logits)
+    if kernels is None or drafts.shape[1] >= MAX_ROWS_PER_REQUEST or not drafts.is_cuda:
+        return None
+    batch, device = num_contexts + drafts.shape[0], logits.device
+    accepted = Accepted(
+        tokens=torch.empty((batch, max_draft_len + 1), dtype=torch.int32, device=device),
+        lens=torch.empty(batch, dtype=torch.int32, device=device),
+        num_accepted_drafts=torch.empty(batch, dtype=torch.int32, device=device),
+        bad_requests=torch.empty(batch, dtype=torch.bool, device=device),
+    )
+    rule = (None, None, 0, 0)
+    if relaxed is not None:
+        rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)  # type: ignore[assignment]
+    kernels.accept_greedy(
+        logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len, *rule,
+        *_scratch(logits, batch), accepted.tokens, accepted.lens, accepted.num_accepted_drafts,
+        accepted.bad_requests,
+    )  # fmt: skip
+    return accepted
+
+
+def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
+    """Draft logits [R, Vd] -> target token ids [R] int32; a NaN is not chosen.
+
+    Args:
+        d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
+    """
+    kernels = _kernels(logits)
+    if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
+        kernels = None
+    if kernels is not None:
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+        kernels.choose_drafts(logits, d2t, *_scratch(logits, logits.shape[0]), tokens)
+        return tokens
+    tokens = greedy_tokens(logits.masked_fill(logits.isnan(), float("-inf")))
+    return tokens if d2t is None else to_target_ids(tokens, d2t)
+
+
+def update_window(
+    hidden: Tensor, ids: Tensor, last: Tensor, slots: Tensor,
+    window_hidden: Tensor, window_ids: Tensor,
+) -> None:  # fmt: skip
+    """Keeps each request's last W rows in its slot.
+
+    Args:
+        hidden: [T, D]; ids: [T] int64.
+        last: [B] int64, the newest row to keep; rows before the first are the first.
+        slots: [B] int64.
+        window_hidden: [S, W, D]; window_ids: [S, W] int64.
+    """
+    kernels = native.kernels(hidden)
+    if kernels is not None and hidden.dtype == window_hidden.dtype:
+        kernels.update_window(hidden.contiguous(), ids, last, slots, window_hidden, window_ids)
+        return
+    width = window_ids.shape[1]
+    kept = (last[:, None] + torch.arange(1 - width, 1, device=last.device)).clamp_min(0)
+    window_hidden[slots], window_ids[slots] = hidden[kept].to(window_hidden.dtype), ids[kept]
+
+
+def _kernels(logits: Tensor) -> Any:
+    """The module with the kernels if they serve these logits, else None."""
+    fits = logits.dim() == 2 and 0 < logits.shape[0] <= MAX_ROWS and logits.stride(1) == 1
+    floats = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return native.kernels(logits) if fits and floats else None
+
+
+def _scratch(logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Room for partial results, and tickets: zero between calls, so that the calls of one stream,
+    one after another, share them."""
+    rows = logits.shape[0]
+    chunks = max(1, min(MAX_CHUNKS, _BLOCKS // rows))
+    partial = torch.empty((rows, chunks, _PARTIAL_INTS), dtype=torch.int32, device=logits.device)
+    stream = torch.cuda.current_stream(logits.device)
+    tickets = _tickets.setdefault((logits.device.index, stream.cuda_stream), [])
+    if not tickets or tickets[-1].shape[0] < batch:  # older ones stay: graphs hold them
+        size = max(4096, 2 * batch)
+        tickets.append(torch.zeros(size, dtype=torch.int32, device=logits.device))
+    return partial, tickets[-1]

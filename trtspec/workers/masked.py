@@ -1,0 +1,135 @@
+"""All K drafts from one draft pass: the drafter reads mask tokens where its own would stand.
+
+Rows of one request in the pass (n tokens accepted, K' drafts verified, P proposed; a = the first
+new token's place):
+
+    row      0 … n-2          n-1      n … n+P-2   … K'+P-1
+    reads    accepted drafts  bonus    masks       masks, of no use
+    writes   KV that stays             KV that the next pass writes again
+    says     -                proposal 1 … P
+
+Positions follow one another from the first row on, so a row attends to the text, to rows of this
+pass before it, and to nothing that an earlier pass guessed: whatever masks or rejected drafts left
+behind stands at a or later, and each of those positions is written by this pass before a row that
+sees it attends. The number of rows does not depend on n.
+
+Prompts are read by a pass of their own before; then their last token's row drafts like the others.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from ..config import DecodingBaseConfig
+from ..errors import ConfigError
+from ..metadata.attention import AttentionMetadata
+from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
+from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .eagle3 import draft_source, merged_embeds, shifted_input_ids
+from .protocols import DraftInputs, LanguageModel, ParallelDraftModel, both_outputs
+
+
+class ParallelWorker(SpecWorkerBase):
+    """What both kinds share: the pass's rows, and its logits turned into drafts."""
+
+    drafts_with_network = True
+    first_row_offset: ClassVar[int]
+    """Position of the pass's first row, from that of the last token certain before the step."""
+
+    def __init__(self, config: DecodingBaseConfig, mask_token_id: int):
+        super().__init__(config)
+        self.mask_token_id = mask_token_id
+
+    @property
+    def num_extra_kv_tokens(self) -> int:
+        return self.max_draft_len - 1 + self.first_row_offset
+
+    def num_proposals(self, inputs: DraftInputs) -> int:
+        """P. The pass is always run, for it keeps the drafter's KV whole."""
+        runtime = inputs.spec_metadata.runtime_draft_len
+        return max(1, self.max_draft_len if runtime is None else runtime)
+
+    def rows_of_pass(
+        self, inputs: DraftInputs, meta: AttentionMetadata
+    ) -> tuple[MaskedRows, Tensor, AttentionMetadata]:
+        """(the rows, their ids [B * R] int64, the pass's metadata)."""
+        proposals = self.num_proposals(inputs)
+        accepted_rows = meta.rows_per_generation if meta.num_generations else 1
+        num_rows = accepted_rows + proposals - 1
+        rows = masked_rows(
+            inputs.accepted_tokens, inputs.num_accepted_tokens, meta.position_ids,
+            certain_rows(meta), num_rows, proposals, self.mask_token_id, self.first_row_offset,
+        )  # fmt: skip
+        # A prompt's rows lie past its end, which may be what bounds max_kv_len.
+        ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
+        if self.first_row_offset == 0:
+            step = keep_first_rows_of_contexts(step, meta, inputs.spec_metadata)
+        return rows, ids, step
+
+    def drafts(
+        self, inputs: DraftInputs, meta: AttentionMetadata, rows: MaskedRows, logits: Tensor,
+        d2t: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """logits [P * B, Vd] -> [B, K] int32."""
+        batch, sampler = rows.last_positions.shape[0], self.draft_sampler(inputs)
+        if sampler is None:
+            proposals = self.propose(logits, d2t, None, rows.last_positions, 0).split(batch)
+        else:  # the noise, and the place in the memory, are those of each draft
+            proposals = tuple(
+                self.propose(part, d2t, sampler, rows.last_positions, depth)
+                for depth, part in enumerate(logits.split(batch))
+            )
+        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
+
+
+class ParallelEagle3Worker(ParallelWorker):
+    """P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that reads, at its masks, the mask token's
+    embedding and a learned hidden state."""
+
+    first_row_offset = 0  # a row reads the token after its own
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        head, meta, hidden_states = draft_source(inputs)
+        model = cast(ParallelDraftModel, head)
+        if getattr(model, "mask_hidden", None) is None:
+            raise ConfigError(
+                "The head has no mask_hidden, which it would read at the masks: it drafts one "
+                "token a pass. Make the worker with mask_token_id=None."
+            )
+        hidden, tokens = model.project_target_hidden(hidden_states), meta.num_context_tokens
+        if tokens:
+            ids = shifted_input_ids(self, inputs, meta)[:tokens]
+            model(
+                ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0,
+                **merged_embeds(inputs),
+            )  # fmt: skip
+        rows, ids, step = self.rows_of_pass(inputs, meta)
+        assert model.mask_hidden is not None
+        states = torch.cat([hidden, model.mask_hidden[None]])  # row T is the masks'
+        (hidden,) = gather_rows(rows.sources, states)
+        out, _ = both_outputs(model(ids, step.position_ids, hidden, step, step=0))
+        (proposing,) = gather_rows(rows.proposing, out)
+        return self.drafts(inputs, meta, rows, model.compute_logits(proposing, 0), model.d2t)
+
+
+class ParallelDraftTargetWorker(ParallelWorker):
+    """PARD (arXiv:2504.18583): a draft model fine-tuned to read mask tokens."""
+
+    first_row_offset = 1  # a row reads its own token; the one before the step's was read then
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        meta, model = inputs.attn_metadata, cast(LanguageModel | None, inputs.draft_model)
+        if meta is None or model is None:
+            raise ConfigError(
+                "Drafting with a model needs draft_model and attn_metadata, whose KV groups hold "
+                "the model's keys and values: pass both to the worker."
+            )
+        tokens = meta.num_context_tokens
+        if tokens:  # the draft model reads the prompt as the target did
+            model(inputs.input_ids[:tokens], inputs.position_ids[:tokens], meta.contexts_only())
+        rows, ids, step = self.rows_of_pass(inputs, meta)
+        (proposing,) = gather_rows(rows.proposing, model(ids, step.position_ids, step))
+        return self.drafts(inputs, meta, rows, model.compute_logits(proposing), None)
