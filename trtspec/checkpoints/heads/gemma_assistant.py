@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
-from ...models.drafters.base import HeadConfig
-from ...models.drafters.clustered_head import ORDERING
-from ...models.drafters.gemma_assistant import KIND, layer_read
+from ...models.drafters.base import DraftHead, HeadConfig
+from ...models.drafters.clustered_head import ORDERING, ClusteredHead
+from ...models.drafters.gemma_assistant import KIND, MODEL_TYPES, GemmaAssistant, layer_read
 from ...models.rope import build_cos_sin, rotation_order
 from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
 from ..tensors import TensorSource
+from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
 
 
 def read_assistant(
@@ -154,6 +155,17 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
     return count, active
 
 
+def _read_clusters(report: HeadReport, config: HeadConfig) -> None:
+    count, vocab = config.lm_head_clusters[0], config.decoder.vocab_size
+    if not count:
+        return
+    clusters = read_clusters(report.tensors.pop(ORDERING, None), count, vocab)
+    if isinstance(clusters, str):
+        report.problems.append(clusters)
+    else:
+        report.clusters = clusters
+
+
 def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: int) -> Tensor | str:
     """`token_ordering` as [C, V / C] int64; or what is wrong with it, and the cure."""
     if source is None:
@@ -170,3 +182,40 @@ def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: in
             "assistant again from its source."
         )
     return ordering.view(num_clusters, -1)
+
+
+def _is_assistant(files: HeadFiles, asked: str | None) -> bool:
+    return files.raw.get("model_type") in MODEL_TYPES
+
+
+def _read(
+    report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
+) -> HeadConfig:
+    config, report.tensors = read_assistant(files.raw, files.sources, files.config_path)
+    report.config = config
+    _read_clusters(report, config)
+    if target is not None:
+        report.problems += assistant_problems(config, target)
+    return config
+
+
+def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype) -> None:
+    if isinstance(head.lm_head, ClusteredHead):
+        assert report.clusters is not None
+        head.lm_head.clusters = report.clusters.to(device)
+
+
+def _surplus_hint(config: HeadConfig) -> str:
+    return "use_ordered_embeddings (it has masked_embedding.…), or "
+
+
+GEMMA_ASSISTANT = HeadKind(
+    asked_as="mtp",
+    description="is a Gemma-4 assistant",
+    how_to_give="MTPDecodingConfig(speculative_model=…)",
+    recognizes=_is_assistant,
+    read=_read,
+    network=GemmaAssistant,
+    attach=_attach,
+    surplus_hint=_surplus_hint,
+)

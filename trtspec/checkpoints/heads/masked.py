@@ -24,7 +24,7 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 _TRAINED_LENGTHS = ("parallel_draft_step", "num_depths", "para_depths")
 
 
-def parse_parallel(
+def parse_masked(
     raw: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, TensorSource],
     where: Path, vocab_size: int,
 ) -> tuple[int | None, int | None]:  # fmt: skip
