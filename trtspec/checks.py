@@ -58,7 +58,7 @@ def checked_int(
     Raises:
         CheckpointError: it is something else.
     """
-    low, high = allowed[0], allowed[-1]
+    low, high = allowed.start, allowed.stop - 1
     if is_int(value, low, high):
         return value
     raise CheckpointError(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...checks import are_ints, checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
@@ -238,7 +239,7 @@ def _size(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
     value = raw.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+    if not is_int(value, 1, MAX_SIZE):
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be null or an int in 1 … {MAX_SIZE}. Correct it."
         )
@@ -259,13 +260,10 @@ def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
     if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
         return None
     tokens = methods[0].get("speculative_tokens")
-    good = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= MAX_DRAFT_LEN
-    if tokens is not None and not good:
-        raise CheckpointError(
-            f"{where}: speculative_tokens={tokens!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. "
-            "Correct it."
-        )
-    return tokens
+    if tokens is None:
+        return None
+    allowed = range(1, MAX_DRAFT_LEN + 1)
+    return checked_int(where, "speculative_tokens", tokens, allowed, cure="Correct it.")
 
 
 def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -333,8 +331,7 @@ def _layers_to_capture(
 
 
 def _ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
-    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not good or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+    if not are_ints(value) or not value:
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
         )

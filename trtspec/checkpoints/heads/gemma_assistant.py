@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import is_int
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
@@ -52,7 +53,7 @@ def read_assistant(
     inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
     decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
     size = raw.get("backbone_hidden_size")
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+    if not is_int(size, 1, MAX_SIZE):
         raise CheckpointError(
             f"{where}: backbone_hidden_size={size!r}; it must be the target's hidden_size, an int "
             f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
@@ -142,7 +143,7 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
     for name, value, most in (
         ("num_centroids", count, vocab_size), ("centroid_intermediate_top_k", active, count),
     ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if not is_int(value, 1, most):
             raise CheckpointError(
                 f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "
                 "from the assistant's source."
