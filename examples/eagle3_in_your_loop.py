@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from trtspec import EagleDecodingConfig, SpecMetadata
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.zoo import resolve_head, resolve_model
 from trtspec.metadata import AttentionMetadata, CapturedHiddenStates
@@ -43,7 +44,12 @@ def generate(
         embed_tokens=target.get_input_embeddings(),
         lm_head=target.get_output_embeddings(),
     )
-    head = load_head(head_dir, ends, torch.float32, CPU, TorchAttention(), kv_group=0, kind="eagle")
+    head = load_head(
+        head_dir,
+        ends,
+        HeadRequest(kind="eagle"),
+        LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=0),
+    )
     layers, shape = head.layers_to_capture, head.config.decoder
     worker = Eagle3OneModelWorker(EagleDecodingConfig(max_draft_len=K, speculative_model=head_dir))
 

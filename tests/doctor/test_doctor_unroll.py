@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.drafters.clustered_head import LOWEST
 from trtspec.train.unroll import DraftStep, Texts, teach, unroll
@@ -31,7 +32,12 @@ Run = tuple[list[DraftStep], list[Tensor], Any]
 @torch.no_grad()
 def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Texts) -> Run:
     target = _decoder(target_dir)
-    head = load_head(head_dir, target, F32, CPU, TorchAttention(), kv_group=1, kind=kind)
+    head = load_head(
+        head_dir,
+        target,
+        HeadRequest(kind=kind, num_mtp_layers=1),
+        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+    )
     teacher = teach(target, head, texts)
     steps = list(unroll(head, texts, teacher.hidden, STEPS, teacher.keys))
     return steps, [head.compute_logits(s.hidden, s.step) for s in steps], teacher

@@ -16,6 +16,7 @@ from torch import nn
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor.diagnosis import Diagnosis
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
@@ -185,8 +186,18 @@ def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]}}
     notes = []
     for directory in (eagle1_dir(tmp_path), eagle3_dir(tmp_path, captured=4, config=layers)):
-        head = load_head(directory, target, torch.float32, torch.device("cpu"), TorchAttention(),
-                         kv_group=1, kind="eagle", pack=False)  # fmt: skip
+        head = load_head(
+            directory,
+            target,
+            HeadRequest(kind="eagle"),
+            LoadOptions(
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                backend=TorchAttention(),
+                kv_group=1,
+                pack=False,
+            ),
+        )
         notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))
     assert "Of an EAGLE-1 head only RoPE" in notes[0] and "fc_norm" not in notes[0]
     assert "norm_before_fc and fc_norm are not tried" in notes[1]

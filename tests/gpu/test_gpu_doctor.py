@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.doctor.draft_model import DraftModel, unroll_model
@@ -37,14 +38,16 @@ def _pair(kind: str, path: Path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def _logits(kind: str, pair: tuple[Path, Path], device: torch.device) -> list[Tensor]:
-    options = torch.float32, device, TorchAttention()
+    backend = TorchAttention()
+    options = torch.float32, device, backend
     target, texts = load_decoder(pair[0], *options), texts_of(PROMPTS, WRITTEN, device)
     if kind == "pard":
         model = DraftModel(load_decoder(pair[1], *options), MASK_TOKEN)
         steps = unroll_model(model, texts, 3)
         return [model.compute_logits(s.hidden[s.rows], s.step).cpu() for s in steps]
     head_kind = "mtp" if kind.startswith("gemma") else "eagle"
-    head = load_head(pair[1], target, *options, kv_group=1, kind=head_kind)
+    kept = LoadOptions(dtype=torch.float32, device=device, backend=backend, kv_group=1)
+    head = load_head(pair[1], target, HeadRequest(kind=head_kind, num_mtp_layers=1), kept)
     teacher = teach(target, head, texts)
     steps = unroll(head, texts, teacher.hidden, 3, teacher.keys)
     return [head.compute_logits(s.hidden[s.rows], s.step).cpu() for s in steps]

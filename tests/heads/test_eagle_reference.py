@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
@@ -58,9 +59,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def _load(model: Any, path: Path, target: Decoder) -> DraftHead:
     """Our head, read from the files that the package writes for `model`."""
     return load_head(
-        save_eagle3(model, path), target, torch.float32, torch.device("cpu"), TorchAttention(),
-        kv_group=0, kind="eagle",
-    )  # fmt: skip
+        save_eagle3(model, path),
+        target,
+        HeadRequest(kind="eagle"),
+        LoadOptions(
+            dtype=torch.float32, device=torch.device("cpu"), backend=TorchAttention(), kv_group=0
+        ),
+    )
 
 
 def _inputs(model: Any) -> tuple[Tensor, Tensor]:

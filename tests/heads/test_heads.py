@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head, read_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, TrtspecError
 from trtspec.models.decoder import Decoder
@@ -38,6 +39,9 @@ def _target(path: Path) -> Decoder:
     return load_decoder(path, torch.float32, CPU, TorchAttention())
 
 
+LOAD_OPTIONS = LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1)
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     rope, path = {"rope_type": "default", "rope_theta": 5e5}, tmp_path_factory.mktemp("target")
@@ -45,8 +49,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _load(path: Path, target: Decoder, kind: str = "eagle", **options: Any) -> DraftHead:
-    backend = TorchAttention()
-    return load_head(path, target, torch.float32, CPU, backend, kv_group=1, kind=kind, **options)
+    request = HeadRequest(kind=kind, **{"num_mtp_layers": 1, **options})
+    return load_head(path, target, request, LOAD_OPTIONS)
 
 
 def _refused(path: Path, target: Decoder, message: str, **options: Any) -> str:
@@ -495,3 +499,14 @@ def test_random_bytes_never_crash(tmp_path: Path, target: Decoder, name: str) ->
         (path / name).write_bytes(broken)
         crashes += _crash(path, target, "eagle", "bytes")
     assert not crashes
+
+
+def test_the_arguments_of_old_load_a_head_with_a_warning(target: Decoder, tmp_path: Path) -> None:
+    path = eagle3_dir(tmp_path)
+    old: Any = load_head
+    with pytest.warns(DeprecationWarning, match="HeadRequest, LoadOptions"):
+        head = old(path, target, torch.float32, CPU, TorchAttention(), kv_group=1, kind="eagle")
+    same = _load(path, target)
+    assert head.config == same.config and head.kv_group == same.kv_group == 1
+    with ExitStack() as stack, pytest.warns(DeprecationWarning, match="HeadRequest"):
+        assert "not MTP layers" in str(read_head(path, None, stack, kind="mtp").problems)

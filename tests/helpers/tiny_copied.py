@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.decoder import Decoder
@@ -52,8 +53,12 @@ class Copied:
 
     @torch.no_grad()
     def follow_head(self, directory: Path, kind: str, num_mtp_layers: int = 1) -> None:
-        head = load_head(directory, self.target, F32, CPU, TorchAttention(), kv_group=1, kind=kind,
-                         num_mtp_layers=num_mtp_layers)  # fmt: skip
+        head = load_head(
+            directory,
+            self.target,
+            HeadRequest(kind=kind, num_mtp_layers=num_mtp_layers),
+            LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+        )
         teacher = self.real_teach(self.target, head, self.texts)
         for step in module.unroll(head, self.texts, teacher.hidden, STEPS, teacher.keys):
             proposals = head.compute_logits(step.hidden, step.step).argmax(-1)

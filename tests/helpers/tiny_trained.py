@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trtspec import LLM, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head, read_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder, placements
 from trtspec.doctor import texts_of
 from trtspec.models.decoder import Decoder
@@ -63,8 +64,12 @@ def trained_head(
 ) -> Trained:
     """Trains the head in `head_dir` where it stands, along `unroll`, and its mask_hidden."""
     target, texts = load_target(target_dir), greedy_texts(target_dir)
-    head = load_head(head_dir, target, F32, CPU, TorchAttention(), kv_group=1, kind=kind,
-                     pack=False)  # fmt: skip
+    head = load_head(
+        head_dir,
+        target,
+        HeadRequest(kind=kind, num_mtp_layers=1),
+        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False),
+    )
     tensors, own = _tensors(head_dir), dict(_places(head, head_dir, kind))
     parameters = {id(p): p for p, _, _, _ in own.values()}
     learned = list(parameters.values())
@@ -123,7 +128,10 @@ def _places(
     from contextlib import ExitStack
 
     with ExitStack() as stack:
-        names = {n: s.name for n, s in read_head(head_dir, None, stack, kind=kind).tensors.items()}
+        names = {
+            n: s.name
+            for n, s in read_head(head_dir, None, stack, HeadRequest(kind=kind)).tensors.items()
+        }
     for name, place in placements(head).items():
         parameter = getattr(head.get_submodule(place.module), place.leaf)
         if name in names:

@@ -24,6 +24,7 @@ from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
@@ -210,9 +211,13 @@ def test_trained_layers_are_read_back(tmp_path: Path) -> None:
         parameter.data = parameter.data.bfloat16().float()  # as it is written
     save_head(head, target.config, tmp_path / "out")
     again = load_head(
-        tmp_path / "out", target, torch.float32, CPU, TorchAttention(), kv_group=1, kind="mtp",
-        pack=False,
-    )  # fmt: skip
+        tmp_path / "out",
+        target,
+        HeadRequest(kind="mtp", num_mtp_layers=1),
+        LoadOptions(
+            dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False
+        ),
+    )
     ours, theirs = (dict(h.layers[0].self_attn.named_parameters()) for h in (head, again))
     assert ours.keys() == theirs.keys() and len(ours) == 6
     for name, parameter in ours.items():
@@ -264,9 +269,13 @@ def test_an_fp8_checkpoint_is_its_dequantised_twin(fp8_dirs: tuple[Path, Path]) 
     for path in fp8_dirs:
         model = _load(path, pack=False)
         head = load_head(
-            path, model, torch.float32, CPU, TorchAttention(), kv_group=1, kind="mtp",
-            num_mtp_layers=2, pack=False,
-        )  # fmt: skip
+            path,
+            model,
+            HeadRequest(kind="mtp", num_mtp_layers=2),
+            LoadOptions(
+                dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False
+            ),
+        )
         parameters.append([*model.parameters(), *head.parameters()])
         llm = LLM(
             path, MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True),
@@ -354,7 +363,12 @@ def test_eagle_heads_have_no_latent_attention(tmp_path: Path) -> None:
     (head / "config.json").write_text(json.dumps({**raw, **config, "model_type": "deepseek_v3"}))
     target = _load(tiny_model_dir(tmp_path, "deepseek_v3", num_hidden_layers=8))
     with pytest.raises(CheckpointError, match="latent attention"):
-        load_head(head, target, torch.float32, CPU, TorchAttention(), kv_group=1, kind="eagle")
+        load_head(
+            head,
+            target,
+            HeadRequest(kind="eagle"),
+            LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1),
+        )
     with pytest.raises(ConfigError, match="latent attention"):
         ids = torch.arange(40)
         create_head(NewHead(kind="eagle3"), target, ids, torch.float32, seed=0)
@@ -364,4 +378,9 @@ def test_another_models_mtp_layers_are_refused(mtp_dir: Path, tmp_path: Path) ->
     target = _load(tiny_model_dir(tmp_path, "deepseek_v3"))
     target.config = replace(target.config, hidden_size=64)
     with pytest.raises(CheckpointError, match="hidden_size=48, the target has 64"):
-        load_head(mtp_dir, target, torch.float32, CPU, TorchAttention(), kv_group=1, kind="mtp")
+        load_head(
+            mtp_dir,
+            target,
+            HeadRequest(kind="mtp", num_mtp_layers=1),
+            LoadOptions(dtype=torch.float32, device=CPU, backend=TorchAttention(), kv_group=1),
+        )

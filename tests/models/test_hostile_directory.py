@@ -29,6 +29,7 @@ from trtspec import (
 )
 from trtspec.checkpoints import hf_config
 from trtspec.checkpoints.heads.load import read_head
+from trtspec.checkpoints.heads.records import HeadRequest
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models import decoder
 from trtspec.utils import cache_dir
@@ -223,7 +224,7 @@ def test_an_assistant_s_rotation_of_the_wrong_type_is_named(
     text["rope_parameters"]["full_attention"] |= parameters
     _set(path / "config.json", text_config=text)
     with ExitStack() as stack:
-        (problem,) = read_head(path, target, stack, kind="mtp").problems
+        (problem,) = read_head(path, target, stack, HeadRequest(kind="mtp")).problems
     assert next(iter(parameters)) in problem and "config.json" in problem
 
 

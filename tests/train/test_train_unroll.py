@@ -14,6 +14,7 @@ from trtspec import LLM, EagleDecodingConfig, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import ConfigError
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
@@ -54,11 +55,15 @@ def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> No
     vanilla = isinstance(config, MTPDecodingConfig) and config.use_mtp_vanilla
     assert isinstance(config, EagleDecodingConfig | MTPDecodingConfig)
     head = load_head(
-        config.speculative_model or case.target, target, F32, CPU, TorchAttention(), kv_group=1,
-        kind="eagle" if isinstance(config, EagleDecodingConfig) else "mtp",
-        num_mtp_layers=STEPS if vanilla else 1,
-        norm_output=getattr(config, "mtp_feeds_post_norm", None),
-    )  # fmt: skip
+        config.speculative_model or case.target,
+        target,
+        HeadRequest(
+            kind="eagle" if isinstance(config, EagleDecodingConfig) else "mtp",
+            num_mtp_layers=STEPS if vanilla else 1,
+            norm_output=getattr(config, "mtp_feeds_post_norm", None),
+        ),
+        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+    )
     texts = _texts([[9, 4, 6], [16], [2, 3]], 20)
     teacher = teach(target, head, texts)
     counted, width = 0, texts.input_ids.shape[1]
@@ -131,9 +136,11 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
         return
     save_head(head, target.config, out, format=format, notes={"why": "test"})
     again = load_head(
-        out, target, F32, CPU, TorchAttention(), kv_group=1,
-        kind="eagle" if kind == "eagle3" else "mtp",
-    )  # fmt: skip
+        out,
+        target,
+        HeadRequest(kind="eagle" if kind == "eagle3" else "mtp", num_mtp_layers=1),
+        LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
+    )
     assert again.layers_to_capture == head.layers_to_capture
     texts = _texts([[12]], 12)
     hidden = teach(target, head, texts).hidden

@@ -63,14 +63,14 @@ class EmbedsPrompt:
                 "token, or say with is_embed where they stand."
             )
         types = self.mm_token_type_ids
-        if types is not None and not (_is_int(types, (count,)) and bool((types >= 0).all())):
+        if types is not None and not (_is_int_tensor(types, (count,)) and bool((types >= 0).all())):
             raise RequestError(
                 f"mm_token_type_ids={_form(types)}: give an int tensor [{count}], of 0 for text, 1 "
                 "for an image, 2 for a video's, 3 for sound."
             )
         if positions is None:
             return
-        if not _is_int(positions, (3, count)) or bool((positions < 0).any()):
+        if not _is_int_tensor(positions, (3, count)) or bool((positions < 0).any()):
             raise RequestError(
                 f"mrope_positions={_form(positions)}: give an int tensor [3, {count}] of "
                 "positions >= 0."
@@ -104,7 +104,7 @@ class EmbedsPrompt:
         return int(self.mrope_positions.max()) + 1 - len(self.prompt_token_ids)
 
 
-def _is_int(value: object, shape: tuple[int, ...]) -> bool:
+def _is_int_tensor(value: object, shape: tuple[int, ...]) -> bool:
     kinds = (torch.int32, torch.int64)
     return isinstance(value, Tensor) and value.dtype in kinds and value.shape == shape
 

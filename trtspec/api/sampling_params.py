@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ..checks import is_int, is_number
 from ..errors import RequestError, shown
 from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from ..metadata.sampling import MAX_TOP_K
@@ -85,27 +86,27 @@ class SamplingParams:
             if own.init:
                 object.__setattr__(self, own.name, _plain(getattr(self, own.name)))
         _check(
-            _is_int(self.max_tokens) and 1 <= self.max_tokens <= MAX_TOKENS,
+            is_int(self.max_tokens, 1, MAX_TOKENS),
             "max_tokens",
             self,
             f"an int in 1 … {MAX_TOKENS}",
         )
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self, "True or False")
         _check(
-            _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+            is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             self,
             f"in 0 … {MAX_TEMPERATURE:g} (0 is greedy)",
         )
-        _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
+        _check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self, "in (0, 1]")
         _check(
-            _is_int(self.top_k) and 0 <= self.top_k <= MAX_TOP_K,
+            is_int(self.top_k, 0, MAX_TOP_K),
             "top_k",
             self,
             f"an int in 0 … {MAX_TOP_K} (0 is off)",
         )
         _check(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
+            self.seed is None or is_int(self.seed, 0, MAX_SEED),
             "seed",
             self,
             f"None or an int in 0 … {MAX_SEED}",
@@ -121,7 +122,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", stop)
 
         self._check_shaping()
-        _check(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self, f"an int in 1 … {MAX_N}")
+        _check(is_int(self.n, 1, MAX_N), "n", self, f"an int in 1 … {MAX_N}")
         if self.n > 1 and self.is_greedy:
             raise RequestError(
                 f"SamplingParams.n={self.n} with temperature={self.temperature:g}, "
@@ -130,7 +131,7 @@ class SamplingParams:
             )
         count = self.logprobs
         _check(
-            count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
+            count is None or is_int(count, 0, MAX_LOGPROBS),
             "logprobs",
             self,
             f"None or an int in 0 … {MAX_LOGPROBS}",
@@ -142,9 +143,9 @@ class SamplingParams:
         object.__setattr__(self, name, tuple(dict.fromkeys(ids or ())))
 
     def _check_shaping(self) -> None:
-        _check(_is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
+        _check(is_number(self.min_p) and 0 <= self.min_p < 1, "min_p", self, "in [0, 1)")
         _check(
-            _is_number(self.repetition_penalty)
+            is_number(self.repetition_penalty)
             and 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "repetition_penalty",
             self,
@@ -152,12 +153,12 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _check(_is_number(value) and -2 <= value <= 2, name, self, "in -2 … 2")
+            _check(is_number(value) and -2 <= value <= 2, name, self, "in -2 … 2")
         bias = {} if self.logit_bias is None else self.logit_bias
         _check(
             isinstance(bias, Mapping)
             and _are_ids(bias)
-            and all(_is_number(v) and -100 <= v <= 100 for v in bias.values()),
+            and all(is_number(v) and -100 <= v <= 100 for v in bias.values()),
             "logit_bias",
             self,
             "a mapping of token ids >= 0 to numbers in -100 … 100",
@@ -166,7 +167,7 @@ class SamplingParams:
         self._check_ids("bad_token_ids")
         self._check_words()
         _check(
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            is_int(self.min_tokens, 0, self.max_tokens),
             "min_tokens",
             self,
             f"an int in 0 … max_tokens={self.max_tokens}",
@@ -250,7 +251,7 @@ def _items(value: object) -> tuple[Any, ...] | None:
 
 
 def _are_ids(values: Iterable[Any]) -> bool:
-    return all(_is_int(i) and i >= 0 for i in values)
+    return all(is_int(i, 0) for i in values)
 
 
 def _is_text(value: object) -> bool:
@@ -262,14 +263,6 @@ def _is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check(ok: bool, name: str, params: SamplingParams, allowed: str) -> None:

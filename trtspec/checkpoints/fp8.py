@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..checks import is_int
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def block_size(raw: dict[str, Any], where: Path) -> tuple[int, int] | None:
     fields = config if isinstance(config, dict) else {}
     method, size = fields.get("quant_method", config), fields.get("weight_block_size")
     if method == "fp8" and fields.get("fmt", "e4m3") == "e4m3" and isinstance(size, list):
-        sizes = [n for n in size if isinstance(n, int) and not isinstance(n, bool) and n >= 1]
+        sizes = [n for n in size if is_int(n, 1)]
         if len(sizes) == len(size) == 2:
             return sizes[0], sizes[1]
     shown = {k: fields[k] for k in ("fmt", "weight_block_size") if k in fields} or ""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checks import checked_int, is_int, is_number
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
@@ -193,27 +194,17 @@ def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
         "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
     ):  # fmt: skip
-        value = getattr(hf, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-            raise CheckpointError(
-                f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_SIZE}. Copy the file "
-                "again from the model's source."
-            )
+        checked_int(where, name, getattr(hf, name), range(1, MAX_SIZE + 1))
     _check_rope_numbers(rope, where)
     eps = hf.rms_norm_eps
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+    if not is_number(eps) or not 0 <= eps < 1:
         raise CheckpointError(
             f"{where}: rms_norm_eps={eps!r}; it must be a number in [0, 1). Copy the file again "
             "from the model's source."
         )
     mtp = getattr(hf, "num_nextn_predict_layers", None)
-    if mtp is not None and (
-        isinstance(mtp, bool) or not isinstance(mtp, int) or not 0 <= mtp < 100
-    ):
-        raise CheckpointError(
-            f"{where}: num_nextn_predict_layers={mtp!r}; it must be an int in 0 … 99. Copy the "
-            "file again from the model's source."
-        )
+    if mtp is not None:
+        checked_int(where, "num_nextn_predict_layers", mtp, range(100))
 
 
 def _check_rotation(config: DecoderConfig, where: Path) -> None:
@@ -238,7 +229,7 @@ def _check_rope_numbers(rope: dict[str, Any], where: Path) -> None:
         value = rope.get(name)
         if value is None and (by_type or name != "rope_theta"):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        if not is_number(value) or not 0 < value < 1e30:
             raise CheckpointError(
                 f"{where}: {name}={value!r} in the RoPE parameters; it must be a number > 0. Copy "
                 "the file again from the model's source."
@@ -329,10 +320,7 @@ def _eos_token_ids(from_config: tuple[int, ...], model_dir: Path) -> tuple[int, 
 
 def _token_ids(value: Any, path: Path) -> list[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(
-        isinstance(token, bool) or not isinstance(token, int) or not -1 <= token < MAX_SIZE
-        for token in ids
-    ):
+    if not all(is_int(token, -1, MAX_SIZE - 1) for token in ids):
         raise CheckpointError(
             f"{path}: eos_token_id={value!r} must be a token id, a list of them, or null. Fix it."
         )

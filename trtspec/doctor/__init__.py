@@ -22,6 +22,7 @@ from typing import Any
 from ..attention.torch_sdpa import TorchAttention
 from ..checkpoints.heads.load import load_head, read_head
 from ..checkpoints.heads.masked import pard_token
+from ..checkpoints.heads.records import HeadRequest, LoadOptions
 from ..checkpoints.hf_config import load_config
 from ..checkpoints.json_object import read_json_object
 from ..checkpoints.tensors import open_checkpoint
@@ -67,7 +68,7 @@ def check(
             diagnosis.problems.append(str(error))
         return diagnosis
     with ExitStack() as stack:
-        return Diagnosis(read_head(head_dir, target, stack, kind=kind).problems)
+        return Diagnosis(read_head(head_dir, target, stack, HeadRequest(kind=kind)).problems)
 
 
 def diagnose(
@@ -94,15 +95,17 @@ def diagnose(
     device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
     diagnosis = Diagnosis()
     with ExitStack() as stack:
-        report = read_head(head_dir, target.config, stack, kind=kind)
+        report = read_head(head_dir, target.config, stack, HeadRequest(kind=kind))
     diagnosis.problems = report.problems
-    if report.problems or report.config is None:
+    if report.problems or report.kind is None:
         return diagnosis
+    num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))
     head = load_head(
-        head_dir, target, dtype, device, TorchAttention(), kv_group=1,
-        kind=kind or ("mtp" if report.config.kind not in ("eagle", "eagle3") else "eagle"),
-        num_mtp_layers=max(1, min(report.num_mtp_layers, NUM_STEPS)), pack=False,
-    )  # fmt: skip
+        head_dir,
+        target,
+        HeadRequest(kind=report.kind.asked_as, num_mtp_layers=num_mtp_layers),
+        LoadOptions(dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False),
+    )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
     notes = raw.get("training")
     if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.dense import DensePass
+from ..checkpoints.heads.mtp_layouts import mtp_layout
 from ..models.decoder import Decoder
-from ..models.drafters.mtp import mtp_layout
 from ..train.unroll import DraftStep, StepScore, Texts, score, teach
 from .exam import Exam
 from .masks import mask_token_trials

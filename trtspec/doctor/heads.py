@@ -14,6 +14,7 @@ from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.drafters.base import DraftHead
 from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
+from ..models.drafters.gemma_assistant import KIND as ASSISTANT
 from ..models.drafters.gemma_assistant import GemmaAssistant
 from ..models.drafters.mtp import MTPHead, MTPLayer
 from .masks import mask_trials
@@ -42,42 +43,26 @@ class Patient:
 
 
 def trials_of(patient: Patient) -> list[Trial]:
-    """Everything that is tried with this head."""
+    """Returns everything that is tried with this head."""
     head, trials = patient.head, list[Trial]()
-    if head.advances_positions:  # one that reads the target's keys must turn as they do
+    if head.advances_positions:  # one that reads the target's keys must be rotated as they are
         trials += rope_trials(head, patient.target)
     trials += shift_trials()
-    for head_class, own in _TRIALS.items():
-        if isinstance(head, head_class):
-            trials += own(patient)
+    trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)
     if head.d2t is not None:
         trials += vocabulary_trials(head.d2t)
     return trials
 
 
 def notes_on(patient: Patient) -> list[str]:
-    """What cannot be tried."""
-    head, notes = patient.head, []
-    if isinstance(head, GemmaAssistant):
-        notes.append(
-            "Another RoPE or window is not tried: the keys are the target's, and the assistant's "
-            "config was compared with the target's when it was loaded."
-        )
-    decoder = head.config.decoder
+    """Returns what cannot be tried."""
+    head, decoder = patient.head, patient.head.config.decoder
+    notes = []
     if head.advances_positions and any(
         decoder.of_layer(i).rotary_dim is not None for i in range(decoder.num_layers)
     ):
         notes.append("How many dimensions of a head are rotated (rotary_dim) is not tried.")
-    if head.config.kind == "eagle":
-        notes.append("Of an EAGLE-1 head only RoPE and the shift of the ids are tried.")
-    if isinstance(head, Eagle3Head):
-        notes.append("norm_before_fc and fc_norm are not tried.")
-        if (count := len(head.layers_to_capture)) > MOST_CAPTURED_TO_PERMUTE:
-            notes.append(
-                f"Of the orders of its {count} captured layers only the reverse is tried: up to "
-                f"{MOST_CAPTURED_TO_PERMUTE} are permuted."
-            )
-    return notes
+    return notes + _KINDS.get(head.config.kind, _Kind()).notes(head)
 
 
 def suspicion_of(patient: Patient) -> str | None:
@@ -157,6 +142,20 @@ def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
             )  # fmt: skip
             tried.add(layers)
     return trials
+
+
+def _eagle3_notes(head: DraftHead) -> list[str]:
+    notes = ["norm_before_fc and fc_norm are not tried."]
+    if (count := len(head.layers_to_capture)) > MOST_CAPTURED_TO_PERMUTE:
+        notes.append(
+            f"Of the orders of its {count} captured layers only the reverse is tried: up to "
+            f"{MOST_CAPTURED_TO_PERMUTE} are permuted."
+        )
+    return notes
+
+
+def _eagle1_notes(head: DraftHead) -> list[str]:
+    return ["Of an EAGLE-1 head only RoPE and the shift of the ids are tried."]
 
 
 # -- MTP layers --------------------------------------------------------------------------------
@@ -258,8 +257,33 @@ def _assistant_trials(patient: Patient) -> list[Trial]:
     ]
 
 
-_TRIALS: dict[type[DraftHead], Callable[[Patient], list[Trial]]] = {
-    Eagle3Head: _eagle3_trials,
-    MTPHead: _mtp_trials,
-    GemmaAssistant: _assistant_trials,
+def _assistant_notes(head: DraftHead) -> list[str]:
+    return [
+        "Another RoPE or window is not tried: the keys are the target's, and the assistant's "
+        "config was compared with the target's when it was loaded."
+    ]
+
+
+def _no_trials(patient: Patient) -> list[Trial]:
+    return []
+
+
+def _no_notes(head: DraftHead) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is tried with one kind of head, and what cannot be."""
+
+    trials: Callable[[Patient], list[Trial]] = _no_trials
+    notes: Callable[[DraftHead], list[str]] = _no_notes
+
+
+_KINDS = {
+    "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
+    "eagle": _Kind(notes=_eagle1_notes),
+    "mtp": _Kind(_mtp_trials),
+    ASSISTANT: _Kind(_assistant_trials, _assistant_notes),
 }
+"""`HeadConfig.kind` -> its row. A kind without one is tried with RoPE and shifts alone."""

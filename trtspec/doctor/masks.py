@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_int
 from ..models.config import DecoderConfig
 from ..models.drafters.eagle import Eagle3Head
 from .trials import Change, Trial
@@ -126,7 +127,7 @@ def _named(
                 if str(name).startswith("num_"):  # num_experts_per_token
                     continue
                 for token in value if isinstance(value, list) else [value]:
-                    if isinstance(token, int) and not isinstance(token, bool):
+                    if is_int(token):
                         yield f"{name} {whose}", token
     yield "the first token", 0
     yield "the last token", vocab_size - 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_int
 from ..errors import ConfigError
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
@@ -99,7 +100,7 @@ class SpecMetadata:
         sizes = ("max_num_requests", "max_draft_len", "max_total_draft_tokens", "num_generations")
         for name in sizes:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not is_int(value, 0):
                 raise ConfigError(f"SpecMetadata.{name}={value!r}: it must be an int >= 0.")
         if self.max_total_draft_tokens < self.max_draft_len:
             raise ConfigError(

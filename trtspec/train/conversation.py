@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from ..api.sampling_params import MAX_TEMPERATURE, SamplingParams
+from ..checks import is_int
 from ..config import require_int
 from ..errors import ConfigError
 from ..llm import LLM
@@ -111,9 +112,9 @@ class Job:
     def __init__(
         self, llm: LLM, seed: int, max_tokens: int, mix: Mix, prompts: list[Messages] | None
     ):
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if not is_int(seed):
             raise ConfigError(f"seed={seed!r}: it must be an int.")
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int):
+        if not is_int(max_tokens):
             raise ConfigError(f"max_tokens={max_tokens!r}: it must be an int.")
         if max_tokens < MIN_ANSWER_TOKENS:
             raise ConfigError(f"max_tokens={max_tokens}: it must be >= {MIN_ANSWER_TOKENS}.")

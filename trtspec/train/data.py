@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..errors import TrtspecError
 from .unroll import Texts
@@ -355,8 +356,7 @@ def _check_labels(record: dict[str, Any]) -> tuple[str | None, float | None]:
         raise _BadLine(f"kind={kind!r}; allowed is a text.")
     if temperature is None:
         return kind, None
-    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not (math.isfinite(temperature) and temperature >= 0):
+    if not is_number(temperature) or not (math.isfinite(temperature) and temperature >= 0):
         raise _BadLine(f"temperature={temperature!r}; allowed is a number >= 0.")
     return kind, float(temperature)
 

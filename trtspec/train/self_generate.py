@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..checks import is_int
 from ..errors import ConfigError, RequestError
 from ..executor.request import Request
 from ..llm import LLM
@@ -93,7 +94,7 @@ def self_generate(
         DataError: the file is damaged.
     """
     job = Job(llm, seed, max_tokens, mix or Mix(), _as_messages(prompts))
-    if isinstance(num_examples, bool) or not isinstance(num_examples, int) or num_examples < 0:
+    if not is_int(num_examples, 0):
         raise ConfigError(f"num_examples={num_examples!r}: it must be an int >= 0.")
     with _Output(Path(path), job.header()) as output:
         return _Run(job, output, num_examples, progress or (lambda report: None)).run()

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_int, is_number
 from ...errors import CheckpointError
 from ...models.config import MLAConfig
 from .moe import deepseek_moe
@@ -34,9 +35,8 @@ def _latent_attention(hf: Any, where: Path) -> MLAConfig:
         value = getattr(hf, name)
         if name == "q_lora_rank" and value is None:
             continue
-        is_size = isinstance(value, int) and not isinstance(value, bool)
-        is_odd = name == "qk_rope_head_dim" and is_size and value % 2
-        if not is_size or not 1 <= value <= MAX_LATENT_SIZE or is_odd:
+        needs_even = name == "qk_rope_head_dim"
+        if not is_int(value, 1, MAX_LATENT_SIZE) or (needs_even and value % 2):
             also = {"q_lora_rank": " or null", "qk_rope_head_dim": ", even"}.get(name, "")
             raise CheckpointError(
                 f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_LATENT_SIZE}{also}. "
@@ -54,7 +54,7 @@ def _softmax_scale(hf: Any, where: Path) -> float:
     scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
     rope = hf.rope_parameters or {}
     mscale = rope.get("mscale_all_dim") or 0
-    if isinstance(mscale, bool) or not isinstance(mscale, int | float) or not 0 <= mscale < 1e3:
+    if not is_number(mscale) or not 0 <= mscale < 1e3:
         raise CheckpointError(
             f"{where}: mscale_all_dim={mscale!r} in the RoPE parameters; it must be a number >= 0. "
             "Copy the file again from the model's source."

@@ -18,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...checks import checked_int, is_int, is_number
 from ...errors import CheckpointError
 from .llama import windows_by_type
 from .moe import gemma_moe
@@ -111,8 +112,8 @@ def _by_type(hf: Any, where: Path, fields: dict[str, dict[str, Any]]) -> dict[st
 def _sharing(hf: Any, where: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` with types of their own for the last layers, which keep no keys and values."""
     shared, types = getattr(hf, "num_kv_shared_layers", None) or 0, fields["layer_types"]
-    first = len(types) - shared if isinstance(shared, int) else -1
-    if isinstance(shared, bool) or not 0 < first <= len(types) or (
+    first = len(types) - shared if is_int(shared) else -1
+    if not is_int(shared) or not 0 < first <= len(types) or (
         not set(types[first:]) <= set(types[:first])
     ):  # fmt: skip
         raise CheckpointError(
@@ -136,18 +137,14 @@ def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
     size = getattr(hf, "hidden_size_per_layer_input", None) or 0
     if not size:
         return {}
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**16:
-        raise CheckpointError(
-            f"{where}: hidden_size_per_layer_input={size!r}; it must be an int in 0 … {2**16 - 1}. "
-            "Copy the file again from the model's source."
-        )
+    checked_int(where, "hidden_size_per_layer_input", size, range(2**16))
     if hf.vocab_size_per_layer_input != hf.vocab_size:
         raise CheckpointError(
             f"{where}: vocab_size_per_layer_input={hf.vocab_size_per_layer_input!r} is not "
             f"supported; allowed is vocab_size={hf.vocab_size}. Use another model of the family."
         )
     pad = hf.pad_token_id
-    if isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < hf.vocab_size:
+    if not is_int(pad, 0, hf.vocab_size - 1):
         raise CheckpointError(
             f"{where}: pad_token_id={pad!r}; with hidden_size_per_layer_input it must be a token "
             f"id, 0 … {hf.vocab_size - 1}: what layers are told of at an image's places. The "
@@ -172,14 +169,14 @@ def _heads_of_type(hf: Any, name: str) -> dict[str, Any]:
 
 def _scale(hf: Any, where: Path) -> float:
     scalar = hf.query_pre_attn_scalar
-    if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
+    if not is_number(scalar) or scalar <= 0:
         raise CheckpointError(f"{where}: query_pre_attn_scalar={scalar!r} must be a number > 0.")
     return float(scalar) ** -0.5
 
 
 def _cap(hf: Any, name: str, where: Path) -> float | None:
     cap = getattr(hf, name)
-    if cap is not None and (isinstance(cap, bool) or not 0 < cap < 1e30):
+    if cap is not None and not (is_number(cap) and 0 < cap < 1e30):
         raise CheckpointError(f"{where}: {name}={cap!r} must be null or a number > 0. Correct it.")
     return None if cap is None else float(cap)
 

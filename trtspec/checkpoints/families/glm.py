@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_number
 from ...errors import CheckpointError
 from .moe import deepseek_moe
 
@@ -24,7 +25,7 @@ def glm4_moe(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def _rotary_dim(head_dim: int, factor: Any, where: Path) -> int:
-    good = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor <= 1
+    good = is_number(factor) and 0 < factor <= 1
     rotary_dim = int(head_dim * factor) if good else 0
     if rotary_dim < 2 or rotary_dim % 2 or (head_dim - rotary_dim) % 2:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_int
 from ...errors import CheckpointError
 from .moe import qwen_moe
 
@@ -73,7 +74,7 @@ def _window(hf: Any, where: Path) -> int | None:
 
 def checked_window(window: Any, where: Path) -> int:
     """Raises CheckpointError for what is no window."""
-    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MAX_WINDOW:
+    if not is_int(window, 1, MAX_WINDOW):
         raise CheckpointError(
             f"{where}: sliding_window={window!r} must be an int in 1 … {MAX_WINDOW}, or null where "
             "no layer slides. Copy the file again from the model's source."

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ...checks import checked_int, is_number
 from ...errors import CheckpointError
 from ...models.config import MoEConfig, MoENames
 
@@ -140,17 +141,12 @@ def _check_choice(moe: MoEConfig, where: Path) -> None:
 def _count(hf: Any, name: str, least: int, most: int, where: Path) -> int:
     value = getattr(hf, name, None)
     value = 0 if value is None and least == 0 else value
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be an int in {least} … {most}. Copy the file "
-            "again from the model's source."
-        )
-    return value
+    return checked_int(where, name, value, range(least, most + 1))
 
 
 def _scale(hf: Any, name: str, where: Path) -> float:
     value = getattr(hf, name, 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+    if not is_number(value) or not 0 < value < 1e6:
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be a number > 0. Copy the file "
             "again from the model's source."

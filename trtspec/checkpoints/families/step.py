@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_int, is_number
 from ...errors import CheckpointError
 from .llama import checked_window
 from .moe import step_moe
@@ -130,8 +131,7 @@ def _limits(
     said = raw.get(name)
     limits = [None] * count if said is None else said
     if not isinstance(limits, list) or len(limits) < count or any(
-        isinstance(n, bool) or not isinstance(n, int | float | None) or not 0 <= (n or 0) < 1e30
-        for n in limits
+        n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits
     ):  # fmt: skip
         raise CheckpointError(
             f"{where}: {name}={said!r}; it must be null or a list of at least {count} numbers, "
@@ -169,7 +169,7 @@ def _fields_of(
     factor = _of_kind("partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind,
                       types, where)  # fmt: skip
     sizes = heads, kv_heads, head_dim
-    if any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 2**24 for n in sizes):
+    if not all(is_int(n, 1, 2**24) for n in sizes):
         raise CheckpointError(
             f"{where}: heads, groups and head_dim of {kind} are {sizes!r}; they must be ints in "
             f"1 … {2**24}. Correct attention_other_setting."
@@ -199,7 +199,7 @@ def _of_kind(name: str, value: Any, kind: str, types: tuple[str, ...], where: Pa
     per_layer = value if isinstance(value, list) else [value] * len(types)
     found = {number for number, own in zip(per_layer, types, strict=False) if own == kind}
     number = found.pop() if len(found) == 1 else None
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e30:
+    if not is_number(number) or not 0 < number < 1e30:
         raise CheckpointError(
             f"{where}: {name}={value!r}; the layers of kind {kind!r} must have one number > 0. Use "
             "another model."

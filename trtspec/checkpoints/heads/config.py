@@ -13,16 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...checks import are_ints, checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
-from ...models.drafters.mtp import MTPLayout, mtp_decoder_config
 from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
-from ..tensors import TensorSource
-from .masked import parse_parallel
+from .masked import parse_masked
+from .records import Sources
 
-Sources = dict[str, TensorSource]
 MIN_LAYERS_FOR_DEFAULT = 6
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def parse_eagle(
     target: DecoderConfig | None,
     layers_to_capture: Sequence[int] | None,
 ) -> HeadConfig:
-    """The config of an EAGLE-3 or EAGLE-1 head.
+    """Returns the config of an EAGLE-3 or EAGLE-1 head.
 
     Args:
         raw: `config.json`. sources: tensors under canonical names.
@@ -72,6 +71,35 @@ def parse_eagle(
     Raises:
         CheckpointError: a field is missing or is not what it can be.
     """
+    speculators = raw.get("speculators_model_type")
+    decoder = _architecture(raw, sources, where)
+    common = HeadConfig(
+        kind="eagle3",
+        format="EAGLE-3, speculators format" if speculators else "EAGLE-3, raw",
+        decoder=decoder,
+        target_hidden_size=_size(raw, "target_hidden_size", decoder.hidden_size, where),
+        draft_vocab_size=_size(raw, "draft_vocab_size", decoder.vocab_size, where),
+        own_embedding="embed_tokens.weight" in sources,
+        own_lm_head="lm_head.weight" in sources,
+        fc_bias="fc.bias" in sources,
+        suggested_draft_len=_speculative_tokens(raw, where),
+    )
+    nested = _eagle_config(raw, where)
+    masks = parse_masked(raw, nested, sources, where, decoder.vocab_size)
+    if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
+        _check_eagle1(common, masks[0], layers_to_capture, where)
+        return replace(common, kind="eagle", format="EAGLE-1")
+    flags = _flags(raw, where)
+    _refuse_unknown_eagle_config(raw, where)
+    layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
+    common = replace(common, layers_to_capture=layers, captured_by=origin, **flags)
+    if masks[0] is None:
+        return replace(common, trained_draft_len=masks[1])
+    return _with_masks(common, *masks, is_speculators=bool(speculators))
+
+
+def _architecture(raw: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
+    """Returns the head's layers, wherever its format keeps them."""
     speculators = raw.get("speculators_model_type")
     if speculators not in (None, "eagle3", "peagle"):
         raise CheckpointError(
@@ -97,91 +125,67 @@ def parse_eagle(
             "EAGLE heads have not here. Use a head of the usual attention (model_type 'llama'), or "
             "the target's MTP layers."
         )
-    _refuse_other_layers(decoder, f"{where}: EAGLE heads")
-    target_hidden_size = _size(raw, "target_hidden_size", decoder.hidden_size, where)
-    draft_vocab_size = _size(raw, "draft_vocab_size", decoder.vocab_size, where)
-    common = HeadConfig(
-        kind="eagle3",
-        format="EAGLE-3, speculators format" if speculators else "EAGLE-3, raw",
-        decoder=decoder,
-        target_hidden_size=target_hidden_size,
-        draft_vocab_size=draft_vocab_size,
-        own_embedding="embed_tokens.weight" in sources,
-        own_lm_head="lm_head.weight" in sources,
-        fc_bias="fc.bias" in sources,
-        suggested_draft_len=_speculative_tokens(raw, where),
-    )
-    mask, trained = parse_parallel(
-        raw, _eagle_config(raw, where), sources, where, decoder.vocab_size
-    )
-    if "layers.0.hidden_norm.weight" not in sources and "norm.weight" not in sources:
-        if mask is not None:
-            raise CheckpointError(
-                f"{where.parent} is an EAGLE-1 head with a mask token ({mask}); of heads that "
-                "draft in parallel only EAGLE-3's kind (P-EAGLE) is supported. Use one of those."
-            )
-        if layers_to_capture is not None:
-            raise CheckpointError(
-                f"{where.parent} is an EAGLE-1 head, which reads the target's last hidden states: "
-                f"eagle3_layers_to_capture={list(layers_to_capture)} does not apply. Leave it out."
-            )
-        if target_hidden_size != decoder.hidden_size:
-            raise CheckpointError(
-                f"{where}: target_hidden_size={target_hidden_size}, hidden_size="
-                f"{decoder.hidden_size}: an EAGLE-1 head is as wide as its target. Use an EAGLE-3 "
-                "head, or correct the field."
-            )
-        return replace(common, kind="eagle", format="EAGLE-1")
+    refuse_other_layers(decoder, f"{where}: EAGLE heads")
+    return decoder
+
+
+def _check_eagle1(
+    config: HeadConfig, mask: int | None, layers_to_capture: Sequence[int] | None, where: Path
+) -> None:
+    """Refuses what belongs to EAGLE-3 heads alone."""
+    if mask is not None:
+        raise CheckpointError(
+            f"{where.parent} is an EAGLE-1 head with a mask token ({mask}); of heads that "
+            "draft in parallel only EAGLE-3's kind (P-EAGLE) is supported. Use one of those."
+        )
+    if layers_to_capture is not None:
+        raise CheckpointError(
+            f"{where.parent} is an EAGLE-1 head, which reads the target's last hidden states: "
+            f"eagle3_layers_to_capture={list(layers_to_capture)} does not apply. Leave it out."
+        )
+    if config.target_hidden_size != config.decoder.hidden_size:
+        raise CheckpointError(
+            f"{where}: target_hidden_size={config.target_hidden_size}, hidden_size="
+            f"{config.decoder.hidden_size}: an EAGLE-1 head is as wide as its target. Use an "
+            "EAGLE-3 head, or correct the field."
+        )
+
+
+def _flags(raw: dict[str, Any], where: Path) -> dict[str, Any]:
+    """Returns the flags that EAGLE-3 heads differ in."""
     flags = {name: _flag(raw, name, where) for name in _FLAGS}
-    if speculators and raw.get("norm_before_residual") is None:
+    if raw.get("speculators_model_type") and raw.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True
         logger.warning(
             "%s: norm_before_residual is not given; heads in the speculators format have it true. "
-            "`trtspec doctor` says whether this one drafts better without.", where,
-        )  # fmt: skip
+            "`trtspec doctor` says whether this one drafts better without.",
+            where,
+        )
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise CheckpointError(
             f"{where}: norm_before_fc and fc_norm are both true; a head has one or the other. Set "
             "the one whose tensors it lacks (input_norm, fc_norm.0 …) to false."
         )
-    _refuse_unknown_eagle_config(raw, where)
-    layers, origin = _layers_to_capture(raw, where, target, layers_to_capture)
-    if mask is not None:
-        name = common.format.replace("EAGLE-3", "P-EAGLE")
-        if speculators and trained is None:  # its trainer writes the number of trained depths there
-            trained = common.suggested_draft_len
-        lengths = [n for n in (common.suggested_draft_len, trained) if n is not None]
-        suggested = min(lengths, default=None)
-        common = replace(common, format=name, suggested_draft_len=suggested)
-    return replace(
-        common, layers_to_capture=layers, captured_by=origin, mask_token_id=mask,
-        trained_draft_len=trained, **flags,  # type: ignore[arg-type]
-    )  # fmt: skip
+    return flags
 
 
-def parse_mtp(
-    decoder: DecoderConfig, names: Sources, layout: MTPLayout, num_layers: int
+def _with_masks(
+    config: HeadConfig, mask: int | None, trained: int | None, is_speculators: bool
 ) -> HeadConfig:
-    """The config of MTP layers written in `layout`; `decoder` is the target's architecture."""
-    _refuse_other_layers(decoder, "MTP layers over this target")
-    inner = _by_presence(mtp_decoder_config(decoder, num_layers), names)
-    inner = replace(inner, head_gate="layers.0.self_attn.g_proj.weight" in names)
-    of_family = decoder.mtp_feeds_post_norm
-    return HeadConfig(
-        kind="mtp",
-        format=layout.format,
-        decoder=inner,
-        target_hidden_size=decoder.hidden_size,
-        draft_vocab_size=decoder.vocab_size,
-        own_embedding="layers.0.embed_tokens.weight" in names,
-        own_lm_head="layers.0.lm_head.weight" in names,
-        hidden_first=layout.hidden_first,
-        norm_output=layout.norm_output if of_family is None else of_family,
-        zero_centered_norms=layout.zero_centered_norms,
+    """Returns the config of a P-EAGLE head."""
+    if is_speculators and trained is None:  # its trainer writes the number of trained depths there
+        trained = config.suggested_draft_len
+    lengths = [n for n in (config.suggested_draft_len, trained) if n is not None]
+    return replace(
+        config,
+        format=config.format.replace("EAGLE-3", "P-EAGLE"),
+        suggested_draft_len=min(lengths, default=None),
+        mask_token_id=mask,
+        trained_draft_len=trained,
     )
 
 
-def _refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
+def refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
     """What the layers of heads do not compute, though their config's family does."""
     found = [
         name
@@ -204,7 +208,7 @@ def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderCon
         # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
         values["rope_theta"] = 10000.0
     decoder = parse_config(values, where)
-    found = _by_presence(decoder, sources)
+    found = with_found_parameters(decoder, sources)
     for name, tensor, there in (
         ("attention_bias", "q_proj.bias", found.qkv_bias),
         ("mlp_bias", "down_proj.bias", found.mlp_bias),
@@ -219,7 +223,7 @@ def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderCon
     return found
 
 
-def _by_presence(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
+def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConfig:
     """The config with the optional parameters that the first layer has."""
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     return replace(
@@ -235,7 +239,7 @@ def _size(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
     value = raw.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+    if not is_int(value, 1, MAX_SIZE):
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be null or an int in 1 … {MAX_SIZE}. Correct it."
         )
@@ -256,13 +260,10 @@ def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
     if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
         return None
     tokens = methods[0].get("speculative_tokens")
-    good = isinstance(tokens, int) and not isinstance(tokens, bool) and 1 <= tokens <= MAX_DRAFT_LEN
-    if tokens is not None and not good:
-        raise CheckpointError(
-            f"{where}: speculative_tokens={tokens!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. "
-            "Correct it."
-        )
-    return tokens
+    if tokens is None:
+        return None
+    allowed = range(1, MAX_DRAFT_LEN + 1)
+    return checked_int(where, "speculative_tokens", tokens, allowed, cure="Correct it.")
 
 
 def _eagle_config(raw: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -330,8 +331,7 @@ def _layers_to_capture(
 
 
 def _ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
-    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not good or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+    if not are_ints(value) or not value:
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."
         )

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import is_int
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
-from ...models.drafters.base import HeadConfig
-from ...models.drafters.clustered_head import ORDERING
-from ...models.drafters.gemma_assistant import KIND, layer_read
+from ...models.drafters.base import DraftHead, HeadConfig
+from ...models.drafters.clustered_head import ORDERING, ClusteredHead
+from ...models.drafters.gemma_assistant import KIND, MODEL_TYPES, GemmaAssistant, layer_read
 from ...models.rope import build_cos_sin, rotation_order
 from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
 from ..tensors import TensorSource
+from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
 
 
 def read_assistant(
@@ -51,7 +53,7 @@ def read_assistant(
     inner = {"hidden_size_per_layer_input": 0, **text, "num_kv_shared_layers": 0}
     decoder = parse_config(inner | {"model_type": "gemma4_text"}, where)
     size = raw.get("backbone_hidden_size")
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_SIZE:
+    if not is_int(size, 1, MAX_SIZE):
         raise CheckpointError(
             f"{where}: backbone_hidden_size={size!r}; it must be the target's hidden_size, an int "
             f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
@@ -141,7 +143,7 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
     for name, value, most in (
         ("num_centroids", count, vocab_size), ("centroid_intermediate_top_k", active, count),
     ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if not is_int(value, 1, most):
             raise CheckpointError(
                 f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "
                 "from the assistant's source."
@@ -152,6 +154,17 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
             "of one size. Copy the file again from the assistant's source."
         )
     return count, active
+
+
+def _read_clusters(report: HeadReport, config: HeadConfig) -> None:
+    count, vocab = config.lm_head_clusters[0], config.decoder.vocab_size
+    if not count:
+        return
+    clusters = read_clusters(report.tensors.pop(ORDERING, None), count, vocab)
+    if isinstance(clusters, str):
+        report.problems.append(clusters)
+    else:
+        report.clusters = clusters
 
 
 def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: int) -> Tensor | str:
@@ -170,3 +183,40 @@ def read_clusters(source: TensorSource | None, num_clusters: int, vocab_size: in
             "assistant again from its source."
         )
     return ordering.view(num_clusters, -1)
+
+
+def _is_assistant(files: HeadFiles, asked: str | None) -> bool:
+    return files.raw.get("model_type") in MODEL_TYPES
+
+
+def _read(
+    report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
+) -> HeadConfig:
+    config, report.tensors = read_assistant(files.raw, files.sources, files.config_path)
+    report.config = config
+    _read_clusters(report, config)
+    if target is not None:
+        report.problems += assistant_problems(config, target)
+    return config
+
+
+def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype) -> None:
+    if isinstance(head.lm_head, ClusteredHead):
+        assert report.clusters is not None
+        head.lm_head.clusters = report.clusters.to(device)
+
+
+def _surplus_hint(config: HeadConfig) -> str:
+    return "use_ordered_embeddings (it has masked_embedding.…), or "
+
+
+GEMMA_ASSISTANT = HeadKind(
+    asked_as="mtp",
+    description="is a Gemma-4 assistant",
+    how_to_give="MTPDecodingConfig(speculative_model=…)",
+    recognizes=_is_assistant,
+    read=_read,
+    network=GemmaAssistant,
+    attach=_attach,
+    surplus_hint=_surplus_hint,
+)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ..tensors import FLOATS, TensorSource
@@ -24,7 +25,7 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token")
 _TRAINED_LENGTHS = ("parallel_draft_step", "num_depths", "para_depths")
 
 
-def parse_parallel(
+def parse_masked(
     raw: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, TensorSource],
     where: Path, vocab_size: int,
 ) -> tuple[int | None, int | None]:  # fmt: skip
@@ -45,11 +46,7 @@ def parse_parallel(
     names_parallel = raw.get("speculators_model_type") == "peagle"
     if trained is not None:
         name, value = trained
-        good = isinstance(value, int) and not isinstance(value, bool)
-        if not good or not 1 <= value <= MAX_DRAFT_LEN:
-            raise CheckpointError(
-                f"{where}: {name}={value!r}; it must be an int in 1 … {MAX_DRAFT_LEN}. Correct it."
-            )
+        checked_int(where, name, value, range(1, MAX_DRAFT_LEN + 1), cure="Correct it.")
         names_parallel |= value > 1
     if token is None:
         if names_parallel or MASK_HIDDEN in tensors:
@@ -82,8 +79,7 @@ def pard_token(raw: Mapping[str, Any], where: Path, vocab_size: int) -> int | No
 
 def mask_token(name: str, value: Any, where: Path, vocab_size: int) -> int:
     """The value, once it is known to be a token. Raises CheckpointError."""
-    good = isinstance(value, int) and not isinstance(value, bool)
-    if not good or not 0 <= value < vocab_size:
+    if not is_int(value, 0, vocab_size - 1):
         raise CheckpointError(
             f"{where}: {name}={value!r}, the mask token, is not in the vocabulary 0 … "
             f"{vocab_size - 1}. Correct it to the token that the drafter was trained with."

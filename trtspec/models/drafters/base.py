@@ -95,6 +95,10 @@ class DraftHead(nn.Module, ABC):
         self.embed_tokens = self.embed_tokens or target.embed_tokens
         self.lm_head = self.lm_head or target.lm_head
 
+    def owners_of_ends(self) -> dict[str, nn.Module]:
+        """Returns the modules with an embedding and lm_head, by their tensors' prefix."""
+        return {"": self}
+
     def kv_group_of_layer(self, layer: int) -> int:
         """The KV group in which a layer of the head keeps its keys and values."""
         return self.kv_group + kv_places(self.config.decoder)[layer].group

@@ -1,0 +1,38 @@
+"""The kinds of heads that can be loaded. A new kind is a module like these and one row."""
+
+from __future__ import annotations
+
+from ...errors import CheckpointError
+from .eagle import EAGLE
+from .gemma_assistant import GEMMA_ASSISTANT
+from .mtp import MTP
+from .records import HeadFiles, HeadKind
+
+HEAD_KINDS: tuple[HeadKind, ...] = (GEMMA_ASSISTANT, MTP, EAGLE)
+"""The first row that recognizes a directory reads it."""
+
+_ASKED = {"eagle": "not an EAGLE head", "mtp": "not MTP layers"}
+
+
+def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
+    """Returns the row that reads a directory.
+
+    Args:
+        asked: "eagle" or "mtp" where only that will do.
+
+    Raises:
+        CheckpointError: it holds another kind, or none.
+    """
+    found = next((kind for kind in HEAD_KINDS if kind.recognizes(files, asked)), None)
+    if found is None:
+        raise CheckpointError(
+            f"{files.head_dir} holds no MTP layers (no eh_proj of DeepSeek's names, no input_proj "
+            "of MiMo's, no mtp.fc of Qwen3-Next's). Use a checkpoint with its MTP layers, or give "
+            "the head's directory."
+        )
+    if asked is not None and found.asked_as != asked:
+        raise CheckpointError(
+            f"{files.head_dir} {found.description}, {_ASKED[asked]}. Give it as "
+            f"{found.how_to_give}."
+        )
+    return found
