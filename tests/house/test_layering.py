@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "trtspec"
 LAYERS = [
     ["errors", "utils"],
+    ["checks"],
     ["metadata"],
     ["ops"],
     ["config"],
