@@ -22,7 +22,8 @@ MOVED: dict[str, tuple[str, ...]] = {
     "cache.manager": ("state.kv_cache",),
     "cache.slots": ("state.slots",),
     "executor.drafting": ("executor.draft_passes",),
-    "executor.parallel": ("executor.mask_token",),
+    "executor.mask_token": ("executor.drafters",),
+    "executor.parallel": ("executor.drafters",),
     "hidden_states": ("data.hidden_states",),
     "models.checkpoint": ("checkpoints.tensors",),
     "models.clustered_head": (

@@ -8,10 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from .api.embeds_prompt import EmbedsPrompt
 from .api.outputs import CompletionOutput, EngineStats, RequestOutput, acceptance_stats
@@ -19,9 +16,9 @@ from .api.sampling_params import SamplingParams
 from .api.text_stream import TextStream
 from .checkpoints.tokenizer import load_tokenizer
 from .checkpoints.zoo import resolve_model
-from .config import CudaGraphConfig, DecodingBaseConfig, KvCacheConfig
+from .config import EngineConfig, takes_fields_of
 from .errors import RequestError, shown
-from .executor.build import DEFAULT_CUDA_GRAPHS, build_executor
+from .executor.build import build_executor
 from .executor.request import Request
 from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from .metadata.mode import SpeculativeDecodingMode
@@ -36,64 +33,17 @@ class LLM:
     Any number of threads may call it: each step, and each output that is made, holds a lock. As a
     context manager it shuts down at the end.
 
-    Args:
-        model: HF directory, .gguf file or a known name ("smollm2-135m").
-        speculative_config: a decoding config, or None for plain decoding.
-        device: "auto" (CUDA where there is one), "cpu" or "cuda".
-        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
-            "float32", "bfloat16", on CUDA also "float16".
-        max_batch_size: requests that run at the same time.
-        max_num_tokens: token rows in one pass; default: one full sequence, or a full batch.
-        max_seq_len: prompt and output together; default: the model's, at most 8192.
-        kv_cache_config: size of the KV cache.
-        enable_chunked_prefill: prompts may be computed in pieces, beside generation.
-        prefill_batch_size: while requests generate, new prompts wait until this many slots are
-            free. For throughput: fewer steps are slowed by prompts. 1 starts each at once.
-        disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
-            on CPU, where there is nothing to overlap; True and False decide.
-        cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
-        attn_backend: "auto" (Triton's kernel on CUDA, else torch's operations), "torch" or, on
-            CUDA, "triton" or "flashinfer". The last compiles a kernel when a shape is first used,
-            for which it needs nvcc.
+    Args: those of `EngineConfig` (`trtspec/config/engine.py`), by the same names.
 
     Raises:
         ConfigError, CheckpointError: with what was given, what is allowed and what to do.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        speculative_config: DecodingBaseConfig | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        *,
-        max_batch_size: int = 16,
-        max_num_tokens: int | None = None,
-        max_seq_len: int | None = None,
-        kv_cache_config: KvCacheConfig | None = None,
-        enable_chunked_prefill: bool = False,
-        prefill_batch_size: int = 1,
-        disable_overlap_scheduler: bool | None = None,
-        cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS,
-        attn_backend: str = "auto",
-    ):
-        self.model_dir = resolve_model(model)
+    @takes_fields_of(EngineConfig)
+    def __init__(self, engine: EngineConfig):
+        self.model_dir = resolve_model(engine.model)
         """HF-format directory in use; `AutoModelForCausalLM.from_pretrained` loads it."""
-        self.executor = build_executor(
-            self.model_dir,
-            speculative_config,
-            device=device,
-            dtype=dtype,
-            max_batch_size=max_batch_size,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=max_seq_len,
-            kv_cache_config=kv_cache_config,
-            enable_chunked_prefill=enable_chunked_prefill,
-            prefill_batch_size=prefill_batch_size,
-            disable_overlap_scheduler=disable_overlap_scheduler,
-            cuda_graph_config=cuda_graph_config,
-            attn_backend=attn_backend,
-        )
+        self.executor = build_executor(replace(engine, model=self.model_dir))
         self.tokenizer = load_tokenizer(self.model_dir)
         self.executor.stop_check = self._hit_stop_string
         self.device = self.executor.device
@@ -415,9 +365,7 @@ class RequestStream(Iterator[RequestOutput]):
             self._llm.advance()
 
     def _next_snapshot(self) -> RequestOutput:
-        output = self._llm.snapshot(
-            self._request, self._prompt, self._seen_tokens, self._seen_text
-        )  # fmt: skip
+        output = self._llm.snapshot(self._request, self._prompt, self._seen_tokens, self._seen_text)
         self._seen_tokens = len(output.outputs[0].token_ids)
         self._seen_text += len(output.outputs[0].text_diff)
         self._is_done = output.finished

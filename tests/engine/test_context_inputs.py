@@ -223,12 +223,12 @@ def test_where_prompts_have_no_graphs_it_is_said(
     mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, cuda = CudaGraphConfig(context_tokens=[64]), torch.device("cuda")
-    quiet = build._graph_config(
+    quiet = build.graph_config(
         CudaGraphConfig(), triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
     assert quiet is not None and not caplog.records
     assert bool(quiet.context_sizes(4096, 4096)) == (mode == "EAGLE3_ONE_MODEL")
-    kept = build._graph_config(
+    kept = build.graph_config(
         config, triton_paged.TritonAttention(), cuda, SpeculativeDecodingMode[mode]
     )
     assert kept is not None

@@ -33,7 +33,7 @@ from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError, RequestError
-from trtspec.executor import build
+from trtspec.executor import device
 
 VOCAB = 97
 
@@ -278,9 +278,9 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
 ) -> None:
     cpu, config = torch.device("cpu"), replace(load_config(target_dir), dtype="bfloat16")
     for has_instructions, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(build, "_multiplies_bfloat16", lambda found=has_instructions: found)
-        assert build.resolve_dtype("auto", config, cpu) == expected
-        assert build.resolve_dtype("bfloat16", config, cpu) == torch.bfloat16
+        monkeypatch.setattr(device, "_multiplies_bfloat16", lambda found=has_instructions: found)
+        assert device.resolve_dtype("auto", config, cpu) == expected
+        assert device.resolve_dtype("bfloat16", config, cpu) == torch.bfloat16
 
 
 # -- stopping ----------------------------------------------------------------------------------

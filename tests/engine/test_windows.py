@@ -30,7 +30,7 @@ from trtspec import (
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import CheckpointError, KVCacheError
-from trtspec.executor.cache_size import CacheNeeds, longest_text, size_cache
+from trtspec.executor.cache_size import CacheNeeds, longest_sequence, size_cache
 from trtspec.executor.request import Request
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.models.config import DecoderConfig
@@ -106,13 +106,13 @@ def test_a_windowed_group_has_the_blocks_it_can_use() -> None:
     full, windowed = size_cache(KvCacheConfig(max_tokens=4 * 4096), specs, needs, CPU)
     assert full == 2048 + NUM_RESERVED_BLOCKS
     assert windowed == needs.behind_window(16, 4) + NUM_RESERVED_BLOCKS < 40
-    assert longest_text([full, windowed], specs, needs) == 4096
+    assert longest_sequence([full, windowed], specs, needs) == 4096
     # A cache that is small anyway: both groups have all of it, and texts are as long as it is.
     assert size_cache(KvCacheConfig(max_tokens=80), specs, needs, CPU) == [12, 12]
-    assert longest_text([12, 12], specs, needs) == 80
+    assert longest_sequence([12, 12], specs, needs) == 80
     # Windows alone: texts outgrow the cache.
-    assert longest_text([windowed], specs[1:], needs) == 4096
-    assert longest_text([needs.behind_window(16, 1) + 1], specs[1:], needs) < 4096
+    assert longest_sequence([windowed], specs[1:], needs) == 4096
+    assert longest_sequence([needs.behind_window(16, 1) + 1], specs[1:], needs) < 4096
 
 
 def test_windows_leave_memory_to_the_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How many blocks each KV group gets."""
+"""How many blocks each KV group gets, and how long a sequence they hold."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ class CacheNeeds:
 
     max_batch_size: int
     max_seq_len: int
-    max_num_tokens: int | None  # None: a pass takes a whole text
+    max_num_tokens: int | None  # None: a pass takes a whole sequence
     rows: int  # K + 1, of a verification pass
     extra_kv: int  # rows that drafting writes past those
     rewritten: int  # rows that drafting computes again, before those
     page_size: int
 
     def behind_window(self, window: int, num_requests: int) -> int:
-        """Blocks that so many requests hold at most where what is behind the window is given back,
-        in the terms of the ledger in `state/kv_cache.py`: keys that the first row sees, steps whose
+        """Returns the blocks that so many requests hold at most, those behind the window given
+        back.
+
+        In the terms of the ledger in `state/kv_cache.py`: keys that the first row sees, steps whose
         tokens are not read (one in flight and the next), drafting, and the blocks' unused ends.
         Parts of prompts share one pass.
         """
@@ -45,7 +47,8 @@ class CacheNeeds:
         return -(-num_tokens // self.page_size)
 
     def blocks_of_group(self, spec: KVGroupSpec, num_tokens: int) -> int:
-        """Without reserved ones, in a cache of `num_tokens` over all requests."""
+        """Returns a group's blocks, reserved ones left out, in a cache of `num_tokens` over all
+        requests."""
         blocks = max(1, self._blocks(num_tokens))
         if spec.window is None:
             return blocks
@@ -55,10 +58,11 @@ class CacheNeeds:
 def size_cache(
     config: KvCacheConfig, specs: Sequence[KVGroupSpec], needs: CacheNeeds, device: torch.device
 ) -> list[int]:
-    """Blocks of each group, reserved ones included.
+    """Returns the blocks of each group, reserved ones included.
 
     Raises:
-        ConfigError: `max_tokens` was given, and memory cannot hold them.
+        ConfigError: `max_tokens` was given, and memory cannot hold them; or a full batch has more
+            requests than the cache has tokens.
     """
     tokens = config.max_tokens
     if tokens is None:
@@ -79,25 +83,46 @@ def size_cache(
             saved = (whole - count) * needs.page_size * spec.bytes_per_token()
             logger.info(
                 "KV group %d, of a window of %s tokens, has %d blocks in place of %d: %.1f MiB "
-                "less.", g, spec.window, count, whole, saved / 2**20,
-            )  # fmt: skip
+                "less.",
+                g,
+                spec.window,
+                count,
+                whole,
+                saved / 2**20,
+            )
+    held = min(blocks) * needs.page_size
+    if needs.max_batch_size > held:
+        raise ConfigError(
+            f"max_batch_size={needs.max_batch_size}, but the KV cache holds {held} tokens, of "
+            "which each request that runs needs one at least. Lower it, or raise "
+            "KvCacheConfig.max_tokens."
+        )
     return [count + NUM_RESERVED_BLOCKS for count in blocks]
 
 
-def longest_text(num_blocks: Sequence[int], specs: Sequence[KVGroupSpec], needs: CacheNeeds) -> int:
-    """Tokens that a lone request can grow to."""
+def longest_sequence(
+    num_blocks: Sequence[int], specs: Sequence[KVGroupSpec], needs: CacheNeeds
+) -> int:
+    """Returns the tokens that a lone request can grow to; warns where that is below
+    `max_seq_len`."""
     longest = needs.max_seq_len
     for spec, count in zip(specs, num_blocks, strict=True):
         count -= NUM_RESERVED_BLOCKS
         if spec.window is None or count < needs.behind_window(spec.window, 1):
             longest = min(longest, count * needs.page_size)
+    if longest < needs.max_seq_len:
+        logger.warning(
+            "The KV cache holds %d tokens: max_seq_len is lowered from %d to that.",
+            longest,
+            needs.max_seq_len,
+        )
     return longest
 
 
 def _tokens_within(
     memory: float, specs: Sequence[KVGroupSpec], needs: CacheNeeds, most: int
 ) -> int:
-    """How many tokens, up to `most`, a cache of so many bytes holds."""
+    """Returns how many tokens, up to `most`, a cache of so many bytes holds."""
     if _bytes(specs, needs, most) <= memory:
         return most
     return bisect_right(range(1, most), memory, key=lambda count: _bytes(specs, needs, count))
@@ -109,19 +134,22 @@ def _bytes(specs: Sequence[KVGroupSpec], needs: CacheNeeds, num_tokens: int) -> 
 
 
 def _free_memory(config: KvCacheConfig, device: torch.device) -> float:
-    """Bytes that the cache may take of itself."""
+    """Returns the bytes that the cache may take where no size was given."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
     return _free_host_memory() / 4
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes that no cache can be larger than. (Of a GPU all: what torch keeps is not free.)"""
+    """Returns the bytes that no cache can be larger than.
+
+    Of a GPU that is all of its memory: what torch's allocator keeps does not count as free.
+    """
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_host_memory()
 
 
 def _free_host_memory() -> int:
-    """Bytes. Linux says what is available; elsewhere half of the physical memory is assumed."""
+    """Returns bytes: what Linux calls available, elsewhere half of the physical memory."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

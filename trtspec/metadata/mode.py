@@ -1,13 +1,13 @@
 """`SpeculativeDecodingMode`: the TensorRT-LLM enum, every predicate read from one table.
 
-A mode is a row of data (DESIGN, decision D4). The predicates keep TensorRT-LLM's names so that
-its users find their way; `drafts_in_step`, `drafts_on_host` and `drafts_in_passes` are ours. Where
-a predicate differs from TensorRT-LLM's because our mode can do more, `docs/modes.md` says so.
+A mode is a row of data. The predicates keep TensorRT-LLM's names so that its users find their way.
+Where one differs from TensorRT-LLM's because the mode can do more here, `docs/modes.md` says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """What a mode is and needs. Every field is read by at least one predicate below."""
+    """What a mode is and needs."""
 
     one_engine: bool = False  # the drafter is part of the target's forward
     draft_model: bool = False  # a second checkpoint is loaded as a model of its own
@@ -26,13 +26,63 @@ class ModeTraits:
     spec_decoder: bool = False
     spec_drafter: bool = False
     guided_decoder: bool = False
-    overlap: bool = False
-    drafts_in_step: bool = False  # ours: the worker drafts on the device, inside the step
-    drafts_on_host: bool = False  # ours: a Python drafter needs the accepted tokens
-    drafts_in_passes: bool = False  # ours: the executor drives the draft passes after the step
+    overlap: bool = False  # the next step is launched before the host has read this one's tokens
+    # Not in TensorRT-LLM:
+    drafts_in_step: bool = False  # the worker drafts on the device, with no host round trip
+    drafts_on_host: bool = False  # a Python drafter needs the accepted tokens
+    drafts_in_passes: bool = False  # the executor launches each draft pass after the step
+    captures_contexts: bool = False  # a pass over prompts can be a graph: it asks the host nothing
+
+    @property
+    def drafts_with_network(self) -> bool:
+        """A head or a model drafts. Looking up n-grams may well find nothing."""
+        return self.one_engine or self.draft_model
 
 
-class SpeculativeDecodingMode(IntEnum):
+Predicate = Callable[[Any], bool]
+
+
+def _is(*names: str) -> Predicate:
+    return lambda mode: mode.name in names
+
+
+def _has(trait: str) -> Predicate:
+    return lambda mode: getattr(mode.traits, trait)
+
+
+class _Predicates:
+    """Yes-or-no questions to a mode. All but the last three are TensorRT-LLM's."""
+
+    is_mtp_one_model = _is("MTP", "MTP_EAGLE_ONE_MODEL")
+    is_mtp_vanilla = _is("MTP")
+    is_mtp_eagle = _is("MTP_EAGLE")
+    is_mtp_eagle_one_model = _is("MTP_EAGLE_ONE_MODEL")
+    is_eagle3 = _is("EAGLE3")
+    is_eagle3_one_model = _is("EAGLE3_ONE_MODEL")
+    is_ngram = _is("NGRAM")
+    is_draft_target = _is("DRAFT_TARGET")
+    is_user_provided = _is("USER_PROVIDED")
+    is_save_hidden_states = _is("SAVE_HIDDEN_STATES")
+    is_none = _is("NONE")
+
+    use_one_engine = _has("one_engine")
+    without_logits = _has("one_engine")  # the drafter's logits never leave the step
+    support_capturable_guided_decoder = _has("one_engine")
+    has_draft_model = _has("draft_model")
+    needs_kv_cache_rewind = _has("kv_cache_rewind")
+    needs_kv_cache_recompute = _has("kv_cache_recompute")
+    need_load_draft_weights = _has("load_draft_weights")
+    has_spec_decoder = _has("spec_decoder")
+    has_spec_drafter = _has("spec_drafter")
+    support_guided_decoder = _has("guided_decoder")
+    support_overlap_scheduler = _has("overlap")
+
+    drafts_in_step = _has("drafts_in_step")
+    drafts_on_host = _has("drafts_on_host")
+    drafts_in_passes = _has("drafts_in_passes")
+
+
+class SpeculativeDecodingMode(_Predicates, IntEnum):
     MTP = auto()
     MTP_EAGLE = auto()
     MTP_EAGLE_ONE_MODEL = auto()
@@ -51,7 +101,7 @@ class SpeculativeDecodingMode(IntEnum):
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:
-        """The mode of that name, any case; `None` is NONE.
+        """Returns the mode of a name, in any case; for None it is NONE.
 
         Raises:
             ConfigError: the name is not a mode.
@@ -63,90 +113,8 @@ class SpeculativeDecodingMode(IntEnum):
         allowed = ", ".join(mode.name for mode in SpeculativeDecodingMode)
         raise ConfigError(f"Unknown speculative decoding mode {name!r}. Allowed: {allowed}.")
 
-    # -- which mode is it ----------------------------------------------------------------------
-    def is_mtp_one_model(self) -> bool:
-        return self in (SpeculativeDecodingMode.MTP, SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL)
-
-    def is_mtp_vanilla(self) -> bool:
-        return self is SpeculativeDecodingMode.MTP
-
-    def is_mtp_eagle(self) -> bool:
-        return self is SpeculativeDecodingMode.MTP_EAGLE
-
-    def is_mtp_eagle_one_model(self) -> bool:
-        return self is SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
-
-    def is_eagle3(self) -> bool:
-        return self is SpeculativeDecodingMode.EAGLE3
-
-    def is_eagle3_one_model(self) -> bool:
-        return self is SpeculativeDecodingMode.EAGLE3_ONE_MODEL
-
-    def is_ngram(self) -> bool:
-        return self is SpeculativeDecodingMode.NGRAM
-
-    def is_draft_target(self) -> bool:
-        return self is SpeculativeDecodingMode.DRAFT_TARGET
-
-    def is_user_provided(self) -> bool:
-        return self is SpeculativeDecodingMode.USER_PROVIDED
-
-    def is_save_hidden_states(self) -> bool:
-        return self is SpeculativeDecodingMode.SAVE_HIDDEN_STATES
-
-    def is_none(self) -> bool:
-        return self is SpeculativeDecodingMode.NONE
-
-    # -- what it needs -------------------------------------------------------------------------
-    def use_one_engine(self) -> bool:
-        return self.traits.one_engine
-
-    def without_logits(self) -> bool:
-        """The drafter's outputs are tokens; its logits never leave the step."""
-        return self.traits.one_engine
-
-    def needs_kv_cache_rewind(self) -> bool:
-        return self.traits.kv_cache_rewind
-
-    def has_draft_model(self) -> bool:
-        return self.traits.draft_model
-
-    def support_overlap_scheduler(self) -> bool:
-        """The next step can be launched before the host has read this one's tokens."""
-        return self.traits.overlap
-
-    def needs_kv_cache_recompute(self) -> bool:
-        return self.traits.kv_cache_recompute
-
-    def need_load_draft_weights(self) -> bool:
-        return self.traits.load_draft_weights
-
-    def has_spec_decoder(self) -> bool:
-        return self.traits.spec_decoder
-
-    def has_spec_drafter(self) -> bool:
-        return self.traits.spec_drafter
-
-    def support_guided_decoder(self) -> bool:
-        return self.traits.guided_decoder
-
-    def support_capturable_guided_decoder(self) -> bool:
-        return self.traits.one_engine
-
-    def drafts_in_step(self) -> bool:
-        """Ours: drafting happens inside the device step, with no host round trip."""
-        return self.traits.drafts_in_step
-
-    def drafts_on_host(self) -> bool:
-        """Ours: drafting is host code that needs the accepted tokens, so steps cannot overlap."""
-        return self.traits.drafts_on_host
-
-    def drafts_in_passes(self) -> bool:
-        """Ours: the step only verifies; the executor then launches each draft pass by itself."""
-        return self.traits.drafts_in_passes
-
     def extend_ctx(self, attention_backend: Any) -> bool:
-        """Multi-token generation rows run as chunked context.
+        """Returns whether multi-token generation rows run as chunked context.
 
         Args:
             attention_backend: a class or object with `supports_multi_token_generation`.
@@ -160,7 +128,7 @@ class SpeculativeDecodingMode(IntEnum):
         attention_backend: Any,
         use_chain_drafter: bool,
     ) -> bool:
-        """Whether attention must run its multi-token generation kernel for this model's pass.
+        """Returns whether attention must run its multi-token generation kernel in a pass.
 
         One-engine modes always do, given such a kernel. Two-engine modes do for the target model
         (which verifies K+1 rows) and for the first pass of a chained drafter.
@@ -177,45 +145,33 @@ def _has_multi_token_kernel(attention_backend: Any) -> bool:
     return bool(getattr(attention_backend, "supports_multi_token_generation", False))
 
 
+_ONE_ENGINE = ModeTraits(
+    one_engine=True, kv_cache_rewind=True, spec_decoder=True, overlap=True, drafts_in_step=True
+)
+_TWO_ENGINES = ModeTraits(
+    draft_model=True,
+    kv_cache_recompute=True,
+    spec_decoder=True,
+    spec_drafter=True,
+    guided_decoder=True,
+    overlap=True,
+    drafts_in_passes=True,
+)
 _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
-    SpeculativeDecodingMode.MTP: ModeTraits(
-        one_engine=True, kv_cache_rewind=True, spec_decoder=True, overlap=True, drafts_in_step=True
-    ),
-    SpeculativeDecodingMode.MTP_EAGLE: ModeTraits(
-        draft_model=True,
-        kv_cache_recompute=True,
-        spec_decoder=True,
-        spec_drafter=True,
-        guided_decoder=True,
-        overlap=True,
-        drafts_in_passes=True,
-    ),
-    SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: ModeTraits(
-        one_engine=True, kv_cache_rewind=True, spec_decoder=True, overlap=True, drafts_in_step=True
-    ),
-    SpeculativeDecodingMode.EAGLE3: ModeTraits(
-        draft_model=True,
-        kv_cache_recompute=True,
-        spec_decoder=True,
-        spec_drafter=True,
-        guided_decoder=True,
-        overlap=True,
-        drafts_in_passes=True,
-    ),
-    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: ModeTraits(
-        one_engine=True,
-        kv_cache_rewind=True,
-        load_draft_weights=True,
-        spec_decoder=True,
-        overlap=True,
-        drafts_in_step=True,
+    SpeculativeDecodingMode.MTP: _ONE_ENGINE,
+    SpeculativeDecodingMode.MTP_EAGLE: _TWO_ENGINES,
+    SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: replace(_ONE_ENGINE, captures_contexts=True),
+    SpeculativeDecodingMode.EAGLE3: _TWO_ENGINES,
+    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: replace(
+        _ONE_ENGINE, load_draft_weights=True, captures_contexts=True
     ),
     SpeculativeDecodingMode.NGRAM: ModeTraits(
         kv_cache_rewind=True,
         spec_drafter=True,
         guided_decoder=True,
-        overlap=True,  # TensorRT-LLM: False. Our lookup is a device op.
+        overlap=True,  # TensorRT-LLM: False. Here the lookup runs on the device.
         drafts_in_step=True,
+        captures_contexts=True,
     ),
     SpeculativeDecodingMode.DRAFT_TARGET: ModeTraits(
         draft_model=True,
@@ -223,6 +179,7 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         guided_decoder=True,
         overlap=True,
         drafts_in_step=True,
+        captures_contexts=True,
     ),
     SpeculativeDecodingMode.USER_PROVIDED: ModeTraits(
         spec_drafter=True, guided_decoder=True, drafts_on_host=True
@@ -230,11 +187,12 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     SpeculativeDecodingMode.SAVE_HIDDEN_STATES: ModeTraits(
         spec_drafter=True,
         guided_decoder=True,
-        overlap=True,  # TensorRT-LLM: False. Ours copies the states out asynchronously.
+        overlap=True,  # TensorRT-LLM: False. Here the states are copied out asynchronously.
     ),
     SpeculativeDecodingMode.NONE: ModeTraits(
         guided_decoder=True,
         overlap=True,  # TensorRT-LLM: False (it asks only when speculating).
+        captures_contexts=True,
     ),
     # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).
     SpeculativeDecodingMode.AUTO: ModeTraits(),

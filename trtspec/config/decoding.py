@@ -1,20 +1,22 @@
-"""Decoding and engine configuration: frozen, validated where it is made.
+"""Decoding configs, one class per way of drafting: frozen, checked where they are made.
 
 Class and field names are those of TensorRT-LLM's LLM API. A field that means something only to
-an engine we do not have is refused or warned about, never dropped (DESIGN, decision D10).
+another engine is refused or warned about, never dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from .errors import ConfigError, shown
-from .metadata.mode import SpeculativeDecodingMode
+from ..checks import is_number
+from ..errors import ConfigError, shown
+from ..metadata.mode import SpeculativeDecodingMode
+from .fields import require_bool, require_int, require_layers, require_path
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +46,16 @@ class DecodingBaseConfig:
         max_draft_len: K, draft tokens per generation request and step, >= 1.
         max_concurrency: with more requests than this in a step nothing is drafted; None is no
             such limit. (Verifying K + 1 rows each stops paying in large batches.)
-        acceptance: how the drafts of *sampled* requests are made and judged; greedy ones keep a
-            draft that is the target's best token. All four are lossless.
-            "rejection": drawn from the drafter's distribution; kept by rejection sampling.
-            "block": the same drafts, judged together; keeps at least as many.
-            "exact_match": drawn with the noise that the target's sample will be drawn with; kept
-            while they are that sample. A seeded text is the same as without speculation, for this
-            rule and for "strict".
-            "strict": the drafter's best tokens; kept while they are the target's sample.
-            Drafts from elsewhere than a network (NGRAM, USER_PROVIDED) have no distribution: for
-            them the four are one.
+        acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
+            a draft that is the target's best token. All four rules are lossless.
+            "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
+            "block": the same drafts, judged together; accepts at least as many.
+            "exact_match": drawn with the noise that the target's sample will be drawn with;
+            accepted while they are that sample. A seeded request gets the same tokens as without
+            speculation, under this rule and under "strict".
+            "strict": the drafter's best tokens; accepted while they are the target's sample.
+            Without a network (NGRAM, USER_PROVIDED) drafts have no distribution: the four rules
+            are one.
 
     Raises:
         ConfigError: a value is out of range.
@@ -65,6 +67,8 @@ class DecodingBaseConfig:
 
     mode: ClassVar[SpeculativeDecodingMode]
     decoding_type: ClassVar[str]  # TensorRT-LLM's name
+    draft_len_field: ClassVar[str] = "max_draft_len"  # the field that a user gives K in
+    needs_python: ClassVar[str] = ""  # what it takes that a command line cannot give
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
@@ -81,8 +85,9 @@ class DecodingBaseConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecodingBaseConfig:
-        """Builds the config, naming unknown keys instead of dropping them. TensorRT-LLM's
-        `decoding_type` may be among them, if it is this class's.
+        """Returns the config of these fields; refuses unknown ones by name.
+
+        TensorRT-LLM's `decoding_type` may be among them, if it is this class's.
 
         Raises:
             ConfigError: not a mapping, an unknown key, another class's `decoding_type`, a value
@@ -118,10 +123,10 @@ class NGramDecodingConfig(DecodingBaseConfig):
         min_matching_ngram_size: shortest match that may draft; None is 2, or the maximum if
             that is 1.
         is_use_oldest: among equally long matches take the oldest instead of the newest.
-        is_keep_all: TensorRT-LLM's pool keeps every pattern. Ours always can: it searches the
-            text itself. False has no effect and warns.
-        is_public_pool: TensorRT-LLM's pool may be shared by requests. Ours never is; True has no
-            effect and warns.
+        is_keep_all: TensorRT-LLM's pool keeps every pattern. Here the request's tokens are
+            searched, which have them all. False has no effect and warns.
+        is_public_pool: TensorRT-LLM's pool may be shared by requests. Here it never is; True has
+            no effect and warns.
     """
 
     max_draft_len: int = 6
@@ -191,6 +196,7 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.USER_PROVIDED
     decoding_type: ClassVar[str] = "UserProvided"
+    needs_python: ClassVar[str] = "a Python object that drafts"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -202,9 +208,29 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDecodingConfig(DecodingBaseConfig):
-    """An EAGLE-3 (or EAGLE-1) head drafts from the target's hidden states; a P-EAGLE head makes
-    all K drafts in one pass.
+class HeadDecodingConfig(DecodingBaseConfig, ABC):
+    """Base of the configs whose drafter is a head: a network that reads the target's hidden states.
+
+    The engine loads any of them alike, by what the class says of itself.
+    """
+
+    max_draft_len: int = 0
+    speculative_model: str | os.PathLike[str] | None = None
+
+    head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle" or "mtp"
+    one_model_field: ClassVar[str]  # False there: the head drafts in passes of its own
+
+    @property
+    @abstractmethod
+    def head_options(self) -> dict[str, Any]:
+        """What the reader of the head is asked for beside its kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDecodingConfig(HeadDecodingConfig):
+    """An EAGLE-3 (or EAGLE-1) head drafts from the target's hidden states.
+
+    A P-EAGLE head makes all K drafts in one pass.
 
     Args:
         max_draft_len: K; 0 is what the head was trained for (the speculators format says so),
@@ -217,13 +243,13 @@ class EagleDecodingConfig(DecodingBaseConfig):
             the head's config says, else 1, L/2-1 and L-4.
     """
 
-    max_draft_len: int = 0
-    speculative_model: str | os.PathLike[str] | None = None
     eagle3_one_model: bool = True
     eagle3_layers_to_capture: Sequence[int] | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.EAGLE3_ONE_MODEL
     decoding_type: ClassVar[str] = "Eagle"
+    head_kind: ClassVar[str] = "eagle"
+    one_model_field: ClassVar[str] = "eagle3_one_model"
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
@@ -238,9 +264,13 @@ class EagleDecodingConfig(DecodingBaseConfig):
             return SpeculativeDecodingMode.EAGLE3_ONE_MODEL
         return SpeculativeDecodingMode.EAGLE3
 
+    @property
+    def head_options(self) -> dict[str, Any]:
+        return {"layers_to_capture": self.eagle3_layers_to_capture}
+
 
 @dataclass(frozen=True, kw_only=True)
-class MTPDecodingConfig(DecodingBaseConfig):
+class MTPDecodingConfig(HeadDecodingConfig):
     """The target's multi-token-prediction layers draft.
 
     Args:
@@ -254,16 +284,14 @@ class MTPDecodingConfig(DecodingBaseConfig):
         mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
             of its own (MTP_EAGLE), for comparison.
         mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the family's way.
-        use_relaxed_acceptance_for_thinking: between the thinking tokens a greedy request keeps
+        use_relaxed_acceptance_for_thinking: between the thinking tokens a greedy request accepts
             drafts that are close to the target's best. Lossy.
         relaxed_topk: such a draft is among that many of the target's best tokens …
         relaxed_delta: … and its probability at most that much below the best one's.
         begin_thinking_phase_token, end_thinking_phase_token: token ids (DeepSeek-R1's by default).
     """
 
-    max_draft_len: int = 0
     num_nextn_predict_layers: int = 1
-    speculative_model: str | os.PathLike[str] | None = None
     mtp_eagle_one_model: bool = True
     use_mtp_vanilla: bool | None = None
     mtp_feeds_post_norm: bool | None = None
@@ -275,6 +303,9 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
     decoding_type: ClassVar[str] = "MTP"
+    draft_len_field: ClassVar[str] = "num_nextn_predict_layers"
+    head_kind: ClassVar[str] = "mtp"
+    one_model_field: ClassVar[str] = "mtp_eagle_one_model"
 
     def __post_init__(self) -> None:
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
@@ -299,6 +330,9 @@ class MTPDecodingConfig(DecodingBaseConfig):
             )
         if self.speculative_model is not None:
             require_path(self, "speculative_model")
+        self._check_relaxed_acceptance()
+
+    def _check_relaxed_acceptance(self) -> None:
         require_int(self, "relaxed_topk", 1, 1024)
         require_int(self, "begin_thinking_phase_token", 0, None)
         require_int(self, "end_thinking_phase_token", 0, None)
@@ -307,8 +341,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
                 f"MTPDecodingConfig.begin_thinking_phase_token={self.begin_thinking_phase_token} "
                 "is also end_thinking_phase_token: give two different tokens."
             )
-        delta: Any = self.relaxed_delta
-        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta <= 1:
+        if not is_number(self.relaxed_delta) or not 0 <= self.relaxed_delta <= 1:
             raise ConfigError(
                 f"MTPDecodingConfig.relaxed_delta={shown(self.relaxed_delta)} is a difference of "
                 "probabilities: it must be in 0 … 1."
@@ -318,8 +351,10 @@ class MTPDecodingConfig(DecodingBaseConfig):
             logger.warning(
                 "MTPDecodingConfig: use_relaxed_acceptance_for_thinking=%s with relaxed_topk=%d "
                 "and relaxed_delta=%g relaxes nothing: it takes all three (say True, 10, 0.6).",
-                self.use_relaxed_acceptance_for_thinking, self.relaxed_topk, self.relaxed_delta,
-            )  # fmt: skip
+                self.use_relaxed_acceptance_for_thinking,
+                self.relaxed_topk,
+                self.relaxed_delta,
+            )
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -328,6 +363,14 @@ class MTPDecodingConfig(DecodingBaseConfig):
         if self.mtp_eagle_one_model:
             return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         return SpeculativeDecodingMode.MTP_EAGLE
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        return {
+            "num_mtp_layers": self.max_draft_len,
+            "layer_per_draft": self.use_mtp_vanilla if self.mtp_eagle_one_model else False,
+            "norm_output": self.mtp_feeds_post_norm,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +390,7 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SAVE_HIDDEN_STATES
     decoding_type: ClassVar[str] = "SaveState"
+    needs_python: ClassVar[str] = "an output_directory"
 
     def __post_init__(self) -> None:
         require_int(self, "max_draft_len", 0, 0)
@@ -386,7 +430,7 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
 
 
 def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBaseConfig | None:
-    """AUTO becomes the config it stands for.
+    """Returns the config that decodes: for AUTO the one it stands for.
 
     Raises:
         ConfigError: not a decoding config.
@@ -400,146 +444,15 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
         )
     if isinstance(config, AutoDecodingConfig):
         return NGramDecodingConfig(
-            max_draft_len=config.max_draft_len, max_concurrency=config.max_concurrency,
+            max_draft_len=config.max_draft_len,
+            max_concurrency=config.max_concurrency,
             acceptance=config.acceptance,
-        )  # fmt: skip
+        )
     return config
 
 
-@dataclass(frozen=True, kw_only=True)
-class KvCacheConfig:
-    """Size of the paged KV cache.
-
-    Args:
-        max_tokens: tokens the cache holds over all requests; layers with a sliding window hold no
-            more of them than they can see. None derives it: on CUDA from
-            `free_gpu_memory_fraction`, on CPU enough for max_batch_size sequences of full length,
-            within a quarter of the machine's free memory.
-        free_gpu_memory_fraction: share of the GPU memory free after loading weights.
-        tokens_per_block: page size.
-    """
-
-    max_tokens: int | None = None
-    free_gpu_memory_fraction: float = 0.9
-    tokens_per_block: int = 32
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            require_int(self, "max_tokens", 1, None)
-        require_int(self, "tokens_per_block", 1, 1024)
-        share = self.free_gpu_memory_fraction
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not is_number or not 0.0 < share <= 1.0:
-            raise ConfigError(
-                f"KvCacheConfig.free_gpu_memory_fraction={shown(share)}: it must be a number in "
-                "(0, 1]."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudaGraphConfig:
-    """Batch sizes for which a generation step is captured as one CUDA graph.
-
-    Args:
-        batch_sizes: None is 1, 2, 4, 8 and multiples of 8 up to the engine's max_batch_size.
-        enable_padding: a batch between two sizes is filled up to the larger; False runs it
-            eagerly.
-        capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
-            built, the largest first, so that no request waits for it; else each on first use.
-        context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
-            generations' graph; prompts that fit none run eagerly, with the generations. None is
-            64, 128, … 2048 up to the engine's max_num_tokens and to where an H200 computes a layer
-            for longer than a host launches it (in bf16 512 tokens for 8 B parameters), if such
-            graphs can be had (modes that draft inside the step, but not vanilla MTP or
-            SAVE_HIDDEN_STATES; attention in Triton); () is none.
-        enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
-            each large product of up to 128 rows in a captured step (under a second for a batch
-            size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured
-            step may then round otherwise than an eager one. False leaves the choice to cuBLAS, as
-            in eager steps: the same on all GPUs of a kind.
-    """
-
-    batch_sizes: Sequence[int] | None = None
-    enable_padding: bool = True
-    capture_at_start: bool = False
-    context_tokens: Sequence[int] | None = None
-    enable_autotuner: bool = True
-
-    def __post_init__(self) -> None:
-        require_bool(self, "enable_autotuner")
-        require_bool(self, "enable_padding")
-        require_bool(self, "capture_at_start")
-        for name, allowed in (("batch_sizes", ""), ("context_tokens", "() for none, ")):
-            sizes: Any = getattr(self, name)
-            if sizes is None:
-                continue
-            good = isinstance(sizes, Sequence) and not isinstance(sizes, str)
-            good = good and (len(sizes) > 0 or name == "context_tokens")
-            if not good or any(
-                isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes
-            ):
-                raise ConfigError(
-                    f"CudaGraphConfig.{name}={shown(sizes)}: give a list of ints >= 1, {allowed}or "
-                    "None."
-                )
-            object.__setattr__(self, name, tuple(sizes))
-
-    def buckets(self, max_batch_size: int) -> list[int]:
-        """The sizes in use, ascending; by default up to max_batch_size exactly."""
-        if self.batch_sizes is not None:
-            return sorted({min(n, max_batch_size) for n in self.batch_sizes})
-        sizes = {1, 2, 4, *range(8, max_batch_size + 1, 8), max_batch_size}
-        return sorted(n for n in sizes if n <= max_batch_size)
-
-    def context_sizes(self, max_num_tokens: int, most_worth: int) -> list[int]:
-        """The sizes in use of passes over prompts, ascending; by default up to `most_worth`."""
-        sizes = self.context_tokens
-        if sizes is None:
-            sizes = [min(64, max_num_tokens), *(2**i for i in range(7, 12))]
-            return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
-        return sorted({min(n, max_num_tokens) for n in sizes})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutorConfig:
-    """What the executor schedules with; resolved once by the builder, never edited."""
-
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
-    enable_chunked_prefill: bool = False
-    prefill_batch_size: int = 1
-    overlap: bool = True
-    cuda_graph: CudaGraphConfig | None = None
-
-    def __post_init__(self) -> None:
-        require_int(self, "max_batch_size", 1, None)
-        require_int(self, "max_num_tokens", 1, None)
-        require_int(self, "max_seq_len", 2, None)
-        require_int(self, "prefill_batch_size", 1, self.max_batch_size)
-
-
-def require_int(config: object, name: str, low: int, high: int | None) -> None:
-    value = getattr(config, name)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        allowed = f"an int >= {low}" if high is None else f"an int in {low} … {high}"
-        raise ConfigError(f"{type(config).__name__}.{name}={shown(value)}: it must be {allowed}.")
-
-
-def require_bool(config: object, name: str) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"{type(config).__name__}.{name}={shown(value)}: it must be True or False."
-        )
-
-
 def require_common(config: DecodingBaseConfig) -> None:
+    """Checks the fields that all decoding configs have, but for K."""
     if config.max_concurrency is not None:
         require_int(config, "max_concurrency", 1, None)
     if config.acceptance not in ACCEPTANCE_RULES:
@@ -547,24 +460,3 @@ def require_common(config: DecodingBaseConfig) -> None:
             f"{type(config).__name__}.acceptance={shown(config.acceptance)}: it must be one of "
             f"{', '.join(ACCEPTANCE_RULES)}."
         )
-
-
-def require_layers(config: object, name: str) -> None:
-    value = getattr(config, name)
-    if value is None:
-        return
-    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not good or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
-        raise ConfigError(
-            f"{type(config).__name__}.{name}={shown(value)}: give a list of layer numbers from 0, "
-            "or None for the default."
-        )
-    object.__setattr__(config, name, tuple(value))
-
-
-def require_path(config: object, name: str) -> None:
-    value = getattr(config, name)
-    if value is None or not str(value).strip():
-        raise ConfigError(f"{type(config).__name__}.{name} is required: give a directory.")
-    if not isinstance(value, (str, Path, os.PathLike)):
-        raise ConfigError(f"{type(config).__name__}.{name}={value!r} is not a path.")

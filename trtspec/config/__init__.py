@@ -1,0 +1,71 @@
+"""Configs: how an engine drafts (`decoding`), and what it is made from (`engine`)."""
+
+from __future__ import annotations
+
+from .decoding import (
+    ACCEPTANCE_RULES,
+    CONFIG_OF_MODE,
+    MAX_DRAFT_LEN,
+    AutoDecodingConfig,
+    DecodingBaseConfig,
+    Drafter,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    HeadDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SaveHiddenStatesDecodingConfig,
+    UserProvidedDecodingConfig,
+    require_common,
+    resolve_speculative_config,
+)
+from .engine import (
+    ATTENTION_BACKENDS,
+    DEFAULT_CUDA_GRAPHS,
+    MAX_BATCH_SIZE,
+    CudaGraphConfig,
+    EngineConfig,
+    ExecutorConfig,
+    KvCacheConfig,
+    takes_fields_of,
+)
+from .fields import (
+    check_bool,
+    check_int,
+    require_bool,
+    require_int,
+    require_layers,
+    require_path,
+)
+
+__all__ = [
+    "ACCEPTANCE_RULES",
+    "ATTENTION_BACKENDS",
+    "CONFIG_OF_MODE",
+    "DEFAULT_CUDA_GRAPHS",
+    "MAX_BATCH_SIZE",
+    "MAX_DRAFT_LEN",
+    "AutoDecodingConfig",
+    "CudaGraphConfig",
+    "DecodingBaseConfig",
+    "DraftTargetDecodingConfig",
+    "Drafter",
+    "EagleDecodingConfig",
+    "EngineConfig",
+    "ExecutorConfig",
+    "HeadDecodingConfig",
+    "KvCacheConfig",
+    "MTPDecodingConfig",
+    "NGramDecodingConfig",
+    "SaveHiddenStatesDecodingConfig",
+    "UserProvidedDecodingConfig",
+    "check_bool",
+    "check_int",
+    "require_bool",
+    "require_common",
+    "require_int",
+    "require_layers",
+    "require_path",
+    "resolve_speculative_config",
+    "takes_fields_of",
+]

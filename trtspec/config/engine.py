@@ -1,0 +1,242 @@
+"""Engine configs: the arguments of `LLM`, their parts, and what the executor schedules with."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from ..checks import are_ints, is_number
+from ..errors import ConfigError, shown
+from .decoding import DecodingBaseConfig, resolve_speculative_config
+from .fields import check_bool, check_int, require_bool, require_int
+
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+
+MAX_BATCH_SIZE = 2**20
+"""A sanity bound: no cache holds so many requests."""
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig:
+    """Size of the paged KV cache.
+
+    Args:
+        max_tokens: tokens the cache holds over all requests; layers with a sliding window hold no
+            more of them than they can see. None derives it: on CUDA from
+            `free_gpu_memory_fraction`, on CPU enough for max_batch_size sequences of full length,
+            within a quarter of the machine's free memory.
+        free_gpu_memory_fraction: share of the GPU memory free after loading weights.
+        tokens_per_block: page size.
+    """
+
+    max_tokens: int | None = None
+    free_gpu_memory_fraction: float = 0.9
+    tokens_per_block: int = 32
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            require_int(self, "max_tokens", 1, None)
+        require_int(self, "tokens_per_block", 1, 1024)
+        share = self.free_gpu_memory_fraction
+        if not is_number(share) or not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"KvCacheConfig.free_gpu_memory_fraction={shown(share)}: it must be a number in "
+                "(0, 1]."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaGraphConfig:
+    """Batch sizes for which a generation step is captured as one CUDA graph.
+
+    Args:
+        batch_sizes: None is 1, 2, 4, 8 and multiples of 8 up to the engine's max_batch_size.
+        enable_padding: a batch between two sizes is filled up to the larger; False runs it
+            eagerly.
+        capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
+            built, the largest first, so that no request waits for it; else each on first use.
+        context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
+            generations' graph; prompts that fit none run eagerly, with the generations. None is
+            64, 128, … 2048 up to the engine's max_num_tokens and to where an H200 computes a layer
+            for longer than a host launches it (in bf16 512 tokens for 8 B parameters), if such
+            graphs can be had (modes that draft inside the step, but not vanilla MTP or
+            SAVE_HIDDEN_STATES; attention in Triton); () is none.
+        enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
+            each large product of up to 128 rows in a captured step (under a second for a batch
+            size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured
+            step may then round otherwise than an eager one. False leaves the choice to cuBLAS, as
+            in eager steps: the same on all GPUs of a kind.
+    """
+
+    batch_sizes: Sequence[int] | None = None
+    enable_padding: bool = True
+    capture_at_start: bool = False
+    context_tokens: Sequence[int] | None = None
+    enable_autotuner: bool = True
+
+    def __post_init__(self) -> None:
+        require_bool(self, "enable_autotuner")
+        require_bool(self, "enable_padding")
+        require_bool(self, "capture_at_start")
+        for name, allowed in (("batch_sizes", ""), ("context_tokens", "() for none, ")):
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            if not are_ints(sizes, 1) or not (len(sizes) > 0 or name == "context_tokens"):
+                raise ConfigError(
+                    f"CudaGraphConfig.{name}={shown(sizes)}: give a list of ints >= 1, {allowed}or "
+                    "None."
+                )
+            object.__setattr__(self, name, tuple(sizes))
+
+    def buckets(self, max_batch_size: int) -> list[int]:
+        """Returns the batch sizes in use, ascending; by default up to max_batch_size exactly."""
+        if self.batch_sizes is not None:
+            return sorted({min(n, max_batch_size) for n in self.batch_sizes})
+        sizes = {1, 2, 4, *range(8, max_batch_size + 1, 8), max_batch_size}
+        return sorted(n for n in sizes if n <= max_batch_size)
+
+    def context_sizes(self, max_num_tokens: int, most_worth: int) -> list[int]:
+        """Returns the sizes of captured passes over prompts, ascending; by default up to
+        `most_worth`."""
+        sizes = self.context_tokens
+        if sizes is None:
+            sizes = [min(64, max_num_tokens), *(2**i for i in range(7, 12))]
+            return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
+        return sorted({min(n, max_num_tokens) for n in sizes})
+
+
+DEFAULT_CUDA_GRAPHS = CudaGraphConfig()
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is made from: the arguments of `LLM`, with their defaults.
+
+    This is their one definition: `LLM`, `build_executor` and the command line read it.
+
+    Args:
+        model: HF directory, .gguf file or a known name ("smollm2-135m").
+        speculative_config: a decoding config, or None for plain decoding.
+        device: "auto" (CUDA where there is one), "cpu" or "cuda".
+        dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
+            "float32", "bfloat16", on CUDA also "float16".
+        max_batch_size: requests that run at the same time.
+        max_num_tokens: token rows in one pass; default: one full sequence, or a full batch.
+        max_seq_len: prompt and output together; default: the model's, at most 8192.
+        kv_cache_config: size of the KV cache.
+        enable_chunked_prefill: prompts may be computed in pieces, beside generation.
+        prefill_batch_size: while requests generate, new prompts wait until this many slots are
+            free. For throughput: fewer steps are slowed by prompts. 1 starts each at once.
+        disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
+            on CPU, where there is nothing to overlap; True and False decide.
+        cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
+        attn_backend: "auto" (Triton's kernel on CUDA, else torch's operations), "torch" or, on
+            CUDA, "triton" or "flashinfer". The last compiles a kernel when a shape is first used,
+            for which it needs nvcc.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or out of a range that no model widens.
+    """
+
+    model: str | os.PathLike[str]
+    speculative_config: DecodingBaseConfig | None = None
+    device: str | torch.device = field(default="auto", metadata={"help": "auto, cpu or cuda."})
+    dtype: str | torch.dtype = field(
+        default="auto", metadata={"help": "auto, float32 or bfloat16."}
+    )
+    _: KW_ONLY
+    max_batch_size: int = field(default=16, metadata={"help": "Most requests decoded together."})
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    kv_cache_config: KvCacheConfig | None = None
+    enable_chunked_prefill: bool = False
+    prefill_batch_size: int = 1
+    disable_overlap_scheduler: bool | None = None
+    cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS
+    attn_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        resolved = resolve_speculative_config(self.speculative_config)
+        object.__setattr__(self, "speculative_config", resolved)
+        cache, graphs = self.kv_cache_config, self.cuda_graph_config
+        if cache is not None and not isinstance(cache, KvCacheConfig):
+            raise ConfigError(f"kv_cache_config={cache!r}: give a KvCacheConfig.")
+        check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
+        check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        if self.disable_overlap_scheduler is not None:
+            check_bool(
+                "disable_overlap_scheduler", self.disable_overlap_scheduler, "True, False or None"
+            )
+        if graphs is not None and not isinstance(graphs, CudaGraphConfig):
+            raise ConfigError(f"cuda_graph_config={graphs!r}: give a CudaGraphConfig, or None.")
+        if self.attn_backend not in ATTENTION_BACKENDS:
+            raise ConfigError(
+                f"attn_backend={self.attn_backend!r}: use 'auto', 'torch', 'triton' or "
+                "'flashinfer'."
+            )
+
+    @property
+    def kv_cache(self) -> KvCacheConfig:
+        """The cache's config, the default one where none was given."""
+        return self.kv_cache_config or KvCacheConfig()
+
+
+def takes_fields_of(
+    record: Callable[P, Any],
+) -> Callable[[Callable[[Any, Any], None]], Callable[Concatenate[Any, P], None]]:
+    """Decorates a constructor that takes a record, which then takes the record's fields.
+
+    Names, order, defaults and types stay the record's, for callers, type checkers and `help`.
+    """
+
+    def decorate(init: Callable[[Any, Any], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(init)
+        def wrapper(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, _make(record, init.__qualname__, *args, **kwargs))
+
+        parameters = inspect.signature(record).parameters.values()
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        wrapper.__signature__ = inspect.Signature([itself, *parameters])  # type: ignore[attr-defined]
+        wrapper.__doc__ = record.__doc__
+        return wrapper
+
+    return decorate
+
+
+def _make(record: Callable[P, Any], caller: str, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+    """Returns the record. An argument that it does not have is the caller's mistake, by name."""
+    try:
+        return record(*args, **kwargs)
+    except TypeError as error:
+        ours = f"{getattr(record, '__name__', '')}.__init__()"
+        if not str(error).startswith(ours):
+            raise
+        raise TypeError(str(error).replace(ours, f"{caller}()", 1)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorConfig:
+    """What the executor schedules with: sizes that the builder settled."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    enable_chunked_prefill: bool = False
+    prefill_batch_size: int = 1
+    overlap: bool = True
+    cuda_graph: CudaGraphConfig | None = None
+
+    def __post_init__(self) -> None:
+        require_int(self, "max_batch_size", 1, None)
+        require_int(self, "max_num_tokens", 1, None)
+        require_int(self, "max_seq_len", 2, None)
+        require_int(self, "prefill_batch_size", 1, self.max_batch_size)

@@ -1,0 +1,109 @@
+"""What an engine runs on: the device, the dtype and the attention backend of what was asked for."""
+
+from __future__ import annotations
+
+import logging
+import platform
+
+import torch
+
+from ..attention.base import AttentionBackend
+from ..attention.torch_sdpa import TorchAttention
+from ..errors import ConfigError
+from ..models.config import DecoderConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Returns the device; "auto" is CUDA where there is one.
+
+    Raises:
+        ConfigError: it is unknown or not here, or kernels are launched on another.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: use 'auto', 'cpu' or 'cuda'.")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda', but torch sees no CUDA device. Use device='cpu'.")
+    if resolved.type == "cuda" and resolved.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(
+            f"device={device!r} is not the current device, on which kernels are launched: call "
+            f"torch.cuda.set_device({resolved.index}) first, or set CUDA_VISIBLE_DEVICES="
+            f"{resolved.index} and use device='cuda'."
+        )
+    return resolved
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype, config: DecoderConfig, device: torch.device
+) -> torch.dtype:
+    """Returns the dtype; "auto" is the checkpoint's.
+
+    On a CPU without instructions for bfloat16, "auto" is float32 in its place, which is faster.
+
+    Raises:
+        ConfigError: it is not supported on this device.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        name = config.dtype
+        if name == "bfloat16" and device.type == "cpu" and not _multiplies_bfloat16():
+            logger.info("This CPU multiplies float32 faster than bfloat16: dtype is float32.")
+            name = "float32"
+    allowed = [n for n in _DTYPES if device.type == "cuda" or n != "float16"]
+    if name not in allowed:
+        raise ConfigError(
+            f"dtype={name!r} on {device.type}: use one of {', '.join(['auto', *allowed])}."
+        )
+    return _DTYPES[name]
+
+
+def attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Returns the backend of a name in `ATTENTION_BACKENDS`.
+
+    "auto" is Triton's kernel on CUDA, where triton is installed, else torch's operations.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    asked = name
+    if name == "auto":  # the one place where auto's choice is made
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
+        return TorchAttention()
+    if device.type != "cuda":
+        raise ConfigError(f"attn_backend={name!r} needs device='cuda'; on CPU use 'torch'.")
+    try:
+        from ..attention.paged import TritonAttention
+    except ImportError as error:
+        if asked != "auto":
+            raise ConfigError(
+                f"attn_backend={name!r} needs the package triton ({error}): pip install "
+                "'trtspec[cuda]', or use attn_backend='torch'."
+            ) from error
+        logger.warning("triton is not installed: attention runs in torch, without CUDA graphs.")
+        return TorchAttention()
+    if name == "flashinfer":
+        from ..attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
+    return TritonAttention()
+
+
+def _multiplies_bfloat16() -> bool:
+    """Returns whether the CPU has instructions for it; CPUs other than x86-64 count as having."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported())

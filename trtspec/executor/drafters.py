@@ -1,0 +1,328 @@
+"""How each kind of drafter is loaded: a table from the class of its config to a loader.
+
+A loader is made before the target is loaded, so that what cannot work fails early. A head needs no
+row of its own: `HeadLoader` loads any `HeadDecodingConfig` by what its class says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..attention.base import AttentionBackend
+from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.heads.load import load_head
+from ..checkpoints.heads.masked import pard_token
+from ..checkpoints.hf_config import load_config
+from ..checkpoints.tokenizer import load_tokenizer, token_problem
+from ..checkpoints.weights import finish, load_decoder
+from ..checkpoints.zoo import resolve_model
+from ..config import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    HeadDecodingConfig,
+    MTPDecodingConfig,
+    SaveHiddenStatesDecodingConfig,
+)
+from ..data.hidden_states import HiddenStatesWriter
+from ..errors import ConfigError
+from ..metadata.mode import SpeculativeDecodingMode
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder, keep_kv_finite
+from ..models.drafters.base import DraftHead
+from .saving import HiddenStatesSaver
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DRAFT_LEN = 4
+
+Spec = TypeVar("Spec", bound=DecodingBaseConfig | None)
+HeadSpec = TypeVar("HeadSpec", bound=HeadDecodingConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedTarget:
+    """The target, and how its weights are kept. A drafter's are kept likewise."""
+
+    model: Decoder
+    directory: Path
+    dtype: torch.dtype
+    device: torch.device
+    backend: AttentionBackend
+    num_positions: int | None  # of the rotary tables; None is max_position_embeddings
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.model.config
+
+    @property
+    def num_kv_groups(self) -> int:
+        """The target's KV groups, which a drafter's follow."""
+        return len(self.model.kv_group_specs(self.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedDrafter:
+    """A drafter beside its target."""
+
+    config: DecodingBaseConfig | None  # with K settled; None is plain decoding
+    vocab_size: int  # of its logits
+    d2t: Tensor | None = None  # [vocab_size] int64 offsets, target id = draft id + d2t[draft id]
+    model: Decoder | DraftHead | None = None  # None: no network drafts
+    layers_to_capture: tuple[int, ...] = ()  # of the target, whose outputs are kept
+    mask_token_id: int | None = None  # of a drafter that makes all K drafts in one pass
+
+    @property
+    def mode(self) -> SpeculativeDecodingMode:
+        if self.config is None:
+            return SpeculativeDecodingMode.NONE
+        return self.config.spec_dec_mode
+
+
+class DrafterLoader(Generic[Spec]):
+    """Loads what a decoding config drafts with; as it stands, a drafter without a network."""
+
+    def __init__(self, spec: Spec):
+        self.spec = spec
+
+    @property
+    def position_limits(self) -> list[DecoderConfig]:
+        """Models beside the target that no sequence may be longer than."""
+        return []
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        """Returns the drafter.
+
+        Raises:
+            ConfigError, CheckpointError: it does not fit the target, or cannot do what is asked.
+        """
+        return LoadedDrafter(config=self.spec, vocab_size=target.config.vocab_size)
+
+    def saver(self, target: LoadedTarget) -> HiddenStatesSaver | None:
+        """Returns what writes the target's hidden states to disk, if this config does."""
+        return None
+
+
+class HeadLoader(DrafterLoader[HeadSpec]):
+    """Loads a head, which may be in the target's checkpoint."""
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        directory = Path(self.spec.speculative_model or target.directory)
+        head = load_head(
+            directory,
+            target.model,
+            target.dtype,
+            target.device,
+            target.backend,
+            kv_group=target.num_kv_groups,
+            kind=self.spec.head_kind,
+            num_positions=target.num_positions,
+            **self.spec.head_options,
+        )
+        spec = self.settle(head, directory)
+        _check_draft_len(spec, head)
+        return LoadedDrafter(
+            config=spec,
+            vocab_size=min(head.config.draft_vocab_size, target.config.vocab_size),
+            d2t=head.d2t,
+            model=head,
+            layers_to_capture=head.layers_to_capture,
+            mask_token_id=head.config.mask_token_id,
+        )
+
+    def settle(self, head: DraftHead, directory: Path) -> HeadSpec:
+        """Returns the config with what it left to the head."""
+        if self.spec.max_draft_len:
+            return self.spec
+        return replace(
+            self.spec, max_draft_len=head.config.suggested_draft_len or DEFAULT_DRAFT_LEN
+        )
+
+
+class MTPLoader(HeadLoader[MTPDecodingConfig]):
+    """Loads MTP layers, or an assistant that drafts in their place."""
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        spec, vocab_size = self.spec, target.config.vocab_size
+        for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+            if spec.use_relaxed_acceptance_for_thinking and getattr(spec, name) >= vocab_size:
+                raise ConfigError(
+                    f"MTPDecodingConfig.{name}={getattr(spec, name)} is not in the model's "
+                    f"vocabulary 0 … {vocab_size - 1}: give the model's own thinking tokens."
+                )
+        return super().load(target)
+
+    def settle(self, head: DraftHead, directory: Path) -> MTPDecodingConfig:
+        """Returns the config with `use_mtp_vanilla` as loaded; tells which layers do not draft."""
+        spec, used, there = self.spec, head.num_layers, head.config.num_mtp_layers
+        if not head.advances_positions:
+            self._refuse_layer_options(head, directory)
+        if not there:  # an assistant, all of whose layers make every draft
+            return spec
+        if used > 1 and spec.use_mtp_vanilla is None:
+            spec = replace(spec, use_mtp_vanilla=True)
+        if used < there:
+            unused = ", ".join(map(str, range(used, there)))
+            logger.warning(
+                "Of the checkpoint's %d MTP layers, counted from 0, %s draft nothing. To have each "
+                "of them draft a token: MTPDecodingConfig(num_nextn_predict_layers=%d, "
+                "use_mtp_vanilla=True). `trtspec doctor` compares that with the first layer alone.",
+                there,
+                unused,
+                there,
+            )
+        return spec
+
+    def _refuse_layer_options(self, head: DraftHead, directory: Path) -> None:
+        for name, defaults in (
+            ("use_mtp_vanilla", (None, False)),
+            ("mtp_feeds_post_norm", (None,)),
+        ):
+            value = getattr(self.spec, name)
+            if value not in defaults:
+                raise ConfigError(
+                    f"MTPDecodingConfig.{name}={value!r} is about MTP layers; {directory} is a "
+                    f"{head.config.format}, which drafts every token alike. Leave it out."
+                )
+
+
+class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
+    """Loads a second language model, once its tokens are known to be the target's."""
+
+    def __init__(self, spec: DraftTargetDecodingConfig):
+        super().__init__(spec)
+        assert spec.speculative_model is not None  # the config requires it
+        self.directory = resolve_model(spec.speculative_model)
+        self.draft_config = load_config(self.directory)
+
+    @property
+    def position_limits(self) -> list[DecoderConfig]:
+        return [self.draft_config]
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        vocab_size = target.config.vocab_size
+        tokenizers = load_tokenizer(self.directory), load_tokenizer(target.directory)
+        problem = token_problem(self.draft_config.vocab_size, vocab_size, *tokenizers)
+        if problem:
+            raise ConfigError(problem)
+        draft = load_decoder(
+            self.directory,
+            target.dtype,
+            target.device,
+            target.backend,
+            kv_group=target.num_kv_groups,
+            pack=False,
+            num_positions=target.num_positions,
+        )
+        draft.keep_logits(vocab_size)
+        finish(draft, target.device)
+        keep_kv_finite(draft)
+        return LoadedDrafter(
+            config=self.spec,
+            vocab_size=min(draft.config.vocab_size, vocab_size),
+            model=draft,
+            mask_token_id=self._mask_token(),
+        )
+
+    def _mask_token(self) -> int | None:
+        """Returns the token in whose place a PARD model drafts; None drafts one token a pass."""
+        if self.spec.parallel_drafting is False:
+            return None
+        config, where = self.draft_config, self.directory / "config.json"
+        token = pard_token(config.raw, where, config.vocab_size)
+        if token is None and self.spec.parallel_drafting:
+            raise ConfigError(
+                f"DraftTargetDecodingConfig.parallel_drafting=True, but {where} has no pard_token, "
+                "the token that a draft model trained for it reads at the places to be drafted. "
+                "Use a PARD model, or leave parallel_drafting out."
+            )
+        return token
+
+
+class SaveHiddenStatesLoader(DrafterLoader[SaveHiddenStatesDecodingConfig]):
+    """Captures the target's hidden states, and opens the directory that they go to."""
+
+    def __init__(self, spec: SaveHiddenStatesDecodingConfig):
+        super().__init__(spec)
+        assert spec.output_directory is not None  # the config requires it
+        self.directory = Path(spec.output_directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ConfigError(
+                f"output_directory={str(self.directory)!r} is a file: give a directory."
+            )
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        return LoadedDrafter(
+            config=self.spec,
+            vocab_size=target.config.vocab_size,
+            layers_to_capture=self._layers(target.config.num_layers),
+        )
+
+    def saver(self, target: LoadedTarget) -> HiddenStatesSaver:
+        writer = HiddenStatesWriter(
+            self.directory,
+            self._layers(target.config.num_layers),
+            target.config.hidden_size,
+            target.dtype,
+            rows_per_file=self.spec.tokens_per_file,
+            target=_fingerprint(target.model),
+        )
+        return HiddenStatesSaver(writer, target.config.hidden_size)
+
+    def _layers(self, num_layers: int) -> tuple[int, ...]:
+        asked = self.spec.eagle3_layers_to_capture
+        if asked is None and num_layers < MIN_LAYERS_FOR_DEFAULT:
+            raise ConfigError(
+                f"The default capture (layers 1, L/2-1, L-4) needs {MIN_LAYERS_FOR_DEFAULT} "
+                f"layers; the model has {num_layers}. Give eagle3_layers_to_capture."
+            )
+        layers = default_layers_to_capture(num_layers) if asked is None else tuple(asked)
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ConfigError(
+                f"Layers {list(layers)} cannot be captured of a model of {num_layers}: give "
+                f"eagle3_layers_to_capture in 0 … {num_layers - 1}."
+            )
+        return layers
+
+
+LOADERS: dict[type, type[DrafterLoader]] = {
+    type(None): DrafterLoader,
+    DecodingBaseConfig: DrafterLoader,
+    HeadDecodingConfig: HeadLoader,
+    MTPDecodingConfig: MTPLoader,
+    DraftTargetDecodingConfig: DraftTargetLoader,
+    SaveHiddenStatesDecodingConfig: SaveHiddenStatesLoader,
+}
+"""The class of a config, or the nearest of its bases, to how its drafter is loaded."""
+
+
+def drafter_loader(spec: DecodingBaseConfig | None) -> DrafterLoader:
+    """Returns the loader of a config.
+
+    Raises:
+        ConfigError, CheckpointError: the drafter is not there.
+    """
+    return next(LOADERS[base] for base in type(spec).__mro__ if base in LOADERS)(spec)
+
+
+def _check_draft_len(spec: HeadDecodingConfig, head: DraftHead) -> None:
+    """Of a head that makes all its drafts in one pass: no more than it was trained for."""
+    asked, trained = spec.max_draft_len, head.config.trained_draft_len
+    if head.config.mask_token_id is not None and trained is not None and asked > trained:
+        raise ConfigError(
+            f"{type(spec).__name__}.max_draft_len={asked}: the head was trained to propose "
+            f"{trained} tokens in one pass, says its config.json. Give at most {trained}."
+        )
+
+
+def _fingerprint(target: Decoder) -> str:
+    """Returns a hash of the target's sizes and some of its embedding."""
+    rows = target.embed_tokens.weight[:64].float().cpu().numpy().tobytes()
+    sizes = f"{target.config.num_layers} {target.config.vocab_size} {target.config.hidden_size}"
+    return hashlib.sha256(sizes.encode() + rows).hexdigest()[:16]
