@@ -86,9 +86,13 @@ MOVED: dict[str, tuple[str, ...]] = {
     "ops.triton_sampling": ("ops.tokens.triton_sampled",),
     "outputs": ("api.outputs",),
     "prompts": ("data.prompts",),
+    "sampling": (),
+    "sampling.draft": ("acceptance.draw",),
     "sampling.params": ("api.sampling_params",),
+    "sampling.target": ("acceptance.target",),
     "text": ("api.text_stream",),
     "workers.parallel": ("workers.masked",),
+    "workers.verification": ("acceptance.verify", "acceptance.rule"),
 }
 
 

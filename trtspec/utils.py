@@ -1,9 +1,13 @@
-"""Where things are kept between runs."""
+"""What every room may need: where things are kept between runs, and names of before."""
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
 
@@ -22,3 +26,20 @@ def cache_dir() -> Path:
             f"The cache directory {chosen!r} is not known ({error}). Set TRTSPEC_CACHE to a "
             "directory that can be written."
         ) from error
+
+
+def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:
+    """Returns a module's `__getattr__` for old names of what it holds.
+
+    Args:
+        names: old name -> the name in the same module that took its place.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module}.{name} is now {names[name]}."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return __getattr__

@@ -24,7 +24,7 @@ from torch import Tensor
 from trtspec import LLM, DraftTargetDecodingConfig, EagleDecodingConfig, SamplingParams
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.workers import ParallelDraftTargetWorker, ParallelEagle3Worker, create_worker
+from trtspec.workers import MaskedDraftTargetWorker, MaskedEagle3Worker, create_worker
 from trtspec.workers.draft_target import DraftTargetWorker
 
 CASES = ["p_eagle", "p_eagle_flags", "pard"]
@@ -216,7 +216,7 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
     texts, stats = [], []
     for head in (raw, nested, _speculators(p_eagle_dir(tmp_path), num_depths=8)):
         llm = _engine(target_dir, EagleDecodingConfig(max_draft_len=5, speculative_model=head))
-        assert isinstance(llm.executor.worker, ParallelEagle3Worker)
+        assert isinstance(llm.executor.worker, MaskedEagle3Worker)
         assert llm.executor.worker.mask_token_id == MASK_TOKEN
         output = llm.generate([5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True))
         texts.append(output.outputs[0].token_ids)
@@ -240,7 +240,7 @@ def test_a_draft_model_may_be_used_either_way(target_dir: Path, tmp_path: Path) 
     pard = pard_dir(tmp_path)
     plain = tiny_model_dir(tmp_path, seed=2)
     for path, asked, worker in (
-        (pard, None, ParallelDraftTargetWorker), (pard, True, ParallelDraftTargetWorker),
+        (pard, None, MaskedDraftTargetWorker), (pard, True, MaskedDraftTargetWorker),
         (pard, False, DraftTargetWorker), (plain, None, DraftTargetWorker),
         (plain, False, DraftTargetWorker),
     ):  # fmt: skip

@@ -12,7 +12,7 @@ LAYERS = [
     ["metadata"],
     ["ops"],
     ["config"],
-    ["state", "sampling", "acceptance", "api", "data"],
+    ["state", "acceptance", "api", "data"],
     ["layers"],
     ["attention"],
     ["models", "workers"],

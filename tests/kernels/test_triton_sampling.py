@@ -15,7 +15,9 @@ from sampled import config_of, engine, make_models
 from torch import Tensor
 
 from trtspec import SamplingParams
-from trtspec.acceptance import rejection
+from trtspec.acceptance import draw, rejection
+from trtspec.acceptance import rule as acceptance_rule
+from trtspec.acceptance.draw import DraftSampler
 from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.draft_memory import DraftMemory
 from trtspec.metadata.sampling import SamplingMetadata
@@ -23,9 +25,6 @@ from trtspec.metadata.spec import SpecMetadata
 from trtspec.ops.launch import dispatch
 from trtspec.ops.tokens.noise import NoiseStream, uniform_noise
 from trtspec.ops.tokens.sample import filter_logits
-from trtspec.sampling import draft
-from trtspec.sampling.draft import DraftSampler
-from trtspec.workers import verification
 from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
@@ -271,7 +270,7 @@ def test_an_engine_says_the_same_with_kernels(
     texts = []
     for served in (False, True):
         if served:
-            for module in (verification, draft):
+            for module in (acceptance_rule, draw):
                 monkeypatch.setattr(module, "sampling_kernels", lambda logits: kernels)
         llm = engine(folder, config_of(folder, "eagle3", rule), max_batch_size=2)
         outputs = llm.generate([[5, 6, 7], [8], [9, 3]], params)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trtspec import NGramDecodingConfig, UserProvidedDecodingConfig
-from trtspec.acceptance import rejection
+from trtspec.acceptance import draw, rejection
 from trtspec.config import DecodingBaseConfig, DraftTargetDecodingConfig
 from trtspec.errors import ConfigError
 from trtspec.metadata.sampling import SamplingMetadata
@@ -215,9 +215,7 @@ def test_a_sample_instead_of_the_recovered_token_is_noticed(
 
 def test_thrown_away_noise_is_not_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's verdict looks at all its drafts and coins, so the next step needs new ones."""
-    import trtspec.sampling.draft as sampling_draft
-
-    monkeypatch.setattr(sampling_draft, "of_depth", lambda stream, depth: int(stream))
+    monkeypatch.setattr(draw, "of_depth", lambda stream, depth: int(stream))
     real = rejection.uniform_noise
 
     def one_coin_a_position(seeds, positions, stream, size):  # type: ignore[no-untyped-def]

@@ -9,15 +9,50 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..metadata.sampling import SamplingMetadata
+from ..ops.tokens.greedy import Accepted
 from ..ops.tokens.noise import NoiseStream, uniform_noise
+from .rule import Candidates, Drawn, Judged, Rule
 
 FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Forced(Rule):
+    """Another rule whose number of accepted drafts is given."""
+
+    rule: Rule
+    num_drafts: float  # > 0; a fraction is the probability of one more
+
+    @property
+    def drawn(self) -> Drawn:  # type: ignore[override]
+        return self.rule.drawn
+
+    def judge(self, given: Candidates) -> Judged:
+        judged = self.rule.judge(given)
+        lens = forced_lens(
+            judged.lens, self.num_drafts, given.num_contexts, given.num_drafts, given.sampling
+        )
+        return replace(judged, lens=lens)
+
+    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rule.accept(given, tokens)
+
+    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
+        """A fraction has no kernel."""
+        if self.num_drafts != int(self.num_drafts):
+            return None
+        return self.rule.by_kernel(given, min(int(self.num_drafts), given.num_drafts) + 1)
+
+    def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:
+        self.rule.update(given, tokens, lens)
 
 
 def get_force_num_accepted_tokens() -> float:
@@ -57,3 +92,25 @@ def force_accepted_lens(
     extra = uniform_noise(seeds, positions, NoiseStream.FORCED, 1)[:, 0] < fraction
     total = whole + 1 + extra.to(torch.int32)
     return total.clamp(max=num_draft_tokens + 1).to(torch.int32).expand_as(lens)
+
+
+def forced_lens(
+    lens: Tensor, forced: float, num_contexts: int, num_drafts: int,
+    sampling: SamplingMetadata | None,
+) -> Tensor:  # fmt: skip
+    """lens [B] -> [B] int32, forced for generations; `forced` not above 0 changes nothing.
+
+    Args:
+        sampling: keys the noise behind a fraction; None draws it anew each time.
+    """
+    generations = lens[num_contexts:]
+    if forced <= 0 or generations.shape[0] == 0:
+        return lens
+    if sampling is not None:  # one row per request is enough: its first
+        seeds = sampling.seeds[num_contexts :: num_drafts + 1]
+        positions = sampling.positions[num_contexts :: num_drafts + 1]
+    else:
+        seeds = torch.arange(generations.shape[0], device=lens.device)
+        positions = torch.randint(2**62, seeds.shape, device=lens.device)
+    forced_generations = force_accepted_lens(generations, forced, num_drafts, seeds, positions)
+    return torch.cat([lens[:num_contexts], forced_generations])

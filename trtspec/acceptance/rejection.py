@@ -13,15 +13,21 @@ Sizes: G requests, K drafts verified, V target tokens, Vd draft tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..errors import ConfigError
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
+from ..ops.tokens.greedy import Accepted
 from ..ops.tokens.noise import NoiseStream, gumbel_noise, uniform_noise
-from ..ops.tokens.sample import filter_logits
+from ..ops.tokens.sample import clean_logits, filter_logits, greedy_tokens
+from .rule import Candidates, Drawn, Judged, sampled_kernel
+from .strict import Match
+from .target import sample_target_tokens
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,59 @@ class DraftDistributions:
         if self.target_ids is None:
             return q
         return q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
+
+
+Verdict = Callable[[Tensor, Tensor, DraftDistributions, SamplingMetadata], tuple[Tensor, Tensor]]
+"""`token_rejection` and its like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection(Match):
+    """Rules `rejection` and `block`: exact match where nobody remembered what was drawn from."""
+
+    verdict: Verdict
+    is_block: bool = False
+    drawn: Drawn = Drawn.REMEMBERED
+
+    def judge(self, given: Candidates) -> Judged:
+        """Exact match for greedy requests, the verdict for sampled ones."""
+        memory, sampling, slots = given.memory, given.sampling, given.spec.slot_ids
+        if memory is None or sampling is None or given.is_greedy or not given.drafts.numel():
+            return super().judge(given)
+        if slots is None:
+            raise ConfigError(
+                "This acceptance rule looks up what drafts were drawn from: set "
+                "spec_metadata.slot_ids [B]."
+            )
+        contexts, num_drafts, drafts = given.num_contexts, given.num_drafts, given.drafts
+        logits, bad_rows = clean_logits(given.logits)
+        tokens, lens = self.accept(given, greedy_tokens(logits))  # right for greedy requests
+        if contexts:
+            sampling_of_contexts = sampling.select(slice(contexts))
+            first, _ = sample_target_tokens(logits[:contexts], sampling_of_contexts)
+            tokens[:contexts, 0] = first
+        rows = sampling.select(slice(contexts, None))
+        log_p = target_log_probs(logits[contexts:], rows).view(len(drafts), num_drafts + 1, -1)
+        drawn_from = DraftDistributions.of(memory, slots[contexts:], num_drafts)
+        count, token = self.verdict(log_p, drafts, drawn_from, rows)
+        columns = torch.arange(num_drafts + 1, device=drafts.device)
+        judged = torch.where(
+            columns < count[:, None], nn.functional.pad(drafts, (0, 1)), tokens[contexts:]
+        )
+        judged = torch.where(columns == count[:, None], token[:, None], judged)
+        is_sampled = rows.temperatures[:: num_drafts + 1] > 0
+        generations = torch.where(is_sampled[:, None], judged, tokens[contexts:])
+        their_lens = torch.where(is_sampled, (count + 1).to(lens.dtype), lens[contexts:])
+        return Judged(
+            tokens=torch.cat([tokens[:contexts], generations]),
+            lens=torch.cat([lens[:contexts], their_lens]),
+            bad_rows=bad_rows,
+        )
+
+    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
+        if given.is_greedy:
+            return super().by_kernel(given, forced_len)
+        return sampled_kernel(given, forced_len, is_remembered=True, is_block=self.is_block)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:

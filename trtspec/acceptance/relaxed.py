@@ -13,13 +13,95 @@ where the prompt asks for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
+from ..metadata.sampling import rows_to_tensor
 from ..ops.tokens.accept import mask_after
+from ..ops.tokens.greedy import Accepted, RelaxedRule
+from .rule import Candidates, Drawn, Judged, Rule, greedy_kernel
 
 NOT_THINKING = -1.0
+_STATE = "thinking_deltas"
+
+
+@dataclass(frozen=True)
+class Relaxed(Rule):
+    """Another rule, relaxed for greedy requests that think.
+
+    State: `thinking_deltas` [S+1] float32.
+    """
+
+    rule: Rule
+    top_k: int
+    delta: float
+    begin_token: int
+    end_token: int
+
+    @property
+    def drawn(self) -> Drawn:  # type: ignore[override]
+        return self.rule.drawn
+
+    def judge(self, given: Candidates) -> Judged:
+        judged = self.rule.judge(given)
+        tokens, lens = self._relax(given, judged.tokens, judged.lens)
+        return replace(judged, tokens=tokens, lens=lens)
+
+    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._relax(given, *self.rule.accept(given, tokens))
+
+    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
+        """For batches of greedy generations; the kernel updates the state too."""
+        if given.num_contexts or not given.is_greedy:
+            return None
+        deltas, slots = self._state_of(given)
+        relaxed = RelaxedRule(deltas, slots, self.top_k, self.end_token)
+        return greedy_kernel(given, forced_len, relaxed)
+
+    def _relax(self, given: Candidates, tokens: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Accepts more drafts of greedy requests: tokens [B, K'+1] int32, lens [B] int32."""
+        contexts, (generations, num_drafts) = given.num_contexts, given.drafts.shape
+        if generations == 0:
+            return tokens, lens
+        deltas, slots = self._state_of(given)
+        judging = given.logits[contexts:].view(generations, num_drafts + 1, -1)[:, :-1]
+        close = relaxed_matches(judging, given.drafts, deltas[slots[contexts:]], self.top_k)
+        more, more_lens = relaxed_acceptance(tokens[contexts:], given.drafts, close)
+        if given.sampling is not None:  # one row per request is enough: its first
+            is_greedy = given.sampling.temperatures[contexts :: num_drafts + 1] == 0
+            more = torch.where(is_greedy[:, None], more, tokens[contexts:])
+            more_lens = torch.where(is_greedy, more_lens, lens[contexts:])
+        return torch.cat([tokens[:contexts], more]), torch.cat([lens[:contexts], more_lens])
+
+    # -- state by slot -------------------------------------------------------------------------
+    def allocate_state(self, num_slots: int, device: torch.device) -> dict[str, Tensor]:
+        return {_STATE: torch.zeros(num_slots + 1, device=device)}
+
+    def admit(
+        self, state: dict[str, Tensor], slot: int, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        delta = delta_of_text(prompt, output, self.begin_token, self.end_token, self.delta)
+        deltas = state[_STATE]
+        deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
+
+    def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:
+        deltas, slots = self._state_of(given)
+        lens = given.spec.text_lens(lens)
+        deltas[slots] = next_deltas(deltas[slots], tokens, lens, self.end_token)
+
+    @staticmethod
+    def _state_of(given: Candidates) -> tuple[Tensor, Tensor]:
+        """(deltas [S+1], slots [B])."""
+        spec = given.spec
+        if spec.slot_ids is None or _STATE not in spec.state:
+            raise ConfigError(
+                "Relaxed acceptance needs to know who is thinking: set spec_metadata.state to what "
+                "allocate_state returned, call admit for each request, and set slot_ids [B]."
+            )
+        return spec.state[_STATE], spec.slot_ids
 
 
 def delta_of_text(

@@ -1,4 +1,4 @@
-"""Strict acceptance: a draft is kept while it is exactly the target's own choice.
+"""Accepts a draft while it is exactly the target's own choice.
 
 Lossless for greedy requests. For sampled ones the target's token is drawn first and a draft must
 match it exactly, which is lossless too (the output is the target's sample, whatever was drafted).
@@ -6,10 +6,35 @@ match it exactly, which is lossless too (the output is the target's sample, what
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ..ops.tokens.accept import count_accepted, mask_after
+from ..ops.tokens.accept import count_accepted
+from ..ops.tokens.greedy import Accepted
+from .rule import Candidates, Drawn, Judged, Rule, greedy_kernel, sampled_kernel
+from .target import sample_target_tokens
+
+
+@dataclass(frozen=True)
+class Match(Rule):
+    """Rules `strict` and `exact_match`, which differ in how drafts are drawn."""
+
+    drawn: Drawn = Drawn.BEST
+
+    def judge(self, given: Candidates) -> Judged:
+        target, bad_rows = sample_target_tokens(given.logits, given.sampling)
+        tokens, lens = self.accept(given, target)
+        return Judged(tokens, lens, bad_rows)
+
+    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return strict_acceptance(tokens, given.drafts, given.num_contexts)
+
+    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
+        if given.is_greedy:
+            return greedy_kernel(given, forced_len)
+        return sampled_kernel(given, forced_len)
 
 
 def strict_acceptance(
@@ -35,8 +60,3 @@ def strict_acceptance(
         ]
     )
     return torch.cat([contexts, generations]), lens
-
-
-def finish_rows(tokens: Tensor, lens: Tensor) -> Tensor:
-    """Masks everything past each length with -1: [B, K+1] int32."""
-    return mask_after(tokens, lens).to(torch.int32)

@@ -144,9 +144,12 @@ def _measure_set(
 
 def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
     """Whether other tokens than without speculation are no fault: a rule with draws of its own."""
+    from ..acceptance.rules import RULES
+
     mode, is_sampled = speculative.mode, sampling.temperature > 0 and sampling.top_k != 1
     has_network = not (mode.is_ngram() or mode.is_user_provided())
-    return is_sampled and has_network and speculative.acceptance in ("rejection", "block")
+    rule = RULES.get(speculative.acceptance or "")
+    return is_sampled and has_network and rule is not None and not rule.keeps_seeded_text
 
 
 def _run_once(llm: LLM, inputs: Any, params: SamplingParams, side: Side) -> None:

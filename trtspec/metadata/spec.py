@@ -156,6 +156,15 @@ class SpecMetadata:
         """What the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
         return final if self.captured is None else self.captured.buffer[:num_tokens]
 
+    def text_lens(self, lens: Tensor) -> Tensor:
+        """lens [B] of accepted tokens -> those that are text: 0 for a context that ends inside its
+        prompt, whose next token is known already."""
+        following = self.next_prompt_tokens
+        if following is None:
+            return lens
+        contexts = following.shape[0]
+        return torch.cat([lens[:contexts].masked_fill(following >= 0, 0), lens[contexts:]])
+
     def sampling_rows(self, num_rows: int) -> SamplingMetadata | None:
         """The sampling parameters of `num_rows` logits rows; None is argmax everywhere.
 

@@ -9,10 +9,11 @@ from ..acceptance.forced import (
 from ..config import DecodingBaseConfig, EagleDecodingConfig, resolve_speculative_config
 from ..errors import ConfigError
 from ..metadata.mode import SpeculativeDecodingMode
+from ..utils import renamed
 from .base import SpecWorkerBase
 from .draft_target import DraftTargetWorker
 from .eagle3 import Eagle3OneModelWorker
-from .masked import ParallelDraftTargetWorker, ParallelEagle3Worker, ParallelWorker
+from .masked import MaskedDraftTargetWorker, MaskedEagle3Worker, MaskedWorker
 from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
 from .plain import PlainWorker
@@ -21,7 +22,7 @@ from .protocols import (
     DraftModel,
     GuidedDecoder,
     LanguageModel,
-    ParallelDraftModel,
+    MaskedDraftModel,
 )
 from .save_hidden_states import SaveHiddenStatesWorker
 from .user_provided import UserProvidedWorker
@@ -38,9 +39,9 @@ WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedWorker,
     SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesWorker,
 }
-PARALLEL_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[ParallelWorker]] = {
-    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: ParallelEagle3Worker,
-    SpeculativeDecodingMode.DRAFT_TARGET: ParallelDraftTargetWorker,
+MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
+    SpeculativeDecodingMode.EAGLE3_ONE_MODEL: MaskedEagle3Worker,
+    SpeculativeDecodingMode.DRAFT_TARGET: MaskedDraftTargetWorker,
 }
 
 
@@ -66,18 +67,18 @@ def create_worker(
     mode = config.spec_dec_mode if config is not None else SpeculativeDecodingMode.NONE
     if mask_token_id is None:
         return WORKER_OF_MODE[mode](config)
-    if config is None or mode not in PARALLEL_WORKER_OF_MODE:
-        modes = " and ".join(m.name for m in PARALLEL_WORKER_OF_MODE)
+    if config is None or mode not in MASKED_WORKER_OF_MODE:
+        modes = " and ".join(m.name for m in MASKED_WORKER_OF_MODE)
         raise ConfigError(
             f"Mode {mode.name} does not draft in parallel (mask token {mask_token_id}); {modes} "
             "do. For an EAGLE-3 head leave out eagle3_one_model=False."
         )
-    return PARALLEL_WORKER_OF_MODE[mode](config, mask_token_id)
+    return MASKED_WORKER_OF_MODE[mode](config, mask_token_id)
 
 
 __all__ = [
     "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
-    "PARALLEL_WORKER_OF_MODE",
+    "MASKED_WORKER_OF_MODE",
     "WORKER_OF_MODE",
     "DraftInputs",
     "DraftModel",
@@ -87,11 +88,11 @@ __all__ = [
     "LanguageModel",
     "MTPEagleWorker",
     "MTPWorker",
+    "MaskedDraftModel",
+    "MaskedDraftTargetWorker",
+    "MaskedEagle3Worker",
+    "MaskedWorker",
     "NGramWorker",
-    "ParallelDraftModel",
-    "ParallelDraftTargetWorker",
-    "ParallelEagle3Worker",
-    "ParallelWorker",
     "PlainWorker",
     "SaveHiddenStatesWorker",
     "SpecWorkerBase",
@@ -99,3 +100,11 @@ __all__ = [
     "create_worker",
     "get_force_num_accepted_tokens",
 ]
+
+__getattr__ = renamed(__name__, {
+    "PARALLEL_WORKER_OF_MODE": "MASKED_WORKER_OF_MODE",
+    "ParallelDraftModel": "MaskedDraftModel",
+    "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
+    "ParallelEagle3Worker": "MaskedEagle3Worker",
+    "ParallelWorker": "MaskedWorker",
+})  # fmt: skip

@@ -1,7 +1,7 @@
 """`SpecWorkerBase`: the template of a speculative step's second half.
 
     logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
-              `------------- verify, by verification.py ----------'
+              `------------- verify, by acceptance/verify.py ------'
 
 A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
 One written for TensorRT-LLM writes `forward` itself, with the names of `tensorrt_llm_names.py`.
@@ -20,6 +20,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..acceptance.draw import DraftSampler
+from ..acceptance.rule import Drawn
+from ..acceptance.verify import Verification
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
@@ -28,10 +31,8 @@ from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
-from ..sampling.draft import DraftSampler
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
-from .verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         self, num_slots: int, max_seq_len: int, device: torch.device,
         *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Tensors with a leading slot dimension (the last slot is scratch). None by default.
+        """Tensors with a leading slot dimension (the last slot is scratch): the acceptance rule's,
+        to which a worker adds its own.
 
         Args:
             hidden_size, dtype: the target's, for workers that keep hidden states.
         """
-        return {}
+        return self.rule.allocate_state(num_slots, device)
 
     def admit(
         self,
@@ -91,12 +93,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     ) -> None:
         """A request enters `slot` with these tokens: its prompt, the first `num_prompt_tokens`
         of them or all, and its output if it was preempted."""
+        split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        self.rule.admit(state, slot, token_ids[:split], token_ids[split:])
 
     @property
     def remembers_drafts(self) -> bool:
         """Whether the acceptance rule asks what drafts were drawn from."""
-        rule = "strict" if self.config is None else self.config.acceptance
-        return self.drafts_with_network and rule in ("rejection", "block")
+        return self.drafts_with_network and self.rule.drawn is Drawn.REMEMBERED
 
     def remember_drafts(
         self, num_slots: int, vocab_size: int, target_vocab_size: int, d2t: Tensor | None,
@@ -254,16 +257,15 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             verified = spec.draft_tokens.numel() // generations
         with spec.rows_of_step(contexts, generations, verified):
             sampling = spec.sampling_rows(contexts + generations * (verified + 1))
-        rule = "strict" if self.config is None else self.config.acceptance
-        if rule == "strict" or sampling is None or sampling.all_greedy:
+        if self.rule.drawn is Drawn.BEST or sampling is None or sampling.all_greedy:
             return None
         if self.remembers_drafts and spec.slot_ids is None:
             if self.draft_memory is not None:
                 raise ConfigError(
-                    f"acceptance={rule!r} remembers by slot what drafts are drawn from: set "
+                    "This acceptance rule remembers by slot what drafts are drawn from: set "
                     "spec_metadata.slot_ids [B]."
                 )
-            _warn_of_exact_match(rule)
+            _warn_of_exact_match("" if self.config is None else self.config.acceptance)
         if self.draft_memory is not None:
             self.draft_memory.require_slots(spec.slot_capacity)
         per_request = 1

@@ -27,12 +27,13 @@ from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
+from ..utils import renamed
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
-from .eagle3 import draft_source, merged_embeds, shifted_input_ids
-from .protocols import DraftInputs, LanguageModel, ParallelDraftModel, both_outputs
+from .heads import draft_source, merged_embeds, shifted_input_ids
+from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
 
-class ParallelWorker(SpecWorkerBase):
+class MaskedWorker(SpecWorkerBase):
     """What both kinds share: the pass's rows, and its logits turned into drafts."""
 
     drafts_with_network = True
@@ -85,7 +86,7 @@ class ParallelWorker(SpecWorkerBase):
         return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 
 
-class ParallelEagle3Worker(ParallelWorker):
+class MaskedEagle3Worker(MaskedWorker):
     """P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that reads, at its masks, the mask token's
     embedding and a learned hidden state."""
 
@@ -93,7 +94,7 @@ class ParallelEagle3Worker(ParallelWorker):
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         head, meta, hidden_states = draft_source(inputs)
-        model = cast(ParallelDraftModel, head)
+        model = cast(MaskedDraftModel, head)
         if getattr(model, "mask_hidden", None) is None:
             raise ConfigError(
                 "The head has no mask_hidden, which it would read at the masks: it drafts one "
@@ -115,7 +116,7 @@ class ParallelEagle3Worker(ParallelWorker):
         return self.drafts(inputs, meta, rows, model.compute_logits(proposing, 0), model.d2t)
 
 
-class ParallelDraftTargetWorker(ParallelWorker):
+class MaskedDraftTargetWorker(MaskedWorker):
     """PARD (arXiv:2504.18583): a draft model fine-tuned to read mask tokens."""
 
     first_row_offset = 1  # a row reads its own token; the one before the step's was read then
@@ -133,3 +134,10 @@ class ParallelDraftTargetWorker(ParallelWorker):
         rows, ids, step = self.rows_of_pass(inputs, meta)
         (proposing,) = gather_rows(rows.proposing, model(ids, step.position_ids, step))
         return self.drafts(inputs, meta, rows, model.compute_logits(proposing), None)
+
+
+__getattr__ = renamed(__name__, {
+    "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
+    "ParallelEagle3Worker": "MaskedEagle3Worker",
+    "ParallelWorker": "MaskedWorker",
+})  # fmt: skip

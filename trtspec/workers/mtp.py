@@ -15,131 +15,29 @@ kept per slot. So each depth's KV is always what the text says, whatever was rej
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..acceptance.relaxed import (
-    delta_of_text,
-    next_deltas,
-    relaxed_acceptance,
-    relaxed_matches,
-)
-from ..config import MTPDecodingConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..metadata.sampling import rows_to_tensor, to_device
-from ..metadata.spec import SpecMetadata
+from ..metadata.sampling import to_device
 from ..ops.step.rows import finish_drafts
 from ..ops.step.slots import slot_mapping
-from ..ops.tokens.greedy import RelaxedRule, update_window
+from ..ops.tokens.greedy import update_window
 from .base import SpecWorkerBase
-from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
+from .eagle3 import Eagle3OneModelWorker
+from .heads import draft_source, shifted_input_ids
 from .protocols import DraftInputs, both_outputs
-from .verification import has_kernel
 
 
-class RelaxedAcceptanceMixin(SpecWorkerBase):
-    """Relaxed acceptance while a request thinks; strict where the config does not ask for it.
-
-    State: `thinking_deltas` [S+1] float32.
-    """
-
-    config: MTPDecodingConfig
-
-    def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device,
-        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        state = super().allocate_state(num_slots, max_seq_len, device)
-        if self.config.use_relaxed_acceptance_for_thinking:
-            state["thinking_deltas"] = torch.zeros(num_slots + 1, device=device)
-        return state
-
-    def admit(
-        self,
-        state: dict[str, Tensor],
-        slot: int,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        super().admit(state, slot, token_ids, num_prompt_tokens)
-        config = self.config
-        if config.use_relaxed_acceptance_for_thinking:
-            split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
-            delta = delta_of_text(
-                token_ids[:split], token_ids[split:], config.begin_thinking_phase_token,
-                config.end_thinking_phase_token, config.relaxed_delta,
-            )  # fmt: skip
-            deltas = state["thinking_deltas"]
-            deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
-
-    def relaxed_rule(self, spec_metadata: SpecMetadata) -> RelaxedRule | None:
-        config = self.config
-        if not config.use_relaxed_acceptance_for_thinking:
-            return None
-        deltas, slots = self._deltas(spec_metadata)
-        return RelaxedRule(deltas, slots, config.relaxed_topk, config.end_thinking_phase_token)
-
-    @has_kernel
-    def accept(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        drafts: Tensor,
-        num_contexts: int,
-        spec_metadata: SpecMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        rows, lens = super().accept(logits, tokens, drafts, num_contexts, spec_metadata)
-        num_generations, num_drafts = drafts.shape
-        if not self.config.use_relaxed_acceptance_for_thinking or num_generations == 0:
-            return rows, lens
-        deltas, slots = self._deltas(spec_metadata)
-        judging = logits[num_contexts:].view(num_generations, num_drafts + 1, -1)[:, :-1]
-        relaxed = relaxed_matches(judging, drafts, deltas[slots[num_contexts:]],
-                                  self.config.relaxed_topk)  # fmt: skip
-        sampling = spec_metadata.sampling_rows(logits.shape[0])
-        if sampling is not None:  # one row per request is enough: its first
-            greedy = sampling.temperatures[num_contexts :: num_drafts + 1] == 0
-            relaxed &= greedy[:, None]
-        generations, generation_lens = relaxed_acceptance(rows[num_contexts:], drafts, relaxed)
-        return (
-            torch.cat([rows[:num_contexts], generations]),
-            torch.cat([lens[:num_contexts], generation_lens]),
-        )
-
-    @has_kernel
-    def after_acceptance(
-        self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
-    ) -> None:
-        super().after_acceptance(accepted, lens, num_contexts, spec_metadata)
-        config = self.config
-        if not config.use_relaxed_acceptance_for_thinking:
-            return
-        deltas, slots = self._deltas(spec_metadata)
-        if spec_metadata.next_prompt_tokens is not None:  # a sample inside the prompt is no text
-            inside = spec_metadata.next_prompt_tokens >= 0
-            lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
-        deltas[slots] = next_deltas(deltas[slots], accepted, lens, config.end_thinking_phase_token)
-
-    @staticmethod
-    def _deltas(spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        if spec.slot_ids is None or "thinking_deltas" not in spec.state:
-            raise ConfigError(
-                "Relaxed acceptance needs to know who is thinking: set spec_metadata.state to what "
-                "allocate_state returned, call admit for each request, and set slot_ids [B]."
-            )
-        return spec.state["thinking_deltas"], spec.slot_ids
-
-
-class MTPEagleWorker(RelaxedAcceptanceMixin, Eagle3OneModelWorker):
+class MTPEagleWorker(Eagle3OneModelWorker):
     """Modes MTP_EAGLE_ONE_MODEL and, passes driven by the executor, MTP_EAGLE."""
 
 
-class MTPWorker(RelaxedAcceptanceMixin):
+class MTPWorker(SpecWorkerBase):
     """Mode MTP: layer k drafts token k.
 
     State: `window_hidden` [S+1, K-1, D] and `window_tokens` [S+1, K-1] int64: the target's hidden

@@ -27,10 +27,10 @@ class NGramWorker(SpecWorkerBase):
         # Columns past max_seq_len take the overshoot of a last step and, at the very end, the
         # writes of masked entries; neither is ever read as text.
         columns = max_seq_len + self.max_draft_len + 2
-        return {
-            "history": torch.zeros((num_slots + 1, columns), dtype=torch.int32, device=device),
-            "history_lens": torch.zeros(num_slots + 1, dtype=torch.int64, device=device),
-        }
+        state = super().allocate_state(num_slots, max_seq_len, device)
+        state["history"] = torch.zeros(num_slots + 1, columns, dtype=torch.int32, device=device)
+        state["history_lens"] = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        return state
 
     def admit(
         self,
@@ -39,6 +39,7 @@ class NGramWorker(SpecWorkerBase):
         token_ids: Sequence[int],
         num_prompt_tokens: int | None = None,
     ) -> None:
+        super().admit(state, slot, token_ids, num_prompt_tokens)
         device = state["history"].device
         tokens = rows_to_tensor(list(token_ids), torch.int32, device)
         state["history"][slot, : len(token_ids)] = tokens
@@ -56,11 +57,7 @@ class NGramWorker(SpecWorkerBase):
         history, history_lens = spec.state["history"], spec.state["history_lens"]
         slots = spec.slot_ids
         lens = history_lens[slots]
-        added = inputs.num_accepted_tokens.to(torch.int64)
-        if spec.next_prompt_tokens is not None:  # a chunk inside the prompt adds nothing
-            inside = spec.next_prompt_tokens >= 0
-            added = torch.cat([torch.where(inside, 0, added[: len(inside)]), added[len(inside) :]])
-
+        added = spec.text_lens(inputs.num_accepted_tokens).to(torch.int64)
         tokens = inputs.accepted_tokens  # [B, K+1]
         step = torch.arange(tokens.shape[1], device=tokens.device)
         trash = history.shape[1] - 1

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
+from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
+from ..utils import renamed
+
+__all__ = ["DraftInputs", "DraftModel", "GuidedDecoder", "LanguageModel", "MaskedDraftModel"]
 
 
 class DraftModel(Protocol):
@@ -52,8 +56,8 @@ def both_outputs(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return (given, given) if isinstance(given, Tensor) else given
 
 
-class ParallelDraftModel(DraftModel, Protocol):
-    """A head that proposes several tokens in one pass (P-EAGLE)."""
+class MaskedDraftModel(DraftModel, Protocol):
+    """A head that proposes several tokens in one pass, reading masks (P-EAGLE)."""
 
     mask_hidden: Tensor | None  # [H], read in place of a target's state that is not known yet
 
@@ -66,12 +70,6 @@ class LanguageModel(Protocol):
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-
-class GuidedDecoder(Protocol):
-    """Masks the target's logits in place before a token is chosen."""
-
-    def execute(self, logits: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -87,3 +85,6 @@ class DraftInputs:
     spec_metadata: SpecMetadata
     draft_model: DraftModel | LanguageModel | None
     num_contexts: int = 0  # C
+
+
+__getattr__ = renamed(__name__, {"ParallelDraftModel": "MaskedDraftModel"})

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..acceptance.rule import per_request
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.spec import SpecMetadata
-from .verification import per_request
 
 _CALLED_BY_US = {  # theirs -> what our acceptance calls in its place
     "_sample_tokens_for_batch": "sample_target_tokens",

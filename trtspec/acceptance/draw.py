@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..acceptance.rejection import scaled_logits
 from ..metadata.draft_memory import DraftMemory
 from ..ops.launch.dispatch import sampling_kernels
 from ..ops.tokens.noise import NoiseStream, gumbel_noise, of_depth
+from .rejection import scaled_logits
 
 
 @dataclass(frozen=True)

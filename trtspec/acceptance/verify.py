@@ -1,0 +1,241 @@
+"""The half of a worker that chooses the target's tokens and accepts drafts.
+
+    logits -> (guided mask) -> (penalties …) -> rule -> tokens, lens
+
+The rule (`rules.py`) does the rest, by kernels where they serve. A subclass that writes
+`sample_target_tokens`, `accept` or `apply_forced_acceptance` anew takes that part out of the rule's
+hands: these three are then called one by one, and no kernel stands for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import DecodingBaseConfig
+from ..errors import ConfigError
+from ..metadata.draft_memory import DraftMemory
+from ..metadata.logits import LogitsState
+from ..metadata.protocols import GuidedDecoder
+from ..metadata.spec import SpecMetadata
+from ..ops.tokens.greedy import Accepted
+from .forced import Forced, forced_lens, get_force_num_accepted_tokens
+from .rule import Candidates, Judged
+from .rules import rule_of
+from .target import sample_target_tokens
+
+
+class Verification(nn.Module):
+    """Acceptance of drafts by the rule of the config.
+
+    Args:
+        config: the decoding config; `None` for plain decoding.
+    """
+
+    judges_itself: ClassVar[bool] = False
+    """Whether a subclass has a `sample_target_tokens` or `accept` of its own, which then decide in
+    the rule's place. Set by itself; set it by hand if they are put on an instance."""
+    forces_itself: ClassVar[bool] = False
+    """The same for `apply_forced_acceptance`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = Verification
+        if cls.sample_target_tokens is not ours.sample_target_tokens:
+            cls.judges_itself = True
+        if cls.accept is not ours.accept:
+            cls.judges_itself = True
+        if cls.apply_forced_acceptance is not ours.apply_forced_acceptance:
+            cls.forces_itself = True
+
+    def __init__(self, config: DecodingBaseConfig | None = None):
+        super().__init__()
+        self.config = config
+        self.rule = rule_of(config)
+        self.draft_memory: DraftMemory | None = None
+        self.guided_decoder: GuidedDecoder | None = None
+        self.force_num_accepted_tokens = get_force_num_accepted_tokens()
+
+    @property
+    def max_draft_len(self) -> int:
+        """K."""
+        return self.config.max_draft_len if self.config is not None else 0
+
+    def set_guided_decoder(self, guided_decoder: GuidedDecoder) -> bool:
+        """Applies `guided_decoder` to the target's logits before sampling. Always possible."""
+        self.guided_decoder = guided_decoder
+        return True
+
+    def execute_guided_decoder(self, logits: Tensor) -> None:
+        """Masks logits [R, V] in place; nothing without a guided decoder."""
+        if self.guided_decoder is not None:
+            self.guided_decoder.execute(logits)
+
+    def sample_and_accept_draft_tokens(
+        self,
+        logits: Tensor,
+        draft_tokens: Tensor,
+        num_contexts: int,
+        batch_size: int,
+        spec_metadata: SpecMetadata,
+        is_guided: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Chooses the target's token at every row and accepts the drafts that agree.
+
+        Args:
+            logits: [C + G*(K'+1), V]; 1-D logits are one row.
+            draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K.
+            num_contexts, batch_size: C and B; G = B - C.
+            is_guided: the guided decoder has masked these logits already.
+
+        Returns:
+            accepted_tokens [B, K+1] int32 (-1 past the length) and num_accepted_tokens [B] int32
+            in 1 … K'+1. Contexts take the sampled token only.
+
+        Raises:
+            ConfigError: the sizes do not fit each other.
+        """
+        logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
+        drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
+        with spec_metadata.rows_of_step(num_contexts, *drafts.shape):
+            return self._sample_and_accept(
+                logits, drafts, num_contexts, spec_metadata, is_guided=is_guided
+            )
+
+    def _sample_and_accept(
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec: SpecMetadata,
+        *, is_guided: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.guided_decoder is not None and not is_guided:
+            logits = logits.clone()  # the caller's stay raw
+            self.execute_guided_decoder(logits)
+        shaping = spec.logits_state
+        if shaping is not None:
+            logits = self._shaped(logits, drafts, spec, shaping)
+        given = Candidates(
+            logits=logits,
+            drafts=drafts,
+            num_contexts=num_contexts,
+            max_draft_len=self.max_draft_len,
+            sampling=spec.sampling_rows(logits.shape[0]),
+            memory=self.draft_memory,
+            spec=spec,
+        )
+        accepted = self._judge(given)
+        tokens, lens = accepted.tokens, accepted.lens
+        self.after_acceptance(tokens[:, : drafts.shape[1] + 1], lens, num_contexts, spec)
+        if shaping is not None:
+            assert spec.slot_ids is not None
+            shaping.update(spec.slot_ids, tokens, spec.text_lens(lens))
+        spec.bad_requests = accepted.bad_requests
+        spec.num_accepted_draft_tokens = accepted.num_accepted_drafts
+        return tokens, lens
+
+    def _judge(self, given: Candidates) -> Accepted:
+        """Applies the rule, or what a subclass has put in the place of its parts."""
+        rule, forced = self.rule, self.force_num_accepted_tokens
+        if not self.judges_itself and not self.forces_itself:
+            return (Forced(rule, forced) if forced > 0 else rule).apply(given)
+        contexts, num_drafts, spec = given.num_contexts, given.num_drafts, given.spec
+        if self.judges_itself:
+            target, bad_rows = self.sample_target_tokens(given.logits, spec)
+            judged = Judged(
+                *self.accept(given.logits, target, given.drafts, contexts, spec), bad_rows
+            )
+        else:
+            judged = rule.judge(given)
+        lens = self.apply_forced_acceptance(judged.lens, contexts, num_drafts, spec)
+        return rule.finish(given, replace(judged, lens=lens))
+
+    @staticmethod
+    def _shaped(logits: Tensor, drafts: Tensor, spec: SpecMetadata, shaping: LogitsState) -> Tensor:
+        if spec.slot_ids is None or spec.sampling is None:
+            raise ConfigError(
+                "spec_metadata.logits_state needs slot_ids [B] and sampling: set both."
+            )
+        rows = spec.sampling
+        return shaping.shape(logits, spec.slot_ids, drafts, rows.positions, rows.temperatures)
+
+    # -- what a subclass may write anew --------------------------------------------------------
+    def accept(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        drafts: Tensor,
+        num_contexts: int,
+        spec_metadata: SpecMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Accepts drafts by the target's tokens, as the rule does.
+
+        Args:
+            logits: [C + G*(K'+1), V]. tokens: [C + G*(K'+1)] int32, the target's choice at each.
+            drafts: [G, K'] int32.
+
+        Returns:
+            (tokens [B, K'+1] int32, what comes out at each position if it is reached; lens [B]
+            int32).
+        """
+        given = Candidates(
+            logits=logits,
+            drafts=drafts,
+            num_contexts=num_contexts,
+            max_draft_len=self.max_draft_len,
+            sampling=spec_metadata.sampling_rows(logits.shape[0]),
+            memory=self.draft_memory,
+            spec=spec_metadata,
+        )
+        return self.rule.accept(given, tokens)
+
+    def after_acceptance(
+        self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
+    ) -> None:
+        """Updates state that follows the text: accepted [B, K'+1] int32, lens [B]. Nothing by
+        default; the rule's own state is up to date by then."""
+
+    def sample_target_tokens(
+        self, logits: Tensor, spec_metadata: SpecMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """logits [R, V] -> (tokens [R] int32, rows with NaN [R] bool), per-request parameters."""
+        return sample_target_tokens(logits, spec_metadata.sampling_rows(logits.shape[0]))
+
+    def apply_forced_acceptance(
+        self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata | None
+    ) -> Tensor:
+        """lens [B], overridden for generations when forced acceptance is on."""
+        forced = self.force_num_accepted_tokens
+        if forced <= 0:
+            return lens
+        num_rows = num_contexts + (lens.shape[0] - num_contexts) * (num_drafts + 1)
+        sampling = None if spec_metadata is None else spec_metadata.sampling_rows(num_rows)
+        return forced_lens(lens, forced, num_contexts, num_drafts, sampling)
+
+    def _check_shapes(
+        self, logits: Tensor, draft_tokens: Tensor, num_contexts: int, batch_size: int
+    ) -> Tensor:
+        generations = batch_size - num_contexts
+        if not 0 <= num_contexts <= batch_size:
+            raise ConfigError(f"num_contexts={num_contexts} is not in 0 … batch_size={batch_size}.")
+        if generations == 0:  # whatever a preallocated buffer holds
+            drafts = torch.empty((0, self.max_draft_len), dtype=torch.int32, device=logits.device)
+        elif draft_tokens.numel() % generations:
+            raise ConfigError(
+                f"draft_tokens of shape {tuple(draft_tokens.shape)} does not divide over "
+                f"{generations} generation requests: give [G, K] or [G*K]."
+            )
+        else:
+            drafts = draft_tokens.reshape(generations, -1)
+        if drafts.shape[1] > self.max_draft_len:
+            raise ConfigError(
+                f"{drafts.shape[1]} draft tokens per request, max_draft_len={self.max_draft_len}."
+            )
+        expected = num_contexts + generations * (drafts.shape[1] + 1)
+        if logits.shape[0] != expected:
+            raise ConfigError(
+                f"logits have {logits.shape[0]} rows; {num_contexts} contexts and {generations} "
+                f"generations with {drafts.shape[1]} drafts need {expected}: one row per context, "
+                "K+1 per generation."
+            )
+        return drafts

@@ -1,0 +1,13 @@
+"""What a step asks of objects that are somebody else's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GuidedDecoder(Protocol):
+    """Masks the target's logits in place before a token is chosen."""
+
+    def execute(self, logits: Tensor) -> None: ...

@@ -1,0 +1,68 @@
+"""What drafters with a head share: what the head reads of the target's pass."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..metadata.attention import AttentionMetadata
+from ..metadata.embeds import RowEmbeds
+from .base import SpecWorkerBase
+from .protocols import DraftInputs, DraftModel
+
+
+def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Tensor]:
+    """The head, the target's metadata and the hidden states that the head reads, [T, n * D].
+
+    Raises:
+        ConfigError: one of them was not given.
+    """
+    model, meta = cast(DraftModel | None, inputs.draft_model), inputs.attn_metadata
+    spec = inputs.spec_metadata
+    if model is None or meta is None:
+        raise ConfigError(
+            "Drafting with a head needs draft_model and attn_metadata, whose KV groups hold the "
+            "head's keys and values: pass both to the worker."
+        )
+    if model.layers_to_capture and spec.captured is None:
+        raise ConfigError(
+            f"The head reads target layers {list(model.layers_to_capture)}: set "
+            "spec_metadata.captured to a CapturedHiddenStates with these layers before the "
+            "target's forward, and call maybe_capture_hidden_states after each layer."
+        )
+    hidden = inputs.hidden_states
+    if model.layers_to_capture:
+        hidden = spec.draft_hidden_states(hidden, meta.num_tokens)
+    if hidden is None:
+        raise ConfigError("The head reads the target's final hidden states: pass hidden_states.")
+    return model, meta, hidden
+
+
+def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:
+    """The head's argument for prompts that hold vectors; one for texts alone need not take it."""
+    embeds = inputs.spec_metadata.next_inputs_embeds
+    return {} if embeds is None else {"inputs_embeds": embeds}
+
+
+def shifted_input_ids(
+    worker: SpecWorkerBase, inputs: DraftInputs, meta: AttentionMetadata
+) -> Tensor:
+    """[T] int64, the token after each row: prompts shifted left, then the accepted tokens.
+
+    At a chunk's end inside the prompt it is the true next prompt token. Rows past a generation's
+    last accepted one get no token of interest.
+    """
+    tokens = meta.num_context_tokens
+    accepted, contexts = inputs.accepted_tokens, meta.num_contexts
+    following = accepted[contexts:, : meta.rows_per_generation].flatten().to(torch.int64)
+    if not contexts:
+        return following
+    last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}
+    ids = worker.prepare_context_input_ids(
+        inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
+        inputs.spec_metadata.next_prompt_tokens, **last_rows,
+    )  # fmt: skip
+    return torch.cat([ids.to(torch.int64), following])
