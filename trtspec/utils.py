@@ -1,9 +1,13 @@
-"""Where things are kept between runs."""
+"""Small things that every room uses: where files are kept, and copies to the device."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .errors import ConfigError
 
@@ -22,3 +26,15 @@ def cache_dir() -> Path:
             f"The cache directory {chosen!r} is not known ({error}). Set TRTSPEC_CACHE to a "
             "directory that can be written."
         ) from error
+
+
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor; on CUDA through pinned memory, so that the host does not wait."""
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host values -> device tensor, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)

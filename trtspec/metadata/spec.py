@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..utils import to_device
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
@@ -25,7 +26,6 @@ from .sampling import (
     NO_TOP_P,
     SamplingMetadata,
     request_sampling_params,
-    to_device,
 )
 
 

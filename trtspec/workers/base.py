@@ -24,11 +24,11 @@ from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
-from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
 from ..sampling.draft import DraftSampler
+from ..utils import to_device
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
 from .verification import Verification

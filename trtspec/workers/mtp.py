@@ -31,11 +31,11 @@ from ..acceptance.relaxed import (
 from ..config import MTPDecodingConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..metadata.sampling import rows_to_tensor, to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.step.rows import finish_drafts
 from ..ops.step.slots import slot_mapping
 from ..ops.tokens.greedy import RelaxedRule, update_window
+from ..utils import rows_to_tensor, to_device
 from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker, draft_source, shifted_input_ids
 from .protocols import DraftInputs, both_outputs

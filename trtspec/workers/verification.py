@@ -29,6 +29,7 @@ from ..metadata.logits import LogitsState
 from ..metadata.spec import SpecMetadata
 from ..ops.launch.dispatch import sampling_kernels
 from ..ops.tokens.greedy import MAX_ROWS_PER_REQUEST, Accepted, RelaxedRule, accept_greedy
+from ..ops.tokens.penalties import count_output, shape_logits
 from ..ops.tokens.sample import clean_logits, greedy_tokens
 from ..sampling.target import sample_target_tokens
 from .protocols import GuidedDecoder
@@ -146,7 +147,9 @@ class Verification(nn.Module):
                 "spec_metadata.logits_state needs slot_ids [B] and sampling: set both."
             )
         rows = spec.sampling
-        return shaping.shape(logits, spec.slot_ids, drafts, rows.positions, rows.temperatures)
+        return shape_logits(
+            shaping, logits, spec.slot_ids, drafts, rows.positions, rows.temperatures
+        )
 
     @staticmethod
     def _count_output(
@@ -156,7 +159,7 @@ class Verification(nn.Module):
         if spec.next_prompt_tokens is not None:  # a sample inside the prompt is no text
             inside = spec.next_prompt_tokens >= 0
             lens = torch.cat([lens[:num_contexts].masked_fill(inside, 0), lens[num_contexts:]])
-        shaping.update(spec.slot_ids, tokens, lens)
+        count_output(shaping, spec.slot_ids, tokens, lens)
 
     def _accept_by_kernels(
         self, logits: Tensor, drafts: Tensor, num_contexts: int, spec_metadata: SpecMetadata
