@@ -1,4 +1,4 @@
-"""What every room may need: where things are kept between runs, and names of before."""
+"""What every room may need: cache paths, copies to the device, names of before."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .errors import ConfigError
 
@@ -43,3 +46,15 @@ def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:
         return getattr(sys.modules[module], names[name])
 
     return __getattr__
+
+
+def to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor; on CUDA through pinned memory, so that the host does not wait."""
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Host values -> device tensor, without waiting for the device."""
+    return to_device(torch.tensor(values, dtype=dtype), device)

@@ -30,6 +30,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.metadata.attention import NULL_BLOCK, AttentionMetadata, KVGroup
+from trtspec.metadata.sampling import SlotSampling
 from trtspec.ops.step import rows as drafting
 
 pytest.importorskip("triton", reason="needs triton")
@@ -50,10 +51,11 @@ def _move(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(DEVICE)
     if isinstance(value, (tuple, list)):
-        return type(value)(_move(item) for item in value)
+        moved = [_move(item) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, AttentionMetadata):
-        moved = {f.name: _move(getattr(value, f.name)) for f in fields(value) if f.init}
-        return AttentionMetadata(**moved)
+        given = {f.name: _move(getattr(value, f.name)) for f in fields(value) if f.init}
+        return AttentionMetadata(**given)
     return value
 
 
@@ -349,11 +351,15 @@ def test_gather_step_inputs(seed: int, num_seqs: int, k: int) -> None:
     slots = rng.sample(range(num_slots), num_seqs)
     tokens = [[rng.randint(-1, 50) for _ in range(k + 1)] for _ in range(num_slots)]
     past = [rng.randint(0, max_seq_len + 2) for _ in range(num_slots)]
-    values = [rng.random() for _ in range(num_slots)], [2**40 + i for i in range(num_slots)]
-    per_slot = torch.tensor(values[0]), ints(values[1], torch.int64)
+    sampling = SlotSampling(
+        temperatures=torch.tensor([rng.random() for _ in range(num_slots)]),
+        top_ks=ints(range(num_slots)),
+        top_ps=torch.tensor([rng.random() for _ in range(num_slots)]),
+        seeds=ints([2**40 + i for i in range(num_slots)], torch.int64),
+    )
     step, drafts = run(
         "gather_step_inputs", ints(slots, torch.int64), ints(tokens), ints(past, torch.int64),
-        per_slot, tables, page, rows, max_seq_len, first_row,
+        sampling, tables, page, rows, max_seq_len, first_row,
     )  # fmt: skip
     assert drafts.tolist() == [tokens[s][1:rows] for s in slots]
     assert step.gather_ids.tolist() == list(range(first_row, first_row + num_seqs * rows))
@@ -365,7 +371,7 @@ def test_gather_step_inputs(seed: int, num_seqs: int, k: int) -> None:
             assert step.input_ids[row] == tokens[slot][r]
             assert step.position_ids[row] == (position if inside else 0)
             assert step.next_positions[row] == step.position_ids[row] + 1
-            for given_values, own in zip(per_slot, step.sampling, strict=True):
+            for given_values, own in zip(sampling, step.sampling, strict=True):
                 assert own[row] == given_values[slot]
             for table, own in zip(tables, step.slot_mappings, strict=True):
                 assert own[row] == _slot(table, g, position, page, max_seq_len)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trtspec.layers.linear import Linear, find_min_rows
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata.attention import NULL_BLOCK
+from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.ops.step.slots import guard_positions, slot_mapping
 from trtspec.ops.tokens.accept import count_accepted, last_accepted, mask_after
 from trtspec.ops.tokens.ngram import propose_ngrams
@@ -93,11 +94,13 @@ def test_sampled_distribution_is_the_softmax() -> None:
     for temperature in (0.7, 1.0, 1.9):
         tokens = sample_tokens(
             logits.expand(count, vocab),
-            torch.full((count,), temperature),
-            torch.zeros(count, dtype=torch.int32),
-            torch.ones(count),
-            torch.full((count,), 11),
-            torch.arange(count),
+            SamplingMetadata(
+                temperatures=torch.full((count,), temperature),
+                top_ks=torch.zeros(count, dtype=torch.int32),
+                top_ps=torch.ones(count),
+                seeds=torch.full((count,), 11),
+                positions=torch.arange(count),
+            ),
         )
         expected = (logits / temperature).double().softmax(-1) * count
         observed = torch.bincount(tokens, minlength=vocab)
@@ -108,10 +111,14 @@ def test_temperature_zero_is_argmax_beside_sampled_rows() -> None:
     logits = torch.randn(64, 50)
     temperatures = torch.zeros(64)
     temperatures[::2] = 1.5
-    tokens = sample_tokens(
-        logits, temperatures, torch.zeros(64, dtype=torch.int32), torch.ones(64),
-        torch.arange(64), torch.arange(64),
-    )  # fmt: skip
+    sampling = SamplingMetadata(
+        temperatures=temperatures,
+        top_ks=torch.zeros(64, dtype=torch.int32),
+        top_ps=torch.ones(64),
+        seeds=torch.arange(64),
+        positions=torch.arange(64),
+    )
+    tokens = sample_tokens(logits, sampling)
     assert torch.equal(tokens[1::2], logits.argmax(-1)[1::2].to(torch.int32))
     assert not torch.equal(tokens[::2], logits.argmax(-1)[::2].to(torch.int32))
 
@@ -313,8 +320,11 @@ def test_a_certain_token_is_always_sampled() -> None:
     logits = torch.zeros(200, 49152)
     logits[:, 7] = 100.0
     for k, p in ((0, 1.0), (5, 1.0), (0, 0.5)):
-        tokens = sample_tokens(
-            logits, torch.ones(200), torch.full((200,), k), torch.full((200,), p),
-            torch.arange(200), torch.arange(200),
-        )  # fmt: skip
-        assert (tokens == 7).all()
+        sampling = SamplingMetadata(
+            temperatures=torch.ones(200),
+            top_ks=torch.full((200,), k),
+            top_ps=torch.full((200,), p),
+            seeds=torch.arange(200),
+            positions=torch.arange(200),
+        )
+        assert (sample_tokens(logits, sampling) == 7).all()

@@ -24,7 +24,7 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
 from ..ops.tokens.greedy import Accepted
 from ..ops.tokens.noise import NoiseStream, gumbel_noise, uniform_noise
-from ..ops.tokens.sample import clean_logits, filter_logits, greedy_tokens
+from ..ops.tokens.sample import apply_filters, clean_logits, greedy_tokens
 from .rule import Candidates, Drawn, Judged, sampled_kernel
 from .strict import Match
 from .target import sample_target_tokens
@@ -117,9 +117,7 @@ def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
         logits: [R, V], no NaN. sampling: R rows; a greedy row's temperature counts as 1.
     """
     scaled, _ = scaled_logits(logits, sampling.temperatures)
-    if sampling.has_filters:
-        scaled = filter_logits(scaled, sampling.top_ks, sampling.top_ps)
-    return scaled.log_softmax(-1)
+    return apply_filters(scaled, sampling).log_softmax(-1)
 
 
 def scaled_logits(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,13 +28,4 @@ def sample_target_tokens(
             f"{sampling.temperatures.shape[0]} rows of sampling parameters for {logits.shape[0]} "
             "rows of logits: populate them for this batch (1 per context, K+1 per generation)."
         )
-    tokens = sample_tokens(
-        logits,
-        sampling.temperatures,
-        sampling.top_ks,
-        sampling.top_ps,
-        sampling.seeds,
-        sampling.positions,
-        has_filters=sampling.has_filters,
-    )
-    return tokens, bad
+    return sample_tokens(logits, sampling), bad

@@ -22,6 +22,7 @@ from ..metadata.logits import LogitsState
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
 from ..ops.tokens.greedy import Accepted
+from ..ops.tokens.penalties import count_output, shape_logits
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
 from .rule import Candidates, Judged
 from .rules import rule_of
@@ -129,7 +130,7 @@ class Verification(nn.Module):
         self.after_acceptance(tokens[:, : drafts.shape[1] + 1], lens, num_contexts, spec)
         if shaping is not None:
             assert spec.slot_ids is not None
-            shaping.update(spec.slot_ids, tokens, spec.text_lens(lens))
+            count_output(shaping, spec.slot_ids, tokens, spec.text_lens(lens))
         spec.bad_requests = accepted.bad_requests
         spec.num_accepted_draft_tokens = accepted.num_accepted_drafts
         return tokens, lens
@@ -157,7 +158,9 @@ class Verification(nn.Module):
                 "spec_metadata.logits_state needs slot_ids [B] and sampling: set both."
             )
         rows = spec.sampling
-        return shaping.shape(logits, spec.slot_ids, drafts, rows.positions, rows.temperatures)
+        return shape_logits(
+            shaping, logits, spec.slot_ids, drafts, rows.positions, rows.temperatures
+        )
 
     # -- what a subclass may write anew --------------------------------------------------------
     def accept(

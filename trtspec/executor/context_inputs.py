@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..metadata.sampling import to_device
 from ..models.decoder import Decoder
 from ..state.kv_cache import KVCacheManager
+from ..utils import to_device
 from .inputs import StepInputs
 from .request import ContextChunk
 

@@ -13,8 +13,8 @@ from ..api.embeds_prompt import EmbedsPrompt
 from ..errors import RequestError
 from ..metadata.attention import ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
-from ..metadata.sampling import rows_to_tensor, to_device
 from ..models.decoder import Decoder
+from ..utils import rows_to_tensor, to_device
 from .request import ContextChunk
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 from ..metadata.attention import AttentionMetadata, ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
-from ..metadata.sampling import SamplingMetadata, rows_to_tensor, to_device
+from ..metadata.sampling import SamplingMetadata
 from ..metadata.spec import SpecMetadata
 from ..ops.step.rows import StepRows, gather_step_inputs
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
+from ..utils import rows_to_tensor, to_device
 from .embeds import context_rope_positions, image_rows, reread_embeds, row_embeds
 from .request import ScheduledBatch
 
@@ -143,7 +144,7 @@ def assemble(
         inputs.slot_ids[contexts:],
         state.next_tokens,
         state.past_lens,
-        _per_slot(state),
+        state.sampling,
         [table[contexts:] for table in inputs.block_tables],
         kv_cache.page_size,
         rows,
@@ -170,9 +171,8 @@ def assemble(
         slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
-    temperatures, top_ks, top_ps, seeds = step.sampling
     spec_metadata = SpecMetadata(
-        max_num_requests=state.seeds.shape[0] - 1,
+        max_num_requests=state.past_lens.shape[0] - 1,
         max_draft_len=engine.max_draft_len,
         max_total_draft_tokens=engine.max_draft_len,
         is_cuda_graph=inputs.is_cuda_graph,
@@ -191,10 +191,7 @@ def assemble(
         next_inputs_embeds=inputs.next_inputs_embeds,
         reread_embeds=inputs.reread_embeds,
         sampling=SamplingMetadata(
-            temperatures,
-            top_ks,
-            top_ps,
-            seeds,
+            **step.sampling._asdict(),
             positions=step.next_positions,
             all_greedy=inputs.all_greedy,
             has_filters=inputs.has_filters,
@@ -221,11 +218,6 @@ def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -
     return torch.cat([prompts, generations.expand(3, -1)], dim=1)
 
 
-def _per_slot(state: SlotState) -> tuple[Tensor, ...]:
-    """What each logits row gets of its slot."""
-    return state.temperatures, state.top_ks, state.top_ps, state.seeds
-
-
 def _with_contexts(
     step: StepRows, inputs: StepInputs, state: SlotState, page_size: int, max_seq_len: int
 ) -> StepRows:
@@ -247,10 +239,7 @@ def _with_contexts(
         kv_lens=torch.cat([kv_lens, step.kv_lens]),
         gather_ids=torch.cat([last_rows, step.gather_ids]),
         next_positions=torch.cat([positions[last_rows] + 1, step.next_positions]),
-        sampling=tuple(
-            torch.cat([values[slots], generations])
-            for values, generations in zip(_per_slot(state), step.sampling, strict=True)
-        ),
+        sampling=state.sampling.rows(slots).followed_by(step.sampling),
     )
 
 

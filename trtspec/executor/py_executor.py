@@ -29,7 +29,7 @@ from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import ConfigError, DrafterError, RequestError
 from ..metadata.logits import LogitsState
 from ..metadata.mode import SpeculativeDecodingMode
-from ..metadata.sampling import NO_TOP_K, NO_TOP_P
+from ..metadata.sampling import RequestSampling
 from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
 from ..ops.tokens.logprobs import TokenLogprobs
@@ -452,11 +452,8 @@ class PyExecutor:
 
     def _admit(self, request: Request) -> None:
         params = request.sampling_params
-        temperature, top_k, top_p = params.temperature, params.top_k, params.top_p
-        if params.is_greedy:
-            temperature, top_k, top_p = 0.0, NO_TOP_K, NO_TOP_P
         delta = 0 if request.embeds is None else request.embeds.rope_delta
-        self.state.admit(request.slot, temperature, top_k, top_p, request.seed, delta)
+        self.state.admit(request.slot, RequestSampling.of(params, request.seed), delta)
         if self.state.logits is None and params.shapes_logits:
             self.state.logits = LogitsState.allocate(
                 self.config.max_batch_size, self.target.config.vocab_size, self.device

@@ -1,19 +1,69 @@
-"""Sampling parameters of one pass: one row per logits row."""
+"""Sampling parameters: of a request, by slot, and of a pass, one row per logits row."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..utils import rows_to_tensor
 
 GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
 NO_TOP_K = 0
 MAX_TOP_K = 2**31 - 1  # of int32; TensorRT-LLM's for "off"
 NO_TOP_P = 1.0
+
+
+class RequestSampling(NamedTuple):
+    """Sampling parameters of one request on the host. The defaults: greedy, no filter."""
+
+    temperature: float = GREEDY_TEMPERATURE
+    top_k: int = NO_TOP_K
+    top_p: float = NO_TOP_P
+    seed: int = 0
+
+    @classmethod
+    def of(cls, params: Any, seed: int) -> RequestSampling:
+        """Reads checked `SamplingParams`; a greedy request has the default of everything else."""
+        if params.is_greedy:
+            return cls(seed=seed)
+        return cls(params.temperature, params.top_k, params.top_p, seed)
+
+
+class SlotSampling(NamedTuple):
+    """The fields of `RequestSampling` as tensors: entry i belongs to slot i, or to row i."""
+
+    temperatures: Tensor  # [S] float32, 0 is greedy
+    top_ks: Tensor  # [S] int32, 0 is off
+    top_ps: Tensor  # [S] float32, 1 is off
+    seeds: Tensor  # [S] int64
+
+    @classmethod
+    def neutral(cls, num_slots: int, device: torch.device) -> SlotSampling:
+        """Allocates S slots with the defaults of `RequestSampling`."""
+        values = zip(RequestSampling(), _DTYPES, strict=True)
+        return cls(*(torch.full((num_slots,), v, dtype=t, device=device) for v, t in values))
+
+    def write(self, slot: int, request: RequestSampling) -> None:
+        """Writes one request's parameters to its slot; on CUDA the host does not wait."""
+        for column, value in zip(self, request, strict=True):
+            column[slot : slot + 1] = rows_to_tensor([value], column.dtype, column.device)
+
+    def rows(self, slots: Tensor) -> SlotSampling:
+        """Gathers the parameters of these slots [R]."""
+        return SlotSampling(*(column[slots] for column in self))
+
+    def followed_by(self, others: SlotSampling) -> SlotSampling:
+        """Appends the rows of `others`."""
+        return SlotSampling(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
+
+
+_DTYPES = torch.float32, torch.int32, torch.float32, torch.int64
 
 
 @dataclass(frozen=True)
@@ -34,22 +84,20 @@ class SamplingMetadata:
 
     def contiguous(self) -> SamplingMetadata:
         """The same, rows side by side in memory."""
-        return replace(
-            self, temperatures=self.temperatures.contiguous(), top_ks=self.top_ks.contiguous(),
-            top_ps=self.top_ps.contiguous(), seeds=self.seeds.contiguous(),
-            positions=self.positions.contiguous(),
-        )  # fmt: skip
+        return self._map(Tensor.contiguous)
 
     def select(self, rows: slice) -> SamplingMetadata:
         """The parameters of some of the rows."""
-        return replace(
-            self, temperatures=self.temperatures[rows], top_ks=self.top_ks[rows],
-            top_ps=self.top_ps[rows], seeds=self.seeds[rows], positions=self.positions[rows],
-        )  # fmt: skip
+        return self._map(lambda column: column[rows])
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> SamplingMetadata:
+        columns = ((k, v) for k, v in vars(self).items() if isinstance(v, Tensor))
+        changed: dict[str, Any] = {name: change(column) for name, column in columns}
+        return replace(self, **changed)
 
 
-def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
-    """(temperature, top_k, top_p, seed) of a request, greedy rows neutralised.
+def request_sampling_params(request: Any) -> RequestSampling:
+    """Reads the sampling parameters of a request of any loop; greedy ones are neutralised.
 
     Reads `request.sampling_params` (ours) or `request.sampling_config` (TensorRT-LLM's, whose
     values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
@@ -74,9 +122,9 @@ def request_sampling_params(request: Any) -> tuple[float, int, float, int]:
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
     if temperature <= 0 or top_k == 1 or top_p == 0:
-        return GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, seed
+        return RequestSampling(seed=seed)
     top_p = NO_TOP_P if top_p is None else float(top_p)
-    return float(temperature), top_k, top_p, seed
+    return RequestSampling(float(temperature), top_k, top_p, seed)
 
 
 def _seed_of_id(request: Any) -> int:
@@ -86,15 +134,3 @@ def _seed_of_id(request: Any) -> int:
         return 0
     number = given if isinstance(given, int) else zlib.crc32(str(given).encode())
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them
-
-
-def to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a CPU tensor; on CUDA through pinned memory, so that the host does not wait."""
-    if torch.device(device).type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
-
-
-def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Host values -> device tensor, without waiting for the device."""
-    return to_device(torch.tensor(values, dtype=dtype), device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks import is_int
 from ..errors import ConfigError
+from ..utils import to_device
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
@@ -26,7 +27,6 @@ from .sampling import (
     NO_TOP_P,
     SamplingMetadata,
     request_sampling_params,
-    to_device,
 )
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
-from ..metadata.sampling import rows_to_tensor
+from ..utils import rows_to_tensor
 from .blocks import BlockPool
 
 

@@ -1,4 +1,4 @@
-"""Request state that lives on the device, by slot (DESIGN, decision D2).
+"""Request state that lives on the device, by slot.
 
 The host writes a slot once, when a request is admitted, and never reads it back: each step
 gathers its inputs from here and leaves the next step's inputs here. The last slot is scratch.
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..metadata.logits import LogitsState
-from ..metadata.sampling import rows_to_tensor
+from ..metadata.sampling import RequestSampling, SlotSampling
 from ..metadata.spec import CapturedHiddenStates
+from ..utils import rows_to_tensor
 
 
 @dataclass
@@ -22,10 +23,7 @@ class SlotState:
 
     next_tokens: Tensor  # [S+1, K+1] int32: last token, then drafts (-1 none); written by a step
     past_lens: Tensor  # [S+1] int64: tokens with KV in the target; written by a step
-    temperatures: Tensor  # [S+1] float32; the rest is written at admission
-    top_ks: Tensor  # [S+1] int32
-    top_ps: Tensor  # [S+1] float32
-    seeds: Tensor  # [S+1] int64
+    sampling: SlotSampling  # S+1 slots; this and the rest are written at admission
     rope_deltas: Tensor | None = None  # [S+1] int64, of models with M-RoPE (AttentionMetadata)
     worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
     captured: CapturedHiddenStates | None = None  # of the pass at hand, not by slot
@@ -43,30 +41,22 @@ class SlotState:
         return SlotState(
             next_tokens=zeros(rows, max_draft_len + 1, dtype=torch.int32),
             past_lens=zeros(rows, dtype=torch.int64),
-            temperatures=zeros(rows, dtype=torch.float32),
-            top_ks=zeros(rows, dtype=torch.int32),
-            top_ps=torch.ones(rows, dtype=torch.float32, device=device),
-            seeds=zeros(rows, dtype=torch.int64),
+            sampling=SlotSampling.neutral(rows, device),
             rope_deltas=zeros(rows, dtype=torch.int64) if has_rope_deltas else None,
         )
 
-    def admit(
-        self, slot: int, temperature: float, top_k: int, top_p: float, seed: int,
-        rope_delta: int = 0,
-    ) -> None:  # fmt: skip
+    def admit(self, slot: int, sampling: RequestSampling, rope_delta: int = 0) -> None:
         """Writes a new request's parameters; no draft yet. Raises nothing, reads nothing back."""
-        device = self.seeds.device
-        self.temperatures[slot : slot + 1] = rows_to_tensor([temperature], torch.float32, device)
-        self.top_ks[slot : slot + 1] = rows_to_tensor([top_k], torch.int32, device)
-        self.top_ps[slot : slot + 1] = rows_to_tensor([top_p], torch.float32, device)
-        self.seeds[slot : slot + 1] = rows_to_tensor([seed], torch.int64, device)
+        self.sampling.write(slot, sampling)
         if self.rope_deltas is not None:
-            self.rope_deltas[slot : slot + 1] = rows_to_tensor([rope_delta], torch.int64, device)
+            self.rope_deltas[slot : slot + 1] = rows_to_tensor(
+                [rope_delta], torch.int64, self.rope_deltas.device
+            )
         self.past_lens[slot : slot + 1].zero_()
         self.next_tokens[slot].fill_(-1)
 
     def set_drafts(self, slots: list[int], drafts: list[list[int]]) -> None:
         """Overwrites the drafts of some slots from the host (mode USER_PROVIDED)."""
-        device = self.seeds.device
+        device = self.next_tokens.device
         index = rows_to_tensor(slots, torch.int64, device)
         self.next_tokens[index, 1:] = rows_to_tensor(drafts, torch.int32, device)

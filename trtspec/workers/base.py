@@ -27,10 +27,10 @@ from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
-from ..metadata.sampling import to_device
 from ..metadata.spec import SpecMetadata
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
+from ..utils import to_device
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
-from ..metadata.sampling import to_device
 from ..ops.step.rows import finish_drafts
 from ..ops.step.slots import slot_mapping
 from ..ops.tokens.greedy import update_window
+from ..utils import to_device
 from .base import SpecWorkerBase
 from .eagle3 import Eagle3OneModelWorker
 from .heads import draft_source, shifted_input_ids

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import NGramDecodingConfig
 from ..errors import ConfigError
-from ..metadata.sampling import rows_to_tensor
 from ..ops.tokens.ngram import propose_ngrams
+from ..utils import rows_to_tensor
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
 

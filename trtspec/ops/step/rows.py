@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...metadata.attention import AttentionMetadata
+from ...metadata.sampling import SlotSampling
 from ..tokens.accept import last_accepted
 from .slots import draft_step_metadata, guard_positions, slot_mapping
 
@@ -293,14 +294,14 @@ class StepRows:
     kv_lens: Tensor  # [B] int32
     gather_ids: Tensor  # [L] int64, rows of the pass that get logits
     next_positions: Tensor  # [L] int64, the position after each of those
-    sampling: tuple[Tensor, ...]  # each [L], the given per-slot values
+    sampling: SlotSampling  # [L] rows
 
 
 def gather_step_inputs(
     slot_ids: Tensor,
     next_tokens: Tensor,
     past_lens: Tensor,
-    per_slot: tuple[Tensor, ...],
+    sampling: SlotSampling,
     block_tables: Sequence[Tensor],
     page_size: int,
     rows: int,
@@ -311,7 +312,7 @@ def gather_step_inputs(
 
     Args:
         slot_ids: [G] int64.
-        next_tokens: [S, K+1] int32; past_lens: [S] int64; per_slot: each [S].
+        next_tokens: [S, K+1] int32; past_lens: [S] int64; sampling: S slots.
         block_tables: per KV group [G, M] int32.
         rows: R <= K+1.
         first_row: the row of the pass at which they begin.
@@ -322,7 +323,7 @@ def gather_step_inputs(
     kernels = _kernels(slot_ids)
     if kernels is not None:
         tokens, *fields = kernels.gather_step_inputs(
-            slot_ids, next_tokens, past_lens, per_slot, tuple(block_tables), page_size, rows,
+            slot_ids, next_tokens, past_lens, sampling, tuple(block_tables), page_size, rows,
             max_seq_len, first_row,
         )  # fmt: skip
         return StepRows(*fields), tokens[:, 1:]
@@ -344,7 +345,7 @@ def gather_step_inputs(
             first_row, first_row + slot_of_row.shape[0], device=slot_ids.device
         ),
         next_positions=positions + 1,
-        sampling=tuple(values[slot_of_row] for values in per_slot),
+        sampling=sampling.rows(slot_of_row),
     ), tokens[:, 1:]
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...metadata.attention import NULL_BLOCK
+from ...metadata.sampling import SlotSampling
 
 _NULL_BLOCK = tl.constexpr(NULL_BLOCK)
 _BLOCK = 128  # elements of a program where there are many
@@ -284,7 +285,7 @@ def gather_step_inputs(
     slot_ids: Tensor,
     next_tokens: Tensor,
     past_lens: Tensor,
-    per_slot: tuple[Tensor, ...],
+    sampling: SlotSampling,
     tables: tuple[Tensor, ...],
     page_size: int,
     rows: int,
@@ -298,9 +299,9 @@ def gather_step_inputs(
     ids, positions, gather_ids, following = (_ints(slot_ids, total) for _ in range(4))
     slots = tuple(torch.empty_like(positions) for _ in tables)
     lens = _ints(slot_ids, num_seqs, dtype=torch.int32)
-    per_row = tuple(_ints(slot_ids, total, dtype=values.dtype) for values in per_slot)
+    per_row = SlotSampling(*(_ints(slot_ids, total, dtype=column.dtype) for column in sampling))
     _gather_kernel[(num_seqs,)](
-        slot_ids, next_tokens, next_tokens.stride(0), past_lens, per_slot,
+        slot_ids, next_tokens, next_tokens.stride(0), past_lens, sampling,
         tables, tuple(t.stride(0) for t in tables), tuple(t.shape[1] for t in tables),
         (page_size,) * len(tables),
         tokens, ids, positions, slots, lens, gather_ids, following, per_row,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...metadata.sampling import SamplingMetadata
 from .noise import NoiseStream, gumbel_noise
 
 
@@ -48,36 +49,35 @@ def filter_logits(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), float("-inf"))
 
 
+def apply_filters(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+    """Applies every filter of the rows' requests: logits [R, V] float32, divided by temperature.
+
+    All that filters goes through here, and through its twin in `triton_filter.py`.
+    """
+    if not sampling.has_filters:
+        return logits
+    return filter_logits(logits, sampling.top_ks, sampling.top_ps)
+
+
 def sample_tokens(
-    logits: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    stream: NoiseStream = NoiseStream.TARGET,
-    has_filters: bool = True,
+    logits: Tensor, sampling: SamplingMetadata, *, stream: NoiseStream = NoiseStream.TARGET
 ) -> Tensor:
     """One token per row: argmax(filtered logits / T + Gumbel noise), the argmax itself at T = 0.
 
     Computed as argmax(logits + T * noise), so a greedy row is exact whatever shares the batch.
 
     Args:
-        logits: [R, V], no NaN. temperatures [R] >= 0, top_ks, top_ps, seeds [R] int64.
-        positions: [R], the position in the sequence the sampled token will have.
-        has_filters: False skips the sort when the host knows that no row filters.
+        logits: [R, V], no NaN. sampling: one row per row of logits.
 
     Returns:
         [R] int32.
     """
-    logits = logits.float()
-    temperature = temperatures[:, None]
+    logits, temperature = logits.float(), sampling.temperatures[:, None]
     filtered = logits
-    if has_filters:
-        scaled = logits / temperature.clamp_min(1e-6)
-        kept = filter_logits(scaled, top_ks, top_ps)
+    if sampling.has_filters:  # else the host knows that there is nothing to sort
+        kept = apply_filters(logits / temperature.clamp_min(1e-6), sampling)
         filtered = logits.masked_fill(torch.isneginf(kept), float("-inf"))
-    noise = gumbel_noise(seeds, positions, stream, logits.shape[-1])
+    noise = gumbel_noise(sampling.seeds, sampling.positions, stream, logits.shape[-1])
     noisy = filtered + temperature * noise
-    return torch.where(temperatures > 0, noisy.argmax(-1), logits.argmax(-1)).to(torch.int32)
+    tokens = torch.where(sampling.temperatures > 0, noisy.argmax(-1), logits.argmax(-1))
+    return tokens.to(torch.int32)
