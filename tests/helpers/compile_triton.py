@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
                 signature[p.name], constants[(i,)] = "constexpr", value
                 continue
             signature[p.name] = _type(value)
-            divides = isinstance(value, int) and not p.do_not_specialize and value % 16 == 0
-            if isinstance(value, torch.Tensor) or divides:
-                attributes[(i,)] = [["tt.divisibility", 16]]
+            for path, leaf in _leaves(value, (i,)):
+                divides = isinstance(leaf, int) and not p.do_not_specialize and leaf % 16 == 0
+                if leaf is None:
+                    constants[path] = None
+                elif isinstance(leaf, torch.Tensor) or divides:
+                    attributes[path] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, attributes)
         options = {name: values[name] for name in _OPTIONS if name in values}
         found[self.__name__] = triton_compile(source, GPUTarget("cuda", 90, 32), options)
@@ -50,7 +53,22 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     return found
 
 
-def _type(value: Any) -> str:
+def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The tensors and numbers of an argument, which may be a (named) tuple, with their places."""
+    if not isinstance(value, tuple):
+        yield path, value
+        return
+    for i, part in enumerate(value):
+        yield from _leaves(part, (*path, i))
+
+
+def _type(value: Any) -> Any:
+    """The type of an argument as Triton writes it; of a tuple the tuple of its parts' types."""
+    if isinstance(value, tuple):
+        types = [_type(part) for part in value]
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+    if value is None:
+        return "constexpr"
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return "*" + kind.replace("float", "fp").replace("bfp", "bf").replace("int", "i")
