@@ -16,7 +16,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "acceptance_prompts": ("data.acceptance_prompts",),
     "attention.triton_mla": ("attention.mla",),
     "attention.triton_paged": ("attention.paged",),
-    "attention.triton_parts": ("attention.split_kv",),
+    "attention.triton_parts": ("attention.split_kv", "attention.tiles"),
     "cache": (),
     "cache.blocks": ("state.blocks",),
     "cache.manager": ("state.kv_cache",),

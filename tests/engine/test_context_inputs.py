@@ -14,6 +14,7 @@ from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
+from trtspec.attention.tiles import tiles_on_device
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
@@ -30,7 +31,6 @@ from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
 
 triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
-triton_parts = pytest.importorskip("trtspec.attention.split_kv", reason="needs triton")
 MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
 """Each with its prompts whole or in chunks."""
 
@@ -212,7 +212,7 @@ def test_tiles_on_the_device_are_the_hosts(lens: list[int], rows: int, size: int
             expected.add((i, start + j, min(size, count - j)))
         start += count
     last_rows = torch.tensor(lens).cumsum(0) - 1
-    tiles = triton_parts.tiles_on_device(last_rows, rows, size).tolist()
+    tiles = tiles_on_device(last_rows, rows, size).tolist()
     assert {tuple(tile) for tile in tiles if tile[2]} == expected
     assert all(0 <= i < len(lens) and 0 <= first < rows for i, first, _ in tiles)
     assert sum(tile[2] for tile in tiles) == sum(lens)

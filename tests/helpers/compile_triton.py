@@ -77,6 +77,8 @@ def _type(value: Any) -> Any:
 
 def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     from trtspec.attention import mla as triton_mla
+    from trtspec.attention.base import CachedLayer
+    from trtspec.attention.split_kv import Tables
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.layer import triton_latent
     from trtspec.ops.layer.rope import Rope
@@ -85,17 +87,16 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     q, k_slots, out = half(2 * rows, heads, 576), half(640, 1, 576), half(2 * rows, heads, 512)
-    table, positions = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2 * rows, dtype=torch.long)
+    cached = CachedLayer(k_slots, k_slots[..., :512], page_size=32, scale=0.1)
+    positions = torch.zeros(2 * rows, dtype=torch.long)
+    tables = Tables(torch.zeros(2, 8, dtype=torch.int32), positions)
     tiles, tile_rows = torch.zeros(3, 3, dtype=torch.int32), max(1, 64 // heads)
     norm = RMSNorm(512, 1e-6).bfloat16()
     rope = Rope(torch.zeros(9, 64), positions)
     return {
+        **compiled(triton_mla.latent_paged_attention, q, cached, tables, rows, out),
         **compiled(
-            triton_mla.latent_paged_attention, q, k_slots, table, positions, rows, 32, 0.1, out
-        ),
-        **compiled(
-            triton_mla.latent_context_attention, q, k_slots, table, positions, tiles, tile_rows, 32,
-            0.1, out,
+            triton_mla.latent_context_attention, q, cached, tables, tiles, tile_rows, out
         ),
         **compiled(
             triton_latent.rope_and_write_latent, half(2 * rows, heads, 192)[..., 128:],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trtspec.attention.base import CachedLayer
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.metadata.attention import (
     NULL_BLOCK,
@@ -157,17 +158,16 @@ def test_blocks_that_every_row_sees(
     rows = len(positions) + 1  # the last is of no text
     q = torch.randn(rows, q_heads, dim, generator=generator).to(dtype).to(DEVICE)
     k_slots, v_slots = group.layer_slots[0]
-    size, start = triton_paged._context_tile(q, k_slots), 0
+    cached = CachedLayer(k_slots, v_slots, page, window=window, softcap=softcap)
+    size, start = triton_paged._context_tile(q, cached), 0
     tiles: list[tuple[int, int, int]] = [(2, rows - 1, 0)]
     for i, (_, count) in enumerate(spans):
         tiles += [(i, start + j, min(size, count - j)) for j in range(0, count, size)]
         start += count
     out = torch.full_like(q, torch.nan)
-    triton_paged.context_attention(
-        q, k_slots, v_slots, texts.block_tables[0], torch.cat([positions, positions[:1]]),
-        torch.tensor(tiles, dtype=torch.int32, device=DEVICE), size, page, window, out,
-        softcap=softcap,
-    )  # fmt: skip
+    tables = triton_paged.Tables(texts.block_tables[0], torch.cat([positions, positions[:1]]))
+    tile_table = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
+    triton_paged.context_attention(q, cached, tables, tile_table, size, out)
     assert out[-1].isnan().all()
     meta = replace(
         texts, context_lens=tuple(n for _, n in spans), num_generations=0, rows_per_generation=1,

@@ -3,12 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+
+
+class CachedLayer(NamedTuple):
+    """A layer's keys and values in the paged cache, and how its queries see them."""
+
+    k_slots: Tensor  # [slots, Hkv, D], a position's is block * page_size + offset
+    v_slots: Tensor  # [slots, Hkv, Dv]
+    page_size: int
+    kv_group: int = 0
+    window: int | None = None  # how many of the last keys up to its own a row sees; None is all
+    scale: float | None = None  # of the scores; None is 1 / sqrt(D)
+    softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
+
+    @classmethod
+    def of(
+        cls,
+        meta: AttentionMetadata,
+        kv_group: int,
+        layer: int,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> CachedLayer:
+        group = meta.kv_groups[kv_group]
+        k_slots, v_slots = group.layer_slots[layer]
+        return cls(
+            k_slots=k_slots,
+            v_slots=v_slots,
+            page_size=group.page_size,
+            kv_group=kv_group,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_slots.shape[1]
+
+    @property
+    def is_latent(self) -> bool:
+        """Values are the first numbers of keys."""
+        return self.v_slots.shape[2] != self.k_slots.shape[2]
 
 
 class AttentionBackend(ABC):
@@ -36,16 +79,16 @@ class AttentionBackend(ABC):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq, Dv], over the cache, which holds this pass's K [.., D] and V
-        [.., Dv] already; Dv is D, or less in a group of latent attention.
+        """Returns the attention of q [T, Hq, D] over the cache, [T, Hq, Dv].
+
+        The cache holds this pass's K [.., D] and V [.., Dv] already. Dv is D, or less in a group of
+        latent attention. A row sees the positions of its request up to and including its own; with
+        `window` only the last `window` of those.
 
         Args:
             layer: its index in the KV group.
             scale: of the scores, None is 1 / sqrt(D).
             softcap: scaled scores s become softcap * tanh(s / softcap).
-
-        A row sees the positions of its own request up to and including its own, and with
-        `window` only the last `window` of those.
         """
 
     def forward(
@@ -61,7 +104,7 @@ class AttentionBackend(ABC):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """`attend` for callers that have not written k and v [T, Hkv, D] to the cache yet."""
+        """Writes k and v [T, Hkv, D] to the cache, then attends."""
         group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
         slots = torch.where(slots < 0, SCRATCH_BLOCK * group.page_size, slots)
         k_slots, v_slots = group.layer_slots[layer]

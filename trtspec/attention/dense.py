@@ -1,9 +1,10 @@
-"""Attention of whole texts at once, without a cache, differentiable: for training and for judging a
-head along a text. Not a serving backend.
+"""Attention of whole sequences at once, without a cache, differentiable.
 
-A drafter that is used several times reads, at its use s, what its own earlier uses left: row t of
-use s stands at position t + s and sees the keys of use 0 up to row t, and of uses 1 … s only those
-of its own row (EAGLE-3's "training-time test", arXiv:2503.01840, section 3.2).
+It serves training and the examination of a head along a text. It is not a serving backend.
+
+A drafter that is used several times reads, at its use s, what its earlier uses left. Row t of use s
+stands at position t + s. It sees the keys of use 0 up to row t, and of uses 1 … s only those of row
+t (EAGLE-3's "training-time test", arXiv:2503.01840, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ Keys = tuple[Tensor, Tensor]
 
 
 class DensePass:
-    """The texts of a batch. Stands where serving has an `AttentionMetadata`.
+    """The sequences of a batch, in the place of serving's `AttentionMetadata`.
 
     Args:
-        document_ids: [N, L] int; a row sees rows of its own document alone.
+        document_ids: [N, L] int; a row sees rows of its document alone.
     """
 
     def __init__(self, document_ids: Tensor):
@@ -41,19 +42,22 @@ class DensePass:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv]; scale,
-        softcap as in `base.py`.
+        """Attends: q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv].
 
-        Each call for a layer is one more use of it.
+        Each call for a layer is one more use of it. scale, softcap are as in `base.py`.
         """
         self._uses.setdefault(layer, []).append((self._by_head(k), self._by_head(v)))
         return self.attend_again(q, layer, window, scale, softcap)
 
     def attend_again(
-        self, q: Tensor, layer: int, window: int | None, scale: float | None = None,
+        self,
+        q: Tensor,
+        layer: int,
+        window: int | None,
+        scale: float | None = None,
         softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As `attend`, over the keys and values that `layer` has given; no further use of it."""
+    ) -> Tensor:
+        """As `attend`, over the keys and values that `layer` has left; no further use of it."""
         uses = self._uses[layer]
         # Widened: kernels that take a mask take no GQA.
         groups = q.shape[1] // uses[0][0].shape[1]
@@ -66,15 +70,17 @@ class DensePass:
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, use: int, window: int | None) -> Tensor:
-        """[N, 1, L, (use + 1) * L] bool: the keys of the first use up to a row, of later ones its
-        own. The many that nobody sees cost less than a second kind of attention would."""
+        """Returns which keys a row of `use` sees, [N, 1, L, (use + 1) * L] bool.
+
+        The many keys that no row sees cost less than a second kind of attention would.
+        """
         seen = self._seen
         if window is not None:
             seen = seen & (self._distance + use < window)
         if not use:
             return seen
-        own = (self._distance == 0).repeat(1, use).expand(self.num_texts, 1, -1, -1)
-        return torch.cat([seen, own], dim=-1)
+        same_row = (self._distance == 0).repeat(1, use).expand(self.num_texts, 1, -1, -1)
+        return torch.cat([seen, same_row], dim=-1)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[N*L, H, D] -> [N, H, L, D]."""

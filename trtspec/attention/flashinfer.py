@@ -1,10 +1,10 @@
 """FlashInfer's kernels: XQA for generation rows, its paged prefill (FA2) for contexts.
 
 XQA reads lengths, block tables and a mask of the last keys from the device, so a captured graph
-stays right as texts grow. Prefill is planned on the host from the contexts' own lengths, once per
-pass. What these kernels do not take goes to Triton, decided by shapes alone and logged once.
+stays right as sequences grow. Prefill is planned on the host from the contexts' lengths, once per
+pass. What these kernels do not take goes to Triton; shapes alone decide, and it is logged once.
 
-FlashInfer compiles a kernel when a shape is first used (seconds, then kept on disk): this needs
+FlashInfer compiles a kernel when a shape is first used (seconds, then kept on disk). This needs
 nvcc, ninja and a C++ compiler, which is checked when the backend is made. Read from FlashInfer
 0.6.18: `flashinfer/xqa.py` and its `mha.cu`, `flashinfer/prefill.py` and its `scheduler.cuh`.
 """
@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
+from .base import CachedLayer
 from .paged import TritonAttention
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,23 @@ HEAD_DIMS = (64, 128, 256)  # of both kernels; XQA claims other multiples of 16,
 XQA_PAGE_SIZES = (16, 32, 64, 128)
 XQA_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
 XQA_TILE = 32  # query rows times heads of a KV head that one of its programs takes
-XQA_SCRATCH = 64 << 20  # bytes, for the parts of long texts; see `_xqa_refusal` for the need
+XQA_SCRATCH = 64 << 20  # bytes, for the parts of long sequences; `_xqa_refusal` has the need
 XQA_SEMAPHORES = 1 << 16
 PREFILL_WORKSPACE = 128 << 20  # bytes, FlashInfer's recommendation
 PREFILL_TILE = 128  # the most query rows in a tile of FA2's
+
+
+class XqaShape(NamedTuple):
+    """What decides whether XQA serves."""
+
+    rows: int  # of a request
+    q_heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+    window: int | None
+    dtype: torch.dtype
+    is_too_narrow: bool  # a block table holds fewer tokens than rows
 
 
 class FlashInferAttention(TritonAttention):
@@ -64,126 +78,94 @@ class FlashInferAttention(TritonAttention):
         self._plans: dict[tuple[Any, ...], _Plan] = {}
         self._takes: dict[tuple[Any, ...], bool] = {}
 
-    def attend(
-        self,
-        q: Tensor,
-        meta: AttentionMetadata,
-        *,
-        kv_group: int,
-        layer: int,
-        window: int | None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
-        if v_slots.shape[2] != k_slots.shape[2]:  # latent attention is Triton's
-            return super().attend(
-                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale
-            )
-        window = _own_window(meta, window)
-        rows = meta.num_context_tokens
-        if not rows or softcap is not None or not self._takes_contexts(q, k_slots):
-            return super().attend(
-                q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale,
-                softcap=softcap,
-            )  # fmt: skip
+    def _attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
+        if cached.is_latent:  # latent attention is Triton's
+            return super()._attend(q, meta, cached)
+        cached, rows = _without_idle_window(cached, meta), meta.num_context_tokens
+        if not rows or cached.softcap is not None or not self._takes_contexts(q, cached):
+            return super()._attend(q, meta, cached)
         q = q.contiguous()
         out = torch.empty_like(q)
-        page_size = meta.kv_groups[kv_group].page_size
-        pages = tuple(x.unflatten(0, (-1, page_size)) for x in (k_slots, v_slots))
-        plan = self._plan(q, k_slots.shape[1], meta, kv_group, window)
-        plan.wrapper.run(_scaled(q[:rows], scale), pages, out=out[:rows])
+        pages = (_pages(cached.k_slots, cached), _pages(cached.v_slots, cached))
+        plan = self._plan(q, meta, cached)
+        plan.wrapper.run(_scaled(q[:rows], cached.scale), pages, out=out[:rows])
         if meta.num_generations:
-            out[rows:] = self._generation(
-                q[rows:], k_slots, v_slots, meta, kv_group, window, scale, None
-            )
+            out[rows:] = self._generation(q[rows:], meta, cached)
         return out
 
     # -- generations -------------------------------------------------------------------------------
-    def _generation(
-        self,
-        q: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        meta: AttentionMetadata,
-        kv_group: int,
-        window: int | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Tensor:
-        rows, kv_heads = meta.rows_per_generation, k_slots.shape[1]
-        page_size = meta.kv_groups[kv_group].page_size
-        window = _own_window(meta, window)
-        capacity = meta.block_tables[kv_group].shape[1] * page_size
-        shape = rows, q.shape[1], kv_heads, q.shape[2], page_size, window, q.dtype, capacity < rows
+    def _generation(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
+        cached = _without_idle_window(cached, meta)
+        capacity = meta.block_tables[cached.kv_group].shape[1] * cached.page_size
+        shape = XqaShape(
+            rows=meta.rows_per_generation,
+            q_heads=q.shape[1],
+            kv_heads=cached.kv_heads,
+            dim=q.shape[2],
+            page_size=cached.page_size,
+            window=cached.window,
+            dtype=q.dtype,
+            is_too_narrow=capacity < meta.rows_per_generation,
+        )
         if shape not in self._takes:
-            refusal = self._xqa_refusal(*shape)
+            refusal = self._xqa_refusal(shape)
             self._takes[shape] = refusal is None
-            _log("XQA", "Triton", refusal, rows=rows, heads=(shape[1], kv_heads), dim=shape[3])
-        if not self._takes[shape] or softcap is not None:
-            return super()._generation(q, k_slots, v_slots, meta, kv_group, window, scale, softcap)
+            heads = shape.q_heads, shape.kv_heads
+            _log("XQA", "Triton", refusal, rows=shape.rows, heads=heads, dim=shape.dim)
+        if not self._takes[shape] or cached.softcap is not None:
+            return super()._generation(q, meta, cached)
         lengths, mask = _xqa_rows(meta, capacity)
-        q = _scaled(q, scale).contiguous()
+        q = _scaled(q, cached.scale).contiguous()
         out = torch.empty_like(q)
-        batch = (-1, 1) if rows == 1 else (-1, 1, rows)
+        batch = (-1, 1) if shape.rows == 1 else (-1, 1, shape.rows)
         self._xqa(
             q.view(*batch, *q.shape[1:]),
-            k_slots.unflatten(0, (-1, page_size)),
-            v_slots.unflatten(0, (-1, page_size)),
-            _xqa_table(meta, kv_group),
+            _pages(cached.k_slots, cached),
+            _pages(cached.v_slots, cached),
+            _xqa_table(meta, cached.kv_group),
             lengths,
             out.view(*batch, *q.shape[1:]),
             self._scratch,
             self._semaphores,
-            kv_heads,
-            page_size,
-            sliding_win_size=window or 0,
+            shape.kv_heads,
+            shape.page_size,
+            sliding_win_size=shape.window or 0,
             sm_count=self.num_sms,
-            q_seq_len=rows,
+            q_seq_len=shape.rows,
             mask=mask,
         )
         return out
 
-    def _xqa_refusal(
-        self,
-        rows: int,
-        q_heads: int,
-        kv_heads: int,
-        dim: int,
-        page_size: int,
-        window: int | None,
-        dtype: torch.dtype,
-        too_narrow: bool,
-    ) -> str | None:
-        """Why XQA cannot serve this shape, or None."""
-        per_kv = q_heads // kv_heads
-        tiles = -(-rows * per_kv // XQA_TILE)
-        # A text is cut into so many parts that all programs are at most the multiprocessors times
-        # the tiles. A part is a tile of 16-bit numbers, its maxima and its sums.
-        part = XQA_TILE * dim * 2 + 2 * 4 * XQA_TILE
+    def _xqa_refusal(self, shape: XqaShape) -> str | None:
+        """Returns why XQA cannot serve this shape, or None."""
+        per_kv = shape.q_heads // shape.kv_heads
+        tiles = -(-shape.rows * per_kv // XQA_TILE)
+        # A sequence is cut into so many parts that all programs are at most the multiprocessors
+        # times the tiles. A part is a tile of 16-bit numbers, its maxima and its sums.
+        part = XQA_TILE * shape.dim * 2 + 2 * 4 * XQA_TILE
         if self.capability[0] not in XQA_MAJORS:
             return f"compute capability {self.capability[0]}.{self.capability[1]}"
-        if dtype not in HALF_DTYPES:
-            return f"dtype {str(dtype).removeprefix('torch.')}"
-        if dim not in HEAD_DIMS:
-            return f"head size {dim}"
-        if page_size not in XQA_PAGE_SIZES:
-            return f"{page_size} tokens per block"
+        if shape.dtype not in HALF_DTYPES:
+            return f"dtype {str(shape.dtype).removeprefix('torch.')}"
+        if shape.dim not in HEAD_DIMS:
+            return f"head size {shape.dim}"
+        if shape.page_size not in XQA_PAGE_SIZES:
+            return f"{shape.page_size} tokens per block"
         if per_kv > XQA_TILE:
             return f"{per_kv} query heads per KV head"
-        # XQA takes the rows for the text's last ones, which those before guarded rows are not:
+        # XQA takes the rows for the sequence's last ones, which those before guarded rows are not:
         # without a window the mask says so, but their windows would start too early.
-        if window is not None and rows > 1:
-            return f"a window of {window} with several rows"
+        if shape.window is not None and shape.rows > 1:
+            return f"a window of {shape.window} with several rows"
         if self.num_sms * tiles > XQA_SEMAPHORES or self.num_sms * tiles * part > XQA_SCRATCH:
-            return f"{rows} rows"
-        if too_narrow:
+            return f"{shape.rows} rows"
+        if shape.is_too_narrow:
             return "a text that has room for fewer tokens than rows"
         return None
 
     # -- contexts ----------------------------------------------------------------------------------
-    def _takes_contexts(self, q: Tensor, k_slots: Tensor) -> bool:
-        shape = "contexts", q.shape[1], k_slots.shape[1], q.shape[2], q.dtype
+    def _takes_contexts(self, q: Tensor, cached: CachedLayer) -> bool:
+        shape = "contexts", q.shape[1], cached.kv_heads, q.shape[2], q.dtype
         if shape not in self._takes:
             refusal = None
             if self.capability < (8, 0):
@@ -196,16 +178,14 @@ class FlashInferAttention(TritonAttention):
             _log("prefill", "Triton", refusal, heads=(shape[1], shape[2]), dim=shape[3])
         return self._takes[shape]
 
-    def _plan(
-        self, q: Tensor, kv_heads: int, meta: AttentionMetadata, kv_group: int, window: int | None
-    ) -> _Plan:
-        """The contexts' plan, made by the first layer of a pass that needs it."""
-        heads, dim = q.shape[1], q.shape[2]
-        page_size = meta.kv_groups[kv_group].page_size
+    def _plan(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> _Plan:
+        """Returns the contexts' plan; the first layer of a pass that needs it makes it."""
+        heads, dim, kv_heads = q.shape[1], q.shape[2], cached.kv_heads
+        kv_group, window, page_size = cached.kv_group, cached.window, cached.page_size
         key = "prefill", kv_group, window, heads, kv_heads, dim, page_size, q.dtype
         plan = self._plans.get(key)
         if plan is None:
-            # The parts of texts cut for want of programs, and their sums, in float32.
+            # The parts of sequences that are cut for want of programs, and their sums, in float32.
             tiles = max(1, 2 * self.num_sms // kv_heads)
             needed = heads * tiles * PREFILL_TILE * (dim + 1) * 4 + 1024
             if needed > self._workspace.numel():
@@ -237,7 +217,7 @@ class _Plan:
         self._sent = torch.cuda.Event()
 
     def make(self, meta: AttentionMetadata, kv_group: int, **shape: Any) -> None:
-        """Plans every context of the pass, from what the host knows of them."""
+        """Plans every context of the pass from the lengths that the host knows."""
         page_size = shape["page_size"]
         starts = meta.context_starts or (0,) * meta.num_contexts
         lengths = [s + n for s, n in zip(starts, meta.context_lens, strict=True)]
@@ -257,23 +237,32 @@ class _Plan:
 
 
 def _indptr(counts: tuple[int, ...] | list[int]) -> Tensor:
-    """[n + 1] int32 on the host: where each one's part starts, and the end."""
+    """Returns where each part of `counts` starts, and the end: [n + 1] int32 on the host."""
     return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
 
 
 def _scaled(q: Tensor, scale: float | None) -> Tensor:
-    """q for kernels whose scores are scaled by 1 / sqrt(D)."""
+    """Returns q for kernels whose scores are scaled by 1 / sqrt(D)."""
     factor = 1.0 if scale is None else scale * q.shape[2] ** 0.5
     return q if math.isclose(factor, 1.0) else q * factor
 
 
-def _own_window(meta: AttentionMetadata, window: int | None) -> int | None:
-    """None for a window that no text outgrows: the kernels without one are simpler."""
-    return None if window is not None and window >= meta.max_seq_len else window
+def _without_idle_window(cached: CachedLayer, meta: AttentionMetadata) -> CachedLayer:
+    """Drops a window that no sequence outgrows: the kernels without one are simpler."""
+    is_idle = cached.window is not None and cached.window >= meta.max_seq_len
+    return cached._replace(window=None) if is_idle else cached
+
+
+def _pages(slots: Tensor, cached: CachedLayer) -> Tensor:
+    """[slots, Hkv, D] -> [blocks, page size, Hkv, D], a view."""
+    return slots.unflatten(0, (-1, cached.page_size))
 
 
 def _xqa_table(meta: AttentionMetadata, kv_group: int) -> Tensor:
-    """[G, M] int32. XQA knows no row stride, and a graph's tables are columns of one tensor."""
+    """Returns the block table [G, M] int32 without a row stride, which XQA does not know.
+
+    A graph's tables are columns of one tensor.
+    """
     key = "xqa table", kv_group
     if key not in meta.derived:
         meta.derived[key] = meta.block_tables[kv_group][meta.num_contexts :].contiguous()
@@ -281,7 +270,7 @@ def _xqa_table(meta: AttentionMetadata, kv_group: int) -> Tensor:
 
 
 def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | None]:
-    """KV lengths [G, 1] uint32, and the mask [G, R, 2 * ceil(R / 32)] uint16 of several rows.
+    """Returns KV lengths [G, 1] uint32, and a mask [G, R, 2 * ceil(R / 32)] uint16 if R > 1.
 
     Bit j of row i: whether row i sees the key that is j-th among the last R keys. XQA shows every
     row all keys before those.
@@ -302,9 +291,14 @@ def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | 
         words = 0 if rows == 1 else -(-rows // 32)
         bits = lengths.new_empty((num_seqs, rows, words))
         _rows_kernel[(num_seqs,)](
-            positions, lengths, bits, capacity,
-            rows=rows, words=words, ROWS=triton.next_power_of_2(rows),
-        )  # fmt: skip
+            positions,
+            lengths,
+            bits,
+            capacity,
+            rows=rows,
+            words=words,
+            ROWS=triton.next_power_of_2(rows),
+        )
         mask = bits.view(torch.uint16) if words else None
     meta.derived[key] = lengths.view(torch.uint32)[:, None], mask
     return meta.derived[key]
@@ -312,14 +306,19 @@ def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | 
 
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
-    position_ptr, length_ptr, mask_ptr, capacity,
-    rows: tl.constexpr, words: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """KV length and mask of one request's rows, from their positions.
+    position_ptr,
+    length_ptr,
+    mask_ptr,
+    capacity,
+    rows: tl.constexpr,
+    words: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Stores KV length and mask of one request's rows, from their positions.
 
     The length ends with the last row that is inside the maximum. Rows guarded to position 0 thus
-    leave fewer than R rows at the end of the text, and which of the last R keys a row sees is
-    told by its position alone. XQA must not be given less than R keys.
+    leave fewer than R rows at the end of the sequence. Which of the last R keys a row sees follows
+    from its position alone. XQA must not be given less than R keys.
     """
     seq = tl.program_id(0)
     row = tl.arange(0, ROWS)
@@ -374,7 +373,7 @@ def _load() -> tuple[Callable[..., None], Callable[..., Any]]:
 
 
 def _build_tools() -> dict[str, bool]:
-    """What compiling needs and whether it is there, looked for where FlashInfer looks."""
+    """Returns what compiling needs and whether it is there, looked for where FlashInfer looks."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None:
         found = shutil.which("nvcc")

@@ -1,7 +1,8 @@
 """Attention within images that goes both ways, for every backend.
 
-A backend attends causally. Of an image the rows are few and the host knows where they are, so they
-are done again, in plain torch: each sees its text up to the image's end, behind the layer's window.
+A backend attends causally. The rows of an image are few, and the host knows where they are. They
+are computed again in plain torch: each sees its sequence up to the image's end, within the layer's
+window.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def attend(
     softcap: float | None,
     images_both_ways: bool,
 ) -> Tensor:
-    """`backend.attend`; with `images_both_ways` rows of `meta.images` see all of their image."""
+    """As `backend.attend`; with `images_both_ways` rows of `meta.images` see all of their image."""
     out = backend.attend(
         q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
     )
@@ -54,8 +55,10 @@ def attend(
 def _keys(
     image: ImageRows, meta: AttentionMetadata, kv_group: int, window: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Slots [S] int64 of the keys that some row sees, and which row sees which, [n, S] bool; None
-    where every row sees all."""
+    """Returns the slots [S] int64 of the keys that some row sees, and which row sees which.
+
+    That is [n, S] bool, or None where every row sees all.
+    """
     page, device = meta.kv_groups[kv_group].page_size, meta.position_ids.device
     first, end = image.position, image.position + image.num_rows
     begin = 0 if window is None else max(first - window + 1, 0)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
-from .base import AttentionBackend
+from .base import AttentionBackend, CachedLayer
 
 _ALIGNED_GROUP = 8
 """On CPU in bf16 the query heads of a group are filled up to a multiple of this. Each thread of
@@ -43,72 +43,50 @@ class TorchAttention(AttentionBackend):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+        return self._attend(q, meta, CachedLayer.of(meta, kv_group, layer, window, scale, softcap))
+
+    def _attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
+        """As `attend`."""
         outs, start = [], 0
         for i, rows in enumerate(meta.context_lens):
-            out = self._context(
-                q[start : start + rows], k_slots, v_slots, meta, i, kv_group, window, scale, softcap
-            )
-            outs.append(out)
+            outs.append(self._context(q[start : start + rows], meta, i, cached))
             start += rows
         if meta.num_generations:
-            outs.append(
-                self._generation(
-                    q[start:], k_slots, v_slots, meta, kv_group, window, scale, softcap
-                )
-            )
+            outs.append(self._generation(q[start:], meta, cached))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _context(
-        self,
-        q: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        meta: AttentionMetadata,
-        index: int,
-        kv_group: int,
-        window: int | None,
-        scale: float | None,
-        softcap: float | None,
+        self, q: Tensor, meta: AttentionMetadata, index: int, cached: CachedLayer
     ) -> Tensor:
-        """One context's rows [n, Hq, D]; its KV length is its last row's position + 1."""
-        key = ("context", index, kv_group, window)
+        """Attends for one context's rows [n, Hq, D]; they see its last row's position + 1 keys."""
+        key = ("context", index, cached.kv_group, cached.window)
         if key not in meta.derived:
             start = sum(meta.context_lens[:index])
             positions = meta.position_ids[start : start + q.shape[0]]
             # Contexts' lengths are the host's own numbers; padding up to max_kv_len is masked.
-            indices, length = _gather_indices(meta, kv_group, slice(index, index + 1))
-            meta.derived[key] = indices, _mask(positions, length, window, q.dtype)
+            indices, length = _gather_indices(meta, cached.kv_group, slice(index, index + 1))
+            meta.derived[key] = indices, _mask(positions, length, cached.window, q.dtype)
         indices, mask = meta.derived[key]
-        keys = _gather(k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
-        values = _padded(_gather(v_slots, indices), q.shape[2]).transpose(0, 1)[None]
+        keys = _gather(cached.k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
+        values = _padded(_gather(cached.v_slots, indices), q.shape[2]).transpose(0, 1)[None]
         out = masked_attention(
-            q.transpose(0, 1)[None], keys, values, mask[None, None], scale, softcap
+            q.transpose(0, 1)[None], keys, values, mask[None, None], cached.scale, cached.softcap
         )
-        return out[0, ..., : v_slots.shape[2]].transpose(0, 1)
+        return out[0, ..., : cached.v_slots.shape[2]].transpose(0, 1)
 
-    def _generation(
-        self,
-        q: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        meta: AttentionMetadata,
-        kv_group: int,
-        window: int | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """All generation rows [G*R, Hq, D]."""
+    def _generation(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
+        """Attends for all generation rows, [G*R, Hq, D] -> [G*R, Hq, Dv]."""
         num_seqs, rows = meta.num_generations, meta.rows_per_generation
-        q_heads, kv_heads, dim = q.shape[1], k_slots.shape[1], q.shape[2]
-        per_kv = q_heads // kv_heads
+        q_heads, kv_heads, dim = q.shape[1], cached.kv_heads, q.shape[2]
+        per_kv, value_dim = q_heads // kv_heads, cached.v_slots.shape[2]
         one_by_one = q.device.type == "cpu" and q.dtype != torch.float32
-        key = ("generation", kv_group, window)
+        key = ("generation", cached.kv_group, cached.window)
         if key not in meta.derived:
             first = meta.num_contexts
-            indices, length = _gather_indices(meta, kv_group, slice(first, first + num_seqs))
+            seqs = slice(first, first + num_seqs)
+            indices, length = _gather_indices(meta, cached.kv_group, seqs)
             positions = meta.position_ids[meta.num_context_tokens :]
-            mask = _mask(positions, length, window, q.dtype)  # [G*R, S]
+            mask = _mask(positions, length, cached.window, q.dtype)  # [G*R, S]
             mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
             if one_by_one:
                 mask = mask.flatten(1, 2)[:, :, None].flatten(0, 1)  # [G*R, 1, 1, S]
@@ -116,9 +94,10 @@ class TorchAttention(AttentionBackend):
                 mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
             meta.derived[key] = indices, mask
         indices, mask = meta.derived[key]
-        keys = _gather(k_slots, indices).view(num_seqs, -1, kv_heads, dim)
-        values = _padded(_gather(v_slots, indices), dim).view(num_seqs, -1, kv_heads, dim)
+        keys = _gather(cached.k_slots, indices).view(num_seqs, -1, kv_heads, dim)
+        values = _padded(_gather(cached.v_slots, indices), dim).view(num_seqs, -1, kv_heads, dim)
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [G, Hkv, S, D]
+        scale, softcap = cached.scale, cached.softcap
         if one_by_one:
             keys, values = (
                 x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1)
@@ -130,27 +109,34 @@ class TorchAttention(AttentionBackend):
             unused = -per_kv % _ALIGNED_GROUP
             if unused:
                 grouped = F.pad(grouped, (0, 0, 0, unused))
-            out = torch.cat([
-                masked_attention(
-                    grouped[part], keys[part, :, :n], values[part, :, :n], mask[part, ..., :n],
-                    scale, softcap,
-                )
-                for part, n in _own_lengths(meta, kv_group, length=keys.shape[2])
-            ])  # fmt: skip
-            out = out[:, :, :per_kv, : v_slots.shape[2]]
-            return out.reshape(num_seqs * rows, q_heads, v_slots.shape[2])
+            outs = []
+            for part, n in _shown_lengths(meta, cached.kv_group, length=keys.shape[2]):
+                shown = keys[part, :, :n], values[part, :, :n], mask[part, ..., :n]
+                outs.append(masked_attention(grouped[part], *shown, scale, softcap))
+            out = torch.cat(outs)[:, :, :per_kv, :value_dim]
+            return out.reshape(num_seqs * rows, q_heads, value_dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
         out = masked_attention(grouped, keys, values, mask, scale, softcap)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
-        return out[..., : v_slots.shape[2]].reshape(num_seqs * rows, q_heads, v_slots.shape[2])
+        return out[..., :value_dim].reshape(num_seqs * rows, q_heads, value_dim)
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
     softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """q [B, Hq, R, D], k and v [B, Hkv, S, D], mask [B or 1, 1, R, S], added or bool, None shows
-    all -> as q."""
+) -> Tensor:
+    """Returns softmax(q k^T) v under a mask, [B, Hq, R, D].
+
+    Args:
+        q: [B, Hq, R, D].
+        k, v: [B, Hkv, S, D].
+        mask: [B or 1, 1, R, S], added or bool; None shows all.
+        scale, softcap: as of `CachedLayer`.
+    """
     is_grouped = q.shape[1] != k.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -166,15 +152,15 @@ def masked_attention(
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def _own_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:
-    """Runs of a lone request's rows with the number of keys they are shown, masked ones included.
+def _shown_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:
+    """Returns runs of a lone request's rows with the number of keys they are shown, masked or not.
 
     That number must follow from a row's own position: how a sum over keys is cut into blocks
     depends on it, and so does the last bit. Of several requests all rows are shown `length`.
     """
     if meta.num_generations != 1:
         return [(slice(None), length)]
-    key = ("own lengths", kv_group)
+    key = ("shown lengths", kv_group)
     if key not in meta.derived:
         page = meta.kv_groups[kv_group].page_size
         positions = meta.position_ids[meta.num_context_tokens :].tolist()
@@ -186,21 +172,23 @@ def _own_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tu
 
 
 def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:
-    """[n * S, Hkv, D]; a view where the request's blocks lie side by side."""
+    """Returns the keys or values at some slots, [n * S, Hkv, D]; of a slice a view."""
     return slots[indices] if isinstance(indices, slice) else slots.index_select(0, indices)
 
 
 def _padded(values: Tensor, dim: int) -> Tensor:
-    """Values as wide as keys, filled up with zeros: torch's faster kernels take no others."""
+    """Returns values as wide as keys, padded with zeros: torch's faster kernels take no others."""
     return values if values.shape[-1] == dim else F.pad(values, (0, dim - values.shape[-1]))
 
 
 def _gather_indices(
     meta: AttentionMetadata, kv_group: int, seqs: slice
 ) -> tuple[Tensor | slice, int]:
-    """The slots of positions 0 … S-1 of some requests, [n * S] int64, and S, which covers the
-    host's upper bound of the lengths. On CPU, where looking costs nothing, a lone request whose
-    blocks lie side by side is a slice."""
+    """Returns the slots of positions 0 … S-1 of some requests, [n * S] int64, and S.
+
+    S covers the host's upper bound of the lengths. On CPU, where looking costs nothing, a lone
+    request whose blocks lie side by side is a slice.
+    """
     page_size = meta.kv_groups[kv_group].page_size
     pages = min(-(-meta.max_kv_len // page_size), meta.block_tables[kv_group].shape[1])
     blocks = meta.block_tables[kv_group][seqs, :pages].to(torch.int64)
@@ -214,7 +202,7 @@ def _gather_indices(
 
 
 def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """[n] positions -> additive mask [n, length]: key j is seen iff p - window < j <= p."""
+    """Returns the additive mask [n, length]: row p sees key j where p - window < j <= p."""
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     if window is not None:
