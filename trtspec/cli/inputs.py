@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import CliError
 
@@ -49,56 +48,38 @@ def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Prompt]
 
 
 def _read_file(path: Path) -> list[Prompt]:
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CliError(f"--prompt-file {path} is not UTF-8 text ({error}).") from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CliError(f"--prompt-file {path} cannot be read: {reason}.") from error
-    prompts = [
-        _parse_line(line, f"--prompt-file {path}, line {number}")
-        for number, line in enumerate(content.split("\n"), start=1)
-        if line.strip()
-    ]
+    from ..data.jsonl import LineError, read_lines
+
+    prompts = []
+    for number, line in read_lines(path, f"--prompt-file {path}", CliError):
+        try:
+            prompts.append(_parse_line(line))
+        except LineError as error:
+            raise CliError(f"--prompt-file {path}, line {number}: {error}") from error
     if not prompts:
         raise CliError(f"--prompt-file {path} has no prompts: one JSON per line, {_LINE_FORMS}.")
     return prompts
 
 
-def _parse_line(line: str, where: str) -> Prompt:
+def _parse_line(line: str) -> Prompt:
+    from ..data.jsonl import LineError, check_messages, parse_line
+
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CliError(f"{where}: not JSON ({error}). Allowed: {_LINE_FORMS}.") from error
+        value = parse_line(line)
+    except LineError as error:
+        raise LineError(f"{error}. Allowed: {_LINE_FORMS}.") from error
     if isinstance(value, dict) and set(value) == {"prompt"}:
         value = value["prompt"]
     elif isinstance(value, dict) and set(value) == {"messages"}:
-        return Prompt(_check_messages(value["messages"], where))
+        return Prompt(check_messages(value["messages"]))
     elif isinstance(value, dict):
         keys = ", ".join(repr(key) for key in value) or "none"
-        raise CliError(f"{where}: an object with the keys {keys}. Allowed: {_LINE_FORMS}.")
+        raise LineError(f"an object with the keys {keys}. Allowed: {_LINE_FORMS}.")
     if not isinstance(value, str):
-        raise CliError(f"{where}: got {type(value).__name__}. Allowed: {_LINE_FORMS}.")
+        raise LineError(f"got {type(value).__name__}. Allowed: {_LINE_FORMS}.")
     if not value.strip():
-        raise CliError(f"{where}: the prompt is empty. Give the text the model should answer.")
+        raise LineError("the prompt is empty. Give the text the model should answer.")
     return Prompt(value)
-
-
-def _check_messages(messages: Any, where: str) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise CliError(f"{where}: 'messages' must be a list of at least one message.")
-    for index, message in enumerate(messages):
-        if (
-            not isinstance(message, dict)
-            or set(message) != {"role", "content"}
-            or not all(isinstance(text, str) for text in message.values())
-        ):
-            raise CliError(
-                f"{where}: message {index} must be an object with the texts 'role' and 'content' "
-                f"and nothing else, got {json.dumps(message)[:80]}."
-            )
-    return messages
 
 
 def check_raw(prompts: Sequence[Prompt]) -> None:

@@ -6,16 +6,15 @@ One line is one conversation: `{"id": …, "category": …, "messages": [{"role"
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError
+from .jsonl import LineError, check_messages, parse_line, read_lines
 
 BUILT_IN = Path(__file__).parent / "acceptance_prompts.jsonl"
 CATEGORIES = ("chat", "code", "maths", "summarise", "translate", "rewrite")  # of the built-in set
@@ -45,22 +44,17 @@ def load_prompts(path: str | os.PathLike[str] | None = None) -> list[AcceptanceP
         ConfigError: the file cannot be read, or a line (named) is not a prompt.
     """
     file = BUILT_IN if path is None else Path(path)
-    try:
-        content = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The prompt file {file} is not UTF-8 text ({error}).") from error
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"The prompt file {file} cannot be read: {reason}.") from error
     prompts: list[AcceptancePrompt] = []
     line_of: dict[str, int] = {}
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip():
-            continue
-        prompt = _parse(line, f"{file}:{number}")
+    for number, line in read_lines(file, f"The prompt file {file}", ConfigError):
+        where = f"{file}:{number}"
+        try:
+            prompt = _parse(line)
+        except LineError as error:
+            raise ConfigError(f"{where}: {error}") from error
         if prompt.id in line_of:
             raise ConfigError(
-                f"{file}:{number}: the id {prompt.id!r} is that of line {line_of[prompt.id]} too. "
+                f"{where}: the id {prompt.id!r} is that of line {line_of[prompt.id]} too. "
                 "Give each prompt its own."
             )
         line_of[prompt.id] = number
@@ -70,45 +64,30 @@ def load_prompts(path: str | os.PathLike[str] | None = None) -> list[AcceptanceP
     return prompts
 
 
-def _parse(line: str, where: str) -> AcceptancePrompt:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not JSON ({error}).") from error
+def _parse(line: str) -> AcceptancePrompt:
+    value = parse_line(line)
     if not isinstance(value, dict) or set(value) != _KEYS:
         got = ", ".join(map(repr, value)) if isinstance(value, dict) else type(value).__name__
-        raise ConfigError(
-            f"{where}: got {got or 'no keys'}; a prompt is an object with the keys 'id', "
-            "'category' and 'messages'."
+        raise LineError(
+            f"got {got or 'no keys'}; a prompt is an object with the keys 'id', 'category' and "
+            "'messages'."
         )
     for key in ("id", "category"):
         if not isinstance(value[key], str) or not value[key].strip():
-            raise ConfigError(f"{where}: {key!r} is {value[key]!r}; it must be text.")
-    return AcceptancePrompt(value["id"], value["category"], _messages(value["messages"], where))
+            raise LineError(f"{key!r} is {value[key]!r}; it must be text.")
+    messages = check_messages(value["messages"], blank=False)
+    _check_turns([message["role"] for message in messages])
+    return AcceptancePrompt(value["id"], value["category"], tuple(messages))
 
 
-def _messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: 'messages' must be a list of at least one message.")
-    for index, message in enumerate(messages):
-        if (
-            not isinstance(message, dict)
-            or set(message) != {"role", "content"}
-            or not all(isinstance(text, str) and text.strip() for text in message.values())
-        ):
-            raise ConfigError(
-                f"{where}: message {index} must be an object with the texts 'role' and 'content' "
-                f"and nothing else, got {json.dumps(message)[:80]}."
-            )
-    roles = [message["role"] for message in messages]
+def _check_turns(roles: list[str]) -> None:
     turns = roles[1:] if roles[0] == "system" else roles
     expected = ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]
     if turns != expected or not turns or turns[-1] != "user":
-        raise ConfigError(
-            f"{where}: the roles are {', '.join(roles)}; they must be user, assistant, user, … and "
-            "end with user, after at most one system message."
+        raise LineError(
+            f"the roles are {', '.join(roles)}; they must be user, assistant, user, … and end "
+            "with user, after at most one system message."
         )
-    return tuple(dict(message) for message in messages)
 
 
 # -- keeping training data apart ---------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
+from ..data.jsonl import LineError, check_messages, parse_line, short
 from ..errors import TrtspecError
 from .unroll import Texts
 
@@ -47,10 +48,6 @@ _LINE_FORMS = (
 
 class DataError(TrtspecError, ValueError):
     """A file of training text, or a line of it, that cannot be used."""
-
-
-class _BadLine(Exception):
-    """What is wrong with one line. Says what was found and what is allowed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +225,7 @@ class TrainingText:
                     header = _check_header(record, where)
                     continue
                 example = self._example(record, header, where)
-            except (_BadLine, _Torn) as error:
+            except LineError as error:
                 if isinstance(error, _Torn) and header is not None and not is_whole:
                     logger.warning("%s ends inside a line that was being written: left out.", where)
                     break
@@ -257,10 +254,10 @@ class TrainingText:
         """The line's example, or None if it has nothing to predict."""
         if ("messages" in record) == ("input_ids" in record):
             keys = ", ".join(map(repr, record)) or "none"
-            raise _BadLine(f"an object with the keys {keys}; allowed is {_LINE_FORMS}.")
+            raise LineError(f"an object with the keys {keys}; allowed is {_LINE_FORMS}.")
         kind, temperature = _check_labels(record)
         if "messages" in record:
-            _check_messages(record["messages"])
+            check_messages(record["messages"])
             if is_measured(record["messages"]):
                 self.counts.measured += 1
                 return None
@@ -272,7 +269,7 @@ class TrainingText:
         # One comparison for both forms: a tokenizer may know more ids than the model has rows.
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise _BadLine(f"token id {wrong}; ids must be in 0 … {self.vocab_size - 1}.")
+            raise LineError(f"token id {wrong}; ids must be in 0 … {self.vocab_size - 1}.")
         is_long = self.max_len is not None and len(ids) > self.max_len
         ids, mask = ids[: self.max_len], mask[: self.max_len]
         if not any(mask):
@@ -296,7 +293,7 @@ class TrainingText:
         try:
             ids, mask = render_conversation(self.tokenizer, messages)
         except DataError as error:
-            raise _BadLine(f"{error}.") from error
+            raise LineError(f"{error}.") from error
         return ids, mask, json.dumps(messages, sort_keys=True)
 
     def _check_tokenizer(self, header: dict[str, Any] | None, where: str) -> None:
@@ -327,17 +324,17 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-class _Torn(_BadLine):
+class _Torn(LineError):
     """A line that is no JSON, as one that was cut would be."""
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise _Torn(f"not JSON in UTF-8 ({error}); allowed is {_LINE_FORMS}.") from error
+        record = parse_line(line)
+    except LineError as error:
+        raise _Torn(f"{error}; allowed is {_LINE_FORMS}.") from error
     if not isinstance(record, dict):
-        raise _BadLine(f"a JSON {type(record).__name__}, not an object; allowed is {_LINE_FORMS}.")
+        raise LineError(f"a JSON {type(record).__name__}, not an object; allowed is {_LINE_FORMS}.")
     return record
 
 
@@ -353,47 +350,23 @@ def _check_header(record: dict[str, Any], where: str) -> dict[str, Any]:
 def _check_labels(record: dict[str, Any]) -> tuple[str | None, float | None]:
     kind, temperature = record.get("kind"), record.get("temperature")
     if kind is not None and not isinstance(kind, str):
-        raise _BadLine(f"kind={kind!r}; allowed is a text.")
+        raise LineError(f"kind={kind!r}; allowed is a text.")
     if temperature is None:
         return kind, None
     if not is_number(temperature) or not (math.isfinite(temperature) and temperature >= 0):
-        raise _BadLine(f"temperature={temperature!r}; allowed is a number >= 0.")
+        raise LineError(f"temperature={temperature!r}; allowed is a number >= 0.")
     return kind, float(temperature)
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise _BadLine(f"messages={_short(messages)}; allowed is a list of at least one message.")
-    for i, message in enumerate(messages):
-        if (
-            not isinstance(message, dict)
-            or set(message) != {"role", "content"}
-            or not all(isinstance(text, str) for text in message.values())
-        ):
-            raise _BadLine(
-                f"message {i} is {_short(message)}; allowed is an object with the texts 'role' "
-                "and 'content' and nothing else."
-            )
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can hold
-            raise _BadLine(f"message {i} is not valid Unicode text ({error}).") from error
 
 
 def _check_tokens(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
     ids, mask = record["input_ids"], record.get("loss_mask")
     if not isinstance(ids, list) or set(map(type, ids)) - {int}:  # bool is a type of its own here
-        raise _BadLine(f"input_ids={_short(ids)}; allowed is a list of ints.")
+        raise LineError(f"input_ids={short(ids)}; allowed is a list of ints.")
     if not isinstance(mask, list) or set(map(type, mask)) - {int} or set(mask) - {0, 1}:
-        raise _BadLine(f"loss_mask={_short(mask)}; allowed is a list of 0 and 1.")
+        raise LineError(f"loss_mask={short(mask)}; allowed is a list of 0 and 1.")
     if len(mask) != len(ids):
-        raise _BadLine(f"{len(ids)} input_ids and a loss_mask of {len(mask)}; they must be equal.")
+        raise LineError(f"{len(ids)} input_ids and a loss_mask of {len(mask)}; they must be equal.")
     return ids, [m == 1 for m in mask]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 # -- splitting, packing ----------------------------------------------------------------------------

@@ -19,10 +19,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from ..checks import is_int
+from ..data.jsonl import LineError, check_messages, parse_line, read_lines
 from ..errors import ConfigError, RequestError
 from ..executor.request import Request
 from ..llm import LLM
@@ -109,22 +111,16 @@ def read_prompts(path: str | os.PathLike[str]) -> list[str | Messages]:
         DataError: "file:line: …" for a line that is none of these; the file cannot be read.
     """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Give a UTF-8 text file.") from error
     prompts: list[str | Messages] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path, str(path), DataError):
         if path.suffix != ".jsonl":
             prompts.append(line.strip())
             continue
         try:
-            prompts.append(_prompt_of(json.loads(line)))
-        except (ValueError, RecursionError) as error:
+            prompts.append(_prompt_of(parse_line(line)))
+        except LineError as error:
             raise DataError(
-                f"{path}:{number}: {error}. Allowed is a text, "
+                f"{path}:{number}: {str(error).rstrip('.')}. Allowed is a text, "
                 '{"prompt": "…"} or {"messages": [{"role": …, "content": …}]} with a user\'s turn.'
             ) from error
     if not prompts:
@@ -136,23 +132,18 @@ def _prompt_of(value: Any) -> str | Messages:
     if isinstance(value, dict) and "prompt" in value:
         value = value["prompt"]
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        messages: Messages = []
-        for message in value["messages"]:
-            if not (
-                isinstance(message, dict)
-                and isinstance(message.get("role"), str)
-                and isinstance(message.get("content"), str)
-            ):
-                raise ValueError(f"message {len(messages)} has no texts 'role' and 'content'")
-            if message["role"] == "assistant":
-                break
-            messages.append({"role": message["role"], "content": message["content"]})
+        given = list(takewhile(lambda message: not _is_answer(message), value["messages"]))
+        messages = check_messages(given, other_keys=True) if given else []
         if not any(message["role"] == "user" for message in messages):
-            raise ValueError("the assistant's first turn answers no user's")
+            raise LineError("the assistant's first turn answers no user's")
         return messages
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"a {type(value).__name__} without text")
+        raise LineError(f"a {type(value).__name__} without text")
     return value
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _as_messages(prompts: Sequence[str | Messages] | None) -> list[Messages] | None:
