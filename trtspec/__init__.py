@@ -1,107 +1,79 @@
 """trtspec: one-model speculative decoding workers, and an executor to run them.
 
 Names are loaded when first used, so that `import trtspec.workers` brings no model code and the
-command line starts quickly.
+command line starts quickly. A public name stands twice here: for type checkers, and by its home.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ._lazy import lazy_names
 from ._moved import MovedModules
 
 if TYPE_CHECKING:
-    from .api.embeds_prompt import EmbedsPrompt
-    from .api.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput, SpecStats
-    from .api.sampling_params import SamplingParams
-    from .config import (
-        AutoDecodingConfig,
-        CudaGraphConfig,
-        DecodingBaseConfig,
-        Drafter,
-        DraftTargetDecodingConfig,
-        EagleDecodingConfig,
-        KvCacheConfig,
-        MTPDecodingConfig,
-        NGramDecodingConfig,
-        SaveHiddenStatesDecodingConfig,
-        UserProvidedDecodingConfig,
-    )
-    from .errors import CheckpointError, ConfigError, DrafterError, RequestError, TrtspecError
-    from .executor.py_executor import PyExecutor
-    from .llm import LLM
-    from .metadata.mode import SpeculativeDecodingMode
-    from .metadata.spec import SpecMetadata
+    from .api.embeds_prompt import EmbedsPrompt as EmbedsPrompt
+    from .api.outputs import CompletionOutput as CompletionOutput
+    from .api.outputs import EngineStats as EngineStats
+    from .api.outputs import Logprob as Logprob
+    from .api.outputs import RequestOutput as RequestOutput
+    from .api.outputs import SpecStats as SpecStats
+    from .api.sampling_params import SamplingParams as SamplingParams
+    from .config import AutoDecodingConfig as AutoDecodingConfig
+    from .config import CudaGraphConfig as CudaGraphConfig
+    from .config import DecodingBaseConfig as DecodingBaseConfig
+    from .config import Drafter as Drafter
+    from .config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from .config import EagleDecodingConfig as EagleDecodingConfig
+    from .config import KvCacheConfig as KvCacheConfig
+    from .config import MTPDecodingConfig as MTPDecodingConfig
+    from .config import NGramDecodingConfig as NGramDecodingConfig
+    from .config import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
+    from .config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import DrafterError as DrafterError
+    from .errors import RequestError as RequestError
+    from .errors import TrtspecError as TrtspecError
+    from .executor.py_executor import PyExecutor as PyExecutor
+    from .llm import LLM as LLM
+    from .metadata.mode import SpeculativeDecodingMode as SpeculativeDecodingMode
+    from .metadata.spec import SpecMetadata as SpecMetadata
 
 __version__ = "0.1.0"
 
 sys.meta_path.append(MovedModules())
 
-_HOMES = {
-    "config": (
-        "AutoDecodingConfig",
-        "CudaGraphConfig",
-        "DecodingBaseConfig",
-        "DraftTargetDecodingConfig",
-        "Drafter",
-        "EagleDecodingConfig",
-        "KvCacheConfig",
-        "MTPDecodingConfig",
-        "NGramDecodingConfig",
-        "SaveHiddenStatesDecodingConfig",
-        "UserProvidedDecodingConfig",
-    ),
-    "errors": ("CheckpointError", "ConfigError", "DrafterError", "RequestError", "TrtspecError"),
-    "executor.py_executor": ("PyExecutor",),
-    "llm": ("LLM",),
-    "metadata.mode": ("SpeculativeDecodingMode",),
-    "metadata.spec": ("SpecMetadata",),
-    "api.embeds_prompt": ("EmbedsPrompt",),
-    "api.outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
-    "api.sampling_params": ("SamplingParams",),
-}
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "LLM",
-    "AutoDecodingConfig",
-    "CheckpointError",
-    "CompletionOutput",
-    "ConfigError",
-    "CudaGraphConfig",
-    "DecodingBaseConfig",
-    "DraftTargetDecodingConfig",
-    "Drafter",
-    "DrafterError",
-    "EagleDecodingConfig",
-    "EmbedsPrompt",
-    "EngineStats",
-    "KvCacheConfig",
-    "Logprob",
-    "MTPDecodingConfig",
-    "NGramDecodingConfig",
-    "PyExecutor",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SaveHiddenStatesDecodingConfig",
-    "SpecMetadata",
-    "SpecStats",
-    "SpeculativeDecodingMode",
-    "TrtspecError",
-    "UserProvidedDecodingConfig",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'trtspec' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "api.embeds_prompt": ("EmbedsPrompt",),
+        "api.outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
+        "api.sampling_params": ("SamplingParams",),
+        "config": (
+            "AutoDecodingConfig",
+            "CudaGraphConfig",
+            "DecodingBaseConfig",
+            "DraftTargetDecodingConfig",
+            "Drafter",
+            "EagleDecodingConfig",
+            "KvCacheConfig",
+            "MTPDecodingConfig",
+            "NGramDecodingConfig",
+            "SaveHiddenStatesDecodingConfig",
+            "UserProvidedDecodingConfig",
+        ),
+        "errors": (
+            "CheckpointError",
+            "ConfigError",
+            "DrafterError",
+            "RequestError",
+            "TrtspecError",
+        ),
+        "executor.py_executor": ("PyExecutor",),
+        "llm": ("LLM",),
+        "metadata.mode": ("SpeculativeDecodingMode",),
+        "metadata.spec": ("SpecMetadata",),
+    },
+)

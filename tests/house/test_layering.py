@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "trtspec"
 LAYERS = [
-    ["errors", "utils"],
+    ["errors", "utils", "_lazy"],
     ["checks"],
     ["metadata"],
     ["ops"],

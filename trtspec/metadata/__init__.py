@@ -1,16 +1,29 @@
-"""What a pass and a step are told: modes, and metadata over tensors."""
+"""What a pass and a step read: modes, and metadata over tensors.
 
-from .attention import AttentionMetadata, KVGroup
-from .mode import ModeTraits, SpeculativeDecodingMode
-from .sampling import SamplingMetadata
-from .spec import CapturedHiddenStates, SpecMetadata
+Names are loaded when first used: modes and configs need no torch.
+"""
 
-__all__ = [
-    "AttentionMetadata",
-    "CapturedHiddenStates",
-    "KVGroup",
-    "ModeTraits",
-    "SamplingMetadata",
-    "SpecMetadata",
-    "SpeculativeDecodingMode",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .attention import AttentionMetadata as AttentionMetadata
+    from .attention import KVGroup as KVGroup
+    from .mode import ModeTraits as ModeTraits
+    from .mode import SpeculativeDecodingMode as SpeculativeDecodingMode
+    from .sampling import SamplingMetadata as SamplingMetadata
+    from .spec import CapturedHiddenStates as CapturedHiddenStates
+    from .spec import SpecMetadata as SpecMetadata
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "attention": ("AttentionMetadata", "KVGroup"),
+        "mode": ("ModeTraits", "SpeculativeDecodingMode"),
+        "sampling": ("SamplingMetadata",),
+        "spec": ("CapturedHiddenStates", "SpecMetadata"),
+    },
+)
