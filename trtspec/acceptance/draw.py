@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.draft_memory import DraftMemory
+from ..metadata.step import StepContext
 from ..ops.launch.dispatch import sampling_kernels
 from ..ops.tokens.noise import NoiseStream, gumbel_noise, of_depth
 from .rejection import scaled_logits
@@ -19,8 +20,26 @@ class DraftSampler:
 
     temperatures: Tensor  # [B] float32
     seeds: Tensor  # [B] int64
-    slots: Tensor | None  # [B] int64, for the memory
+    slots: Tensor  # [B] int64, for the memory; [0] without one in a loop that has no slots
     memory: DraftMemory | None  # None: what was drawn from need not be known again
+
+    @staticmethod
+    def of(step: StepContext, memory: DraftMemory | None) -> DraftSampler:
+        """Takes each request's parameters from the first of its rows."""
+        (contexts, generations, _), sampling = step.sizes, step.sampling
+        rows = (sampling.seeds.shape[0] - contexts) // max(generations, 1)
+
+        def of_requests(values: Tensor) -> Tensor:
+            if not contexts:
+                return values[::rows]
+            return torch.cat([values[:contexts], values[contexts :: max(rows, 1)]])
+
+        return DraftSampler(
+            temperatures=of_requests(sampling.temperatures),
+            seeds=of_requests(sampling.seeds),
+            slots=step.slot_ids,
+            memory=memory,
+        )
 
     def draw(
         self, logits: Tensor, d2t: Tensor | None, last_positions: Tensor, depth: int
@@ -40,8 +59,8 @@ class DraftSampler:
         kernels = sampling_kernels(logits)
         if kernels is not None:
             return kernels.draw_drafts(
-                logits, d2t, self.temperatures, self.seeds, last_positions, depth, self.slots,
-                self.memory,
+                logits, d2t, self.temperatures, self.seeds, last_positions, depth,
+                None if self.memory is None else self.slots, self.memory,
             )  # fmt: skip
         logits = torch.where(logits.isnan(), float("-inf"), logits)
         scaled, best = scaled_logits(logits, self.temperatures)
@@ -57,7 +76,6 @@ class DraftSampler:
         is_sampled = self.temperatures > 0
         drafts = torch.where(is_sampled, (scaled + noise).argmax(-1), scaled.argmax(-1))
         if self.memory is not None:
-            assert self.slots is not None
             place = self.slots, depth
             self.memory.logits[place] = logits.to(self.memory.logits.dtype)
             self.memory.best[place], self.memory.log_sum[place] = best, log_sum

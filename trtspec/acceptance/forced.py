@@ -95,18 +95,18 @@ def force_accepted_lens(
 
 
 def forced_lens(
-    lens: Tensor, forced: float, num_contexts: int, num_drafts: int,
-    sampling: SamplingMetadata | None,
-) -> Tensor:  # fmt: skip
-    """lens [B] -> [B] int32, forced for generations; `forced` not above 0 changes nothing.
+    lens: Tensor, forced: float, num_contexts: int, num_drafts: int, sampling: SamplingMetadata
+) -> Tensor:
+    """lens [B] -> [B] int32, forced for generations.
 
     Args:
-        sampling: keys the noise behind a fraction; None draws it anew each time.
+        forced: draft tokens to accept, > 0.
+        sampling: keys the noise behind a fraction; without rows it is drawn anew each time.
     """
     generations = lens[num_contexts:]
-    if forced <= 0 or generations.shape[0] == 0:
+    if generations.shape[0] == 0:
         return lens
-    if sampling is not None:  # one row per request is enough: its first
+    if sampling.seeds.shape[0]:  # one row per request is enough: its first
         seeds = sampling.seeds[num_contexts :: num_drafts + 1]
         positions = sampling.positions[num_contexts :: num_drafts + 1]
     else:

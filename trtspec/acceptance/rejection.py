@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
 from ..ops.tokens.greedy import Accepted
@@ -71,14 +70,9 @@ class Rejection(Match):
 
     def judge(self, given: Candidates) -> Judged:
         """Exact match for greedy requests, the verdict for sampled ones."""
-        memory, sampling, slots = given.memory, given.sampling, given.spec.slot_ids
-        if memory is None or sampling is None or given.is_greedy or not given.drafts.numel():
+        memory, sampling, slots = given.memory, given.sampling, given.step.slot_ids
+        if memory is None or sampling.all_greedy or not given.drafts.numel():
             return super().judge(given)
-        if slots is None:
-            raise ConfigError(
-                "This acceptance rule looks up what drafts were drawn from: set "
-                "spec_metadata.slot_ids [B]."
-            )
         contexts, num_drafts, drafts = given.num_contexts, given.num_drafts, given.drafts
         logits, bad_rows = clean_logits(given.logits)
         tokens, lens = self.accept(given, greedy_tokens(logits))  # right for greedy requests
@@ -105,7 +99,7 @@ class Rejection(Match):
         )
 
     def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        if given.is_greedy:
+        if given.sampling.all_greedy:
             return super().by_kernel(given, forced_len)
         return sampled_kernel(given, forced_len, is_remembered=True, is_block=self.is_block)
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..metadata.sampling import rows_to_tensor
 from ..ops.tokens.accept import mask_after
 from ..ops.tokens.greedy import Accepted, RelaxedRule
@@ -40,6 +40,7 @@ class Relaxed(Rule):
     delta: float
     begin_token: int
     end_token: int
+    state_names: ClassVar[tuple[str, ...]] = (_STATE,)
 
     @property
     def drawn(self) -> Drawn:  # type: ignore[override]
@@ -55,9 +56,9 @@ class Relaxed(Rule):
 
     def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
         """For batches of greedy generations; the kernel updates the state too."""
-        if given.num_contexts or not given.is_greedy:
+        if given.num_contexts or not given.sampling.all_greedy:
             return None
-        deltas, slots = self._state_of(given)
+        deltas, slots = given.step.state[_STATE], given.step.slot_ids
         relaxed = RelaxedRule(deltas, slots, self.top_k, self.end_token)
         return greedy_kernel(given, forced_len, relaxed)
 
@@ -66,11 +67,11 @@ class Relaxed(Rule):
         contexts, (generations, num_drafts) = given.num_contexts, given.drafts.shape
         if generations == 0:
             return tokens, lens
-        deltas, slots = self._state_of(given)
+        deltas, slots = given.step.state[_STATE], given.step.slot_ids
         judging = given.logits[contexts:].view(generations, num_drafts + 1, -1)[:, :-1]
         close = relaxed_matches(judging, given.drafts, deltas[slots[contexts:]], self.top_k)
         more, more_lens = relaxed_acceptance(tokens[contexts:], given.drafts, close)
-        if given.sampling is not None:  # one row per request is enough: its first
+        if not given.sampling.all_greedy:  # one row per request is enough: its first
             is_greedy = given.sampling.temperatures[contexts :: num_drafts + 1] == 0
             more = torch.where(is_greedy[:, None], more, tokens[contexts:])
             more_lens = torch.where(is_greedy, more_lens, lens[contexts:])
@@ -88,20 +89,9 @@ class Relaxed(Rule):
         deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
 
     def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:
-        deltas, slots = self._state_of(given)
-        lens = given.spec.text_lens(lens)
+        deltas, slots = given.step.state[_STATE], given.step.slot_ids
+        lens = given.step.text_lens(lens)
         deltas[slots] = next_deltas(deltas[slots], tokens, lens, self.end_token)
-
-    @staticmethod
-    def _state_of(given: Candidates) -> tuple[Tensor, Tensor]:
-        """(deltas [S+1], slots [B])."""
-        spec = given.spec
-        if spec.slot_ids is None or _STATE not in spec.state:
-            raise ConfigError(
-                "Relaxed acceptance needs to know who is thinking: set spec_metadata.state to what "
-                "allocate_state returned, call admit for each request, and set slot_ids [B]."
-            )
-        return spec.state[_STATE], spec.slot_ids
 
 
 def delta_of_text(

@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
-from ..metadata.spec import SpecMetadata
+from ..metadata.step import StepContext
 from ..ops.launch.dispatch import sampling_kernels
 from ..ops.tokens.accept import mask_after
 from ..ops.tokens.greedy import MAX_ROWS_PER_REQUEST, Accepted, RelaxedRule, accept_greedy
@@ -38,11 +39,14 @@ class Candidates:
 
     logits: Tensor  # [C + G*(K'+1), V], masked and shaped
     drafts: Tensor  # [G, K'] int32, -1 is "no draft here"
-    num_contexts: int
     max_draft_len: int  # K
-    sampling: SamplingMetadata | None  # one row per row of logits; None: every request is greedy
     memory: DraftMemory | None  # what the drafts were drawn from, where somebody remembered it
-    spec: SpecMetadata
+    step: StepContext
+
+    @property
+    def num_contexts(self) -> int:
+        """C."""
+        return self.step.sizes.num_contexts
 
     @property
     def num_drafts(self) -> int:
@@ -50,8 +54,9 @@ class Candidates:
         return self.drafts.shape[1]
 
     @property
-    def is_greedy(self) -> bool:
-        return self.sampling is None or self.sampling.all_greedy
+    def sampling(self) -> SamplingMetadata:
+        """One row per row of logits; perhaps none where all requests are greedy."""
+        return self.step.sampling
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Rule(ABC):
     """
 
     drawn: Drawn = Drawn.BEST
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """What `allocate_state` makes."""
 
     @property
     def keeps_seeded_text(self) -> bool:
@@ -148,17 +155,15 @@ def sampled_kernel(
         is_block: judge the drafts of a request together.
     """
     kernels, sampling = sampling_kernels(given.logits), given.sampling
-    if kernels is None or sampling is None or given.num_drafts >= MAX_ROWS_PER_REQUEST:
+    if kernels is None or given.num_drafts >= MAX_ROWS_PER_REQUEST:
         return None
-    memory = given.memory if is_remembered else None
-    slots = given.spec.slot_ids
     if sampling.temperatures.shape[0] != given.logits.shape[0]:
         return None
-    if memory is not None and slots is None:
-        return None
+    memory = given.memory if is_remembered else None
     return kernels.accept_sampled(
         given.logits, given.drafts, given.num_contexts, given.max_draft_len, sampling,
-        forced_len=forced_len, memory=memory, slots=slots, is_block=is_block,
+        forced_len=forced_len, memory=memory,
+        slots=None if memory is None else given.step.slot_ids, is_block=is_block,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class Match(Rule):
         return strict_acceptance(tokens, given.drafts, given.num_contexts)
 
     def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        if given.is_greedy:
+        if given.sampling.all_greedy:
             return greedy_kernel(given, forced_len)
         return sampled_kernel(given, forced_len)
 

@@ -9,6 +9,8 @@ hands: these three are then called one by one, and no kernel stands for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,6 +23,7 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.logits import LogitsState
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
+from ..metadata.step import StepNeeds, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted
 from ..ops.tokens.penalties import count_output, shape_logits
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
@@ -101,46 +104,49 @@ class Verification(nn.Module):
         """
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
         drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
-        with spec_metadata.rows_of_step(num_contexts, *drafts.shape):
-            return self._sample_and_accept(
-                logits, drafts, num_contexts, spec_metadata, is_guided=is_guided
-            )
-
-    def _sample_and_accept(
-        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec: SpecMetadata,
-        *, is_guided: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.guided_decoder is not None and not is_guided:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
-        shaping = spec.logits_state
-        if shaping is not None:
-            logits = self._shaped(logits, drafts, spec, shaping)
-        given = Candidates(
-            logits=logits,
-            drafts=drafts,
-            num_contexts=num_contexts,
-            max_draft_len=self.max_draft_len,
-            sampling=spec.sampling_rows(logits.shape[0]),
-            memory=self.draft_memory,
-            spec=spec,
-        )
-        accepted = self._judge(given)
-        tokens, lens = accepted.tokens, accepted.lens
-        self.after_acceptance(tokens[:, : drafts.shape[1] + 1], lens, num_contexts, spec)
-        if shaping is not None:
-            assert spec.slot_ids is not None
-            count_output(shaping, spec.slot_ids, tokens, spec.text_lens(lens))
-        spec.bad_requests = accepted.bad_requests
-        spec.num_accepted_draft_tokens = accepted.num_accepted_drafts
+        with self._candidates(logits, drafts, num_contexts, spec_metadata) as given:
+            given.step.require(self.step_needs)
+            if given.step.logits_state is not None:
+                given = replace(given, logits=_shaped(given, given.step.logits_state))
+            accepted = self._judge(given, spec_metadata)
+            tokens, lens = accepted.tokens, accepted.lens
+            verified = tokens[:, : drafts.shape[1] + 1]
+            self.after_acceptance(verified, lens, num_contexts, spec_metadata)
+        step = given.step
+        if step.logits_state is not None:
+            count_output(step.logits_state, step.slot_ids, tokens, step.text_lens(lens))
+        spec_metadata.bad_requests = accepted.bad_requests
+        spec_metadata.num_accepted_draft_tokens = accepted.num_accepted_drafts
         return tokens, lens
 
-    def _judge(self, given: Candidates) -> Accepted:
+    @property
+    def step_needs(self) -> StepNeeds:
+        """What accepting reads by slot."""
+        return StepNeeds(self.rule.state_names, self.draft_memory is not None)
+
+    @contextmanager
+    def _candidates(
+        self, logits: Tensor, drafts: Tensor, num_contexts: int, spec: SpecMetadata
+    ) -> Iterator[Candidates]:
+        sizes = StepSizes(num_contexts, *drafts.shape)
+        with spec.step(sizes, self.max_draft_len, logits.device) as step:
+            yield Candidates(
+                logits=logits,
+                drafts=drafts,
+                max_draft_len=self.max_draft_len,
+                memory=self.draft_memory,
+                step=step,
+            )
+
+    def _judge(self, given: Candidates, spec: SpecMetadata) -> Accepted:
         """Applies the rule, or what a subclass has put in the place of its parts."""
         rule, forced = self.rule, self.force_num_accepted_tokens
         if not self.judges_itself and not self.forces_itself:
             return (Forced(rule, forced) if forced > 0 else rule).apply(given)
-        contexts, num_drafts, spec = given.num_contexts, given.num_drafts, given.spec
+        contexts, num_drafts = given.num_contexts, given.num_drafts
         if self.judges_itself:
             target, bad_rows = self.sample_target_tokens(given.logits, spec)
             judged = Judged(
@@ -150,17 +156,6 @@ class Verification(nn.Module):
             judged = rule.judge(given)
         lens = self.apply_forced_acceptance(judged.lens, contexts, num_drafts, spec)
         return rule.finish(given, replace(judged, lens=lens))
-
-    @staticmethod
-    def _shaped(logits: Tensor, drafts: Tensor, spec: SpecMetadata, shaping: LogitsState) -> Tensor:
-        if spec.slot_ids is None or spec.sampling is None:
-            raise ConfigError(
-                "spec_metadata.logits_state needs slot_ids [B] and sampling: set both."
-            )
-        rows = spec.sampling
-        return shape_logits(
-            shaping, logits, spec.slot_ids, drafts, rows.positions, rows.temperatures
-        )
 
     # -- what a subclass may write anew --------------------------------------------------------
     def accept(
@@ -181,16 +176,8 @@ class Verification(nn.Module):
             (tokens [B, K'+1] int32, what comes out at each position if it is reached; lens [B]
             int32).
         """
-        given = Candidates(
-            logits=logits,
-            drafts=drafts,
-            num_contexts=num_contexts,
-            max_draft_len=self.max_draft_len,
-            sampling=spec_metadata.sampling_rows(logits.shape[0]),
-            memory=self.draft_memory,
-            spec=spec_metadata,
-        )
-        return self.rule.accept(given, tokens)
+        with self._candidates(logits, drafts, num_contexts, spec_metadata) as given:
+            return self.rule.accept(given, tokens)
 
     def after_acceptance(
         self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
@@ -213,6 +200,8 @@ class Verification(nn.Module):
             return lens
         num_rows = num_contexts + (lens.shape[0] - num_contexts) * (num_drafts + 1)
         sampling = None if spec_metadata is None else spec_metadata.sampling_rows(num_rows)
+        if sampling is None:
+            sampling = no_sampling(lens.device)
         return forced_lens(lens, forced, num_contexts, num_drafts, sampling)
 
     def _check_shapes(
@@ -242,3 +231,11 @@ class Verification(nn.Module):
                 "K+1 per generation."
             )
         return drafts
+
+
+def _shaped(given: Candidates, shaping: LogitsState) -> Tensor:
+    """The logits [C + G*(K'+1), V] with what their requests ask of them."""
+    rows = given.sampling
+    return shape_logits(
+        shaping, given.logits, given.step.slot_ids, given.drafts, rows.positions, rows.temperatures
+    )

@@ -14,7 +14,7 @@ import torch
 from ..models.decoder import Decoder
 from ..state.kv_cache import KVCacheManager
 from ..utils import to_device
-from .inputs import StepInputs
+from .inputs import ContextRows, StepInputs
 from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
@@ -107,14 +107,17 @@ class ContextInputs:
         return StepInputs(
             slot_ids=slots,
             block_tables=tuple(tables),
-            context_ids=ids,
-            context_positions=positions,
-            context_rows=rows,
-            context_ends=ends,
-            last_context_rows=last,
-            next_prompt_tokens=following.to(torch.int32),
-            context_lens=(tokens, *[0] * (contexts - 1)),
-            context_starts=(0,) * contexts,
+            contexts=ContextRows(
+                ids=ids,
+                positions=positions,
+                owners=rows,
+                ends=ends,
+                last_rows=last,
+                next_prompt_tokens=following.to(torch.int32),
+                lens=(tokens, *[0] * (contexts - 1)),
+                starts=(0,) * contexts,
+                is_padded=True,
+            ),
             num_generations=0,
             num_drafts=num_drafts,
             max_kv_len=self.max_seq_len,

@@ -22,16 +22,15 @@ def draft_in_passes(
     """Modes EAGLE3 and MTP_EAGLE: the same passes as the one-model worker's, each launched from
     here after the step. One pass for each item; the last leaves the proposals in the slots."""
     assert isinstance(worker, Eagle3OneModelWorker)
-    spec, count = inputs.spec_metadata, worker.num_passes(inputs)
-    assert spec.slot_ids is not None
+    step, count = inputs.step, worker.num_passes(inputs)
     chain = worker.first_pass(inputs)
     for _ in range(1, count):
         yield
         chain = worker.next_pass(chain)
     drafts = chain.draft_tokens(worker.max_draft_len)
-    if spec.runtime_draft_len is not None:
-        drafts[:, spec.runtime_draft_len :] = -1
-    state.next_tokens[spec.slot_ids, 1:] = drafts
+    if step.draft_len < worker.max_draft_len:
+        drafts[:, step.draft_len :] = -1
+    state.next_tokens[step.slot_ids, 1:] = drafts
     yield
 
 

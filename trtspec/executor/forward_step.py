@@ -45,9 +45,8 @@ def forward_step(
     hidden = target(
         tensors.input_ids, meta.position_ids, meta, capture=spec, inputs_embeds=spec.inputs_embeds
     )
-    assert spec.gather_ids is not None and spec.slot_ids is not None
     # A step without contexts has logits at every row: nothing to gather.
-    logits = target.compute_logits(hidden[spec.gather_ids] if meta.num_contexts else hidden)
+    logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
     arguments = (
         tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
     )  # fmt: skip
@@ -63,20 +62,24 @@ def forward_step(
     # that nobody reads: the following chunk overwrites it.
     contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
     save_step(
-        spec.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],
+        tensors.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],
         new_tokens[contexts:], state.past_lens, state.next_tokens,
     )  # fmt: skip
     if contexts:
-        slots = spec.slot_ids[:contexts]
-        state.past_lens[slots] = meta.position_ids[spec.gather_ids[:contexts]] + 1
+        slots = tensors.slot_ids[:contexts]
+        state.past_lens[slots] = meta.position_ids[tensors.gather_ids[:contexts]] + 1
         state.next_tokens[slots] = new_tokens[:contexts]
-    assert spec.bad_requests is not None
     saved = None
     if mode.is_save_hidden_states():
-        captured = spec.draft_hidden_states(None, meta.num_tokens)
-        assert captured is not None
-        saved = torch.cat([captured, hidden], dim=-1)
+        saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
     logprobs = None
     if num_logprobs is not None:
         logprobs = token_logprobs(logits, outputs["new_tokens"], contexts, num_logprobs)
-    return StepOutputs(outputs["new_tokens"], lens, spec.bad_requests, saved, to_draft, logprobs)
+    return StepOutputs(
+        new_tokens=outputs["new_tokens"],
+        new_tokens_lens=lens,
+        bad_requests=spec.marked_requests(),
+        hidden_states=saved,
+        draft_inputs=to_draft,
+        logprobs=logprobs,
+    )

@@ -28,7 +28,7 @@ from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from .context_inputs import ContextInputs
 from .forward_step import StepOutputs
-from .inputs import StepInputs
+from .inputs import ContextRows, StepInputs
 from .request import ContextChunk, Request
 
 logger = logging.getLogger(__name__)
@@ -246,18 +246,10 @@ class CudaGraphs:
         for width in self.widths:
             tables.append(rows[:, start : start + width])
             start += width
-        none = torch.empty(0, dtype=torch.int64, device=self.device)
         return StepInputs(
             slot_ids=rows[:, 0].to(torch.int64),
             block_tables=tuple(tables),
-            context_ids=none,
-            context_positions=none,
-            context_rows=none,
-            context_ends=none,
-            last_context_rows=None,
-            next_prompt_tokens=None,
-            context_lens=(),
-            context_starts=(),
+            contexts=ContextRows.none(self.device),
             num_generations=key.batch_size,
             num_drafts=key.num_drafts,
             max_kv_len=self.max_seq_len,

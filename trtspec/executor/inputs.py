@@ -23,7 +23,41 @@ from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..utils import rows_to_tensor, to_device
 from .embeds import context_rope_positions, image_rows, reread_embeds, row_embeds
-from .request import ScheduledBatch
+from .request import ContextChunk, ScheduledBatch
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """The part of a pass that reads prompts: T_ctx rows of C contexts."""
+
+    ids: Tensor  # [T_ctx] int64
+    positions: Tensor  # [T_ctx] int64
+    owners: Tensor  # [T_ctx] int64, the context (row of the batch) of each token, -1 padding
+    ends: Tensor  # [C] int64, KV length after this pass
+    last_rows: Tensor  # [C] int64, each context's last row
+    next_prompt_tokens: Tensor  # [C] int32, -1 at the prompt's end
+    lens: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    is_padded: bool = False  # `lens` say no more than how many contexts and rows there are
+    inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
+    next_inputs_embeds: RowEmbeds | None = None
+    reread_embeds: RereadEmbeds | None = None
+    rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is positions
+    images: tuple[ImageRows, ...] = ()  # as in AttentionMetadata
+
+    @staticmethod
+    def none(device: torch.device) -> ContextRows:
+        """Of a pass over generations alone."""
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return ContextRows(
+            ids=empty, positions=empty, owners=empty, ends=empty, last_rows=empty,
+            next_prompt_tokens=empty,
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        """T_ctx."""
+        return sum(self.lens)
 
 
 @dataclass(frozen=True)
@@ -32,14 +66,7 @@ class StepInputs:
 
     slot_ids: Tensor  # [B] int64
     block_tables: tuple[Tensor, ...]  # per KV group [B, M] int32
-    context_ids: Tensor  # [T_ctx] int64
-    context_positions: Tensor  # [T_ctx] int64
-    context_rows: Tensor  # [T_ctx] int64, the request (row of the batch) of each token, -1 padding
-    context_ends: Tensor  # [C] int64, KV length after this pass
-    last_context_rows: Tensor | None  # as in AttentionMetadata; None: context_lens is the truth
-    next_prompt_tokens: Tensor | None  # [C] int32, None without contexts
-    context_lens: tuple[int, ...]
-    context_starts: tuple[int, ...]
+    contexts: ContextRows
     num_generations: int
     num_drafts: int  # K'
     max_kv_len: int
@@ -48,11 +75,6 @@ class StepInputs:
     has_filters: bool
     num_logprobs: int | None = None
     shapes_logits: bool = False
-    inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
-    next_inputs_embeds: RowEmbeds | None = None
-    reread_embeds: RereadEmbeds | None = None
-    context_rope_positions: Tensor | None = None  # [3, T_ctx] int64; None is context_positions
-    images: tuple[ImageRows, ...] = ()  # as in AttentionMetadata
     is_cuda_graph: bool = False
 
 
@@ -78,41 +100,49 @@ def build_inputs(
         num_rewritten: the worker's `num_rewritten_tokens`.
     """
     chunks, requests = batch.contexts, batch.requests
-    lens = tuple(chunk.end - chunk.start for chunk in chunks)
     bounds = [c.end for c in chunks] + [r.past_upper + num_drafts + 1 for r in batch.generations]
-    greedy = all(r.sampling_params.is_greedy for r in requests)
-
-    def ints(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return rows_to_tensor(values, dtype, device)
-
+    contexts = ContextRows.none(device)
+    if chunks:
+        contexts = _context_rows(chunks, num_rewritten, device)
     return StepInputs(
-        slot_ids=ints([r.slot for r in requests]),
+        slot_ids=rows_to_tensor([r.slot for r in requests], torch.int64, device),
         block_tables=tuple(
             to_device(table, device)
             for table in kv_cache.block_tables([r.request_id for r in requests])
         ),
-        context_ids=ints([token for c in chunks for token in c.token_ids]),
-        context_positions=ints([p for c in chunks for p in range(c.start, c.end)]),
-        context_rows=ints([i for i, n in enumerate(lens) for _ in range(n)]),
-        context_ends=ints([c.end for c in chunks]),
-        last_context_rows=None,
-        next_prompt_tokens=ints([c.next_prompt_token for c in chunks], torch.int32)
-        if chunks
-        else None,
-        context_lens=lens,
-        context_starts=tuple(chunk.start for chunk in chunks),
+        contexts=contexts,
         num_generations=len(batch.generations),
         num_drafts=num_drafts,
         max_kv_len=max(bounds),
         request_ids=[r.request_id for r in requests],
-        all_greedy=greedy,
+        all_greedy=all(r.sampling_params.is_greedy for r in requests),
         has_filters=any(r.sampling_params.has_filters for r in requests),
         num_logprobs=batch.num_logprobs,
         shapes_logits=batch.shapes_logits,
+    )
+
+
+def _context_rows(
+    chunks: list[ContextChunk], num_rewritten: int, device: torch.device
+) -> ContextRows:
+    lens = tuple(chunk.end - chunk.start for chunk in chunks)
+
+    def ints(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return rows_to_tensor(values, dtype, device)
+
+    return ContextRows(
+        ids=ints([token for c in chunks for token in c.token_ids]),
+        positions=ints([p for c in chunks for p in range(c.start, c.end)]),
+        owners=ints([i for i, n in enumerate(lens) for _ in range(n)]),
+        ends=ints([c.end for c in chunks]),
+        last_rows=ints([end - 1 for end in accumulate(lens)]),
+        next_prompt_tokens=ints([c.next_prompt_token for c in chunks], torch.int32),
+        lens=lens,
+        starts=tuple(chunk.start for chunk in chunks),
         inputs_embeds=row_embeds(chunks, 0, device),
         next_inputs_embeds=row_embeds(chunks, 1, device),
         reread_embeds=reread_embeds(chunks, num_rewritten, device),
-        context_rope_positions=context_rope_positions(chunks, device),
+        rope_positions=context_rope_positions(chunks, device),
         images=image_rows(chunks),
     )
 
@@ -122,6 +152,8 @@ class StepTensors:
     """What one pass reads."""
 
     input_ids: Tensor  # [T] int64
+    slot_ids: Tensor  # [B] int64
+    gather_ids: Tensor  # [C + G*(K'+1)] int64, the rows that get logits
     attn_metadata: AttentionMetadata
     spec_metadata: SpecMetadata
 
@@ -138,7 +170,8 @@ def assemble(
     Args:
         runtime_draft_len: drafts to propose for the next step, None is K.
     """
-    contexts, rows = len(inputs.context_lens), inputs.num_drafts + 1
+    prompts, rows = inputs.contexts, inputs.num_drafts + 1
+    contexts = len(prompts.lens)
     max_seq_len = engine.max_seq_len
     step, drafts = gather_step_inputs(
         inputs.slot_ids[contexts:],
@@ -149,21 +182,21 @@ def assemble(
         kv_cache.page_size,
         rows,
         max_seq_len,
-        first_row=sum(inputs.context_lens),
+        first_row=prompts.num_tokens,
     )
     if contexts:
         step = _with_contexts(step, inputs, state, kv_cache.page_size, max_seq_len)
     deltas = None if state.rope_deltas is None else state.rope_deltas[inputs.slot_ids]
     attn_metadata = AttentionMetadata(
-        context_lens=inputs.context_lens,
-        context_starts=inputs.context_starts,
-        last_context_rows=inputs.last_context_rows,
+        context_lens=prompts.lens,
+        context_starts=prompts.starts,
+        last_context_rows=prompts.last_rows if prompts.is_padded else None,
         num_generations=inputs.num_generations,
         rows_per_generation=rows,
         position_ids=step.position_ids,
         rope_position_ids=_rope_positions(step, inputs, deltas),
         rope_deltas=deltas,
-        images=inputs.images,
+        images=prompts.images,
         kv_lens=step.kv_lens,
         max_kv_len=min(inputs.max_kv_len, max_seq_len),
         kv_groups=kv_cache.groups,
@@ -182,14 +215,14 @@ def assemble(
         num_generations=inputs.num_generations,
         num_tokens=step.position_ids.shape[0],
         request_ids=inputs.request_ids,
-        seq_lens=[*inputs.context_lens, *([rows] * inputs.num_generations)],
+        seq_lens=[*prompts.lens, *([rows] * inputs.num_generations)],
         draft_tokens=drafts,
         gather_ids=step.gather_ids,
         slot_ids=inputs.slot_ids,
-        next_prompt_tokens=inputs.next_prompt_tokens,
-        inputs_embeds=inputs.inputs_embeds,
-        next_inputs_embeds=inputs.next_inputs_embeds,
-        reread_embeds=inputs.reread_embeds,
+        next_prompt_tokens=prompts.next_prompt_tokens if contexts else None,
+        inputs_embeds=prompts.inputs_embeds,
+        next_inputs_embeds=prompts.next_inputs_embeds,
+        reread_embeds=prompts.reread_embeds,
         sampling=SamplingMetadata(
             **step.sampling._asdict(),
             positions=step.next_positions,
@@ -202,7 +235,13 @@ def assemble(
         state=state.worker,
         device=inputs.slot_ids.device,
     )
-    return StepTensors(step.input_ids, attn_metadata, spec_metadata)
+    return StepTensors(
+        input_ids=step.input_ids,
+        slot_ids=inputs.slot_ids,
+        gather_ids=step.gather_ids,
+        attn_metadata=attn_metadata,
+        spec_metadata=spec_metadata,
+    )
 
 
 def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -> Tensor | None:
@@ -210,9 +249,9 @@ def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -
     each, their place."""
     if deltas is None:
         return None
-    tokens, contexts = sum(inputs.context_lens), len(inputs.context_lens)
+    tokens, contexts = inputs.contexts.num_tokens, len(inputs.contexts.lens)
     rows = step.position_ids[tokens:].view(-1, inputs.num_drafts + 1) + deltas[contexts:, None]
-    generations, prompts = rows.clamp_min(0).flatten(), inputs.context_rope_positions
+    generations, prompts = rows.clamp_min(0).flatten(), inputs.contexts.rope_positions
     if prompts is None:
         return torch.cat([step.position_ids[:tokens], generations])
     return torch.cat([prompts, generations.expand(3, -1)], dim=1)
@@ -222,18 +261,15 @@ def _with_contexts(
     step: StepRows, inputs: StepInputs, state: SlotState, page_size: int, max_seq_len: int
 ) -> StepRows:
     """The generations' rows with the contexts' in front; a context has logits at its last row."""
-    slots = inputs.slot_ids[: len(inputs.context_lens)]
-    last_rows = inputs.last_context_rows
-    if last_rows is None:
-        ends = [end - 1 for end in accumulate(inputs.context_lens)]
-        last_rows = rows_to_tensor(ends, torch.int64, slots.device)
-    positions = inputs.context_positions
-    kv_lens = inputs.context_ends.clamp(max=max_seq_len).to(torch.int32)
+    contexts = inputs.contexts
+    slots = inputs.slot_ids[: len(contexts.lens)]
+    positions, last_rows = contexts.positions, contexts.last_rows
+    kv_lens = contexts.ends.clamp(max=max_seq_len).to(torch.int32)
     return StepRows(
-        input_ids=torch.cat([inputs.context_ids, step.input_ids]),
+        input_ids=torch.cat([contexts.ids, step.input_ids]),
         position_ids=torch.cat([positions, step.position_ids]),
         slot_mappings=tuple(
-            torch.cat([_context_slots(table, inputs, page_size), generations])
+            torch.cat([_context_slots(table, contexts, page_size), generations])
             for table, generations in zip(inputs.block_tables, step.slot_mappings, strict=True)
         ),
         kv_lens=torch.cat([kv_lens, step.kv_lens]),
@@ -243,11 +279,11 @@ def _with_contexts(
     )
 
 
-def _context_slots(table: Tensor, inputs: StepInputs, page_size: int) -> Tensor:
+def _context_slots(table: Tensor, contexts: ContextRows, page_size: int) -> Tensor:
     """[T_ctx] int64. Context positions are inside the maximum and reserved; the host saw to it."""
-    rows, positions = inputs.context_rows, inputs.context_positions
-    block = table[rows, positions // page_size].to(torch.int64)
+    owners, positions = contexts.owners, contexts.positions
+    block = table[owners, positions // page_size].to(torch.int64)
     slots = block * page_size + positions % page_size
-    if inputs.last_context_rows is not None:  # row -1, the last one's, is harmless to look up
-        slots = torch.where(rows < 0, -1, slots)
+    if contexts.is_padded:  # row -1, the last one's, is harmless to look up
+        slots = torch.where(owners < 0, -1, slots)
     return slots

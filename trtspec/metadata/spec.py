@@ -28,6 +28,7 @@ from .sampling import (
     SamplingMetadata,
     request_sampling_params,
 )
+from .step import StepContext, StepSizes
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class SpecMetadata:
     captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Per-slot state a worker keeps between steps, by name; owned by the executor."""
+    _step: StepContext | None = field(default=None, init=False, repr=False)
     _rows: SamplingMetadata | None = field(default=None, init=False, repr=False)
     _next_positions: Tensor | None = field(default=None, init=False, repr=False)
     _slot_buffer: Tensor | None = field(default=None, init=False, repr=False)
@@ -156,14 +158,35 @@ class SpecMetadata:
         """What the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
         return final if self.captured is None else self.captured.buffer[:num_tokens]
 
-    def text_lens(self, lens: Tensor) -> Tensor:
-        """lens [B] of accepted tokens -> those that are text: 0 for a context that ends inside its
-        prompt, whose next token is known already."""
-        following = self.next_prompt_tokens
-        if following is None:
-            return lens
-        contexts = following.shape[0]
-        return torch.cat([lens[:contexts].masked_fill(following >= 0, 0), lens[contexts:]])
+    def captured_rows(self, num_tokens: int, layers: tuple[int, ...] = ()) -> Tensor:
+        """The captured layers of this pass, [T, n * D].
+
+        Args:
+            layers: whose reader asks for them, for the message.
+
+        Raises:
+            ConfigError: nothing was captured.
+        """
+        if self.captured is None:
+            raise ConfigError(
+                f"The head reads target layers {list(layers)}: set spec_metadata.captured to a "
+                "CapturedHiddenStates with these layers before the target's forward, and call "
+                "maybe_capture_hidden_states after each layer."
+            )
+        return self.captured.buffer[:num_tokens]
+
+    def marked_requests(self) -> Tensor:
+        """`bad_requests` [B] bool, once the worker has written it.
+
+        Raises:
+            ConfigError: the worker has not.
+        """
+        if self.bad_requests is None:
+            raise ConfigError(
+                "The worker has not set spec_metadata.bad_requests [B] bool: accept by "
+                "_sample_and_accept_draft_tokens_base, or set it in forward."
+            )
+        return self.bad_requests
 
     def sampling_rows(self, num_rows: int) -> SamplingMetadata | None:
         """The sampling parameters of `num_rows` logits rows; None is argmax everywhere.
@@ -179,19 +202,39 @@ class SpecMetadata:
             return self.sampling
         if self._rows is not None:
             return self._rows
-        return self._rows_of_step(num_rows, 0, 0)
+        return self.sampling_of_step(StepSizes(num_rows, 0, 0))
+
+    @contextmanager
+    def step(
+        self, sizes: StepSizes, max_draft_len: int, device: torch.device
+    ) -> Iterator[StepContext]:
+        """Converts this metadata to what a worker reads. While it lasts, `sampling_rows` are those
+        of the step; inside another one of the same sizes it is that one.
+
+        Args:
+            max_draft_len, device: the worker's K, and where its logits are.
+        """
+        outer, rows = self._step, self._rows
+        if outer is None or outer.sizes != sizes:
+            self._step = StepContext.of(self, sizes, max_draft_len, device)
+            self._rows = self._step.sampling if self._step.has_sampling else None
+        assert self._step is not None
+        try:
+            yield self._step
+        finally:
+            self._step, self._rows = outer, rows
 
     @contextmanager
     def rows_of_step(
         self, num_contexts: int, num_generations: int, num_drafts: int
     ) -> Iterator[None]:
         """While it lasts, `sampling_rows` are those of C + G*(K'+1) logits rows, drawn once."""
-        if self.sampling is None and self.allow_advanced_sampling:
-            self._rows = self._rows_of_step(num_contexts, num_generations, num_drafts)
+        outer = self._rows
+        self._rows = self.sampling_of_step(StepSizes(num_contexts, num_generations, num_drafts))
         try:
             yield
         finally:
-            self._rows = None
+            self._rows = outer
 
     @contextmanager
     def keyed_by(self, next_positions: Tensor | None) -> Iterator[None]:
@@ -202,13 +245,15 @@ class SpecMetadata:
         finally:
             self._next_positions = None
 
-    def _rows_of_step(
-        self, num_contexts: int, num_generations: int, num_drafts: int
-    ) -> SamplingMetadata | None:
+    def sampling_of_step(self, sizes: StepSizes) -> SamplingMetadata | None:
+        """The sampling parameters of a step's rows, drawn anew where `sampling_rows` draws."""
+        if self.sampling is not None or not self.allow_advanced_sampling:
+            return self.sampling
         temperatures, top_ks, top_ps = self.temperatures, self.top_ks, self.top_ps
         if temperatures is None or top_ks is None or top_ps is None:
             return None
-        count = num_contexts + num_generations * (num_drafts + 1)
+        num_contexts, num_generations, num_drafts = sizes
+        count = sizes.num_rows
         stride = self.max_draft_len + 1  # between the first rows of two generations, as populated
 
         def of_step(rows: Tensor) -> Tensor:

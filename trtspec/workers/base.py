@@ -28,6 +28,7 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.spec import SpecMetadata
+from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
 from ..utils import to_device
@@ -47,6 +48,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         ConfigError: the subclass writes neither `draft` nor `forward`.
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """What `draft` reads of the tensors that `allocate_state` makes."""
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
     _memory_sizes = 0, 0
@@ -161,14 +164,20 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> DraftInputs:
         """The first half of `forward`: the tokens of this step, and what drafting starts from."""
-        num_contexts, batch_size = _batch_shape(attn_metadata, spec_metadata)
-        drafts = spec_metadata.draft_tokens
+        num_contexts, batch_size = batch_shape(attn_metadata, spec_metadata)
+        generations, drafts = batch_size - num_contexts, spec_metadata.draft_tokens
         if drafts is None:
-            drafts = torch.empty(
-                (batch_size - num_contexts, 0), dtype=torch.int32, device=logits.device
-            )
+            drafts = torch.empty((generations, 0), dtype=torch.int32, device=logits.device)
+        # Without generations a buffer may hold anything; K' is then of no consequence.
+        num_drafts = drafts.numel() // generations if generations else self.max_draft_len
+        sizes = StepSizes(num_contexts, generations, num_drafts)
+        positions = next_positions(position_ids, attn_metadata, spec_metadata)
         self._memory_sizes = spec_metadata.slot_capacity, logits.shape[-1]
-        with spec_metadata.keyed_by(_next_positions(position_ids, attn_metadata, spec_metadata)):
+        with (
+            spec_metadata.keyed_by(positions),
+            spec_metadata.step(sizes, self.max_draft_len, logits.device) as step,
+        ):
+            step.require(StepNeeds(self.state_names))
             accepted, lens = self.sample_and_accept_draft_tokens(
                 logits, drafts, num_contexts, batch_size, spec_metadata
             )
@@ -183,6 +192,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             spec_metadata=spec_metadata,
             draft_model=draft_model,
             num_contexts=num_contexts,
+            step=step,
         )
 
     def put_known_tokens(
@@ -199,11 +209,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         self, logits: Tensor, inputs: DraftInputs, next_drafts: Tensor
     ) -> dict[str, Tensor]:
         """The dictionary that `forward` returns; next_drafts [B, K]."""
-        runtime = inputs.spec_metadata.runtime_draft_len
-        if runtime is not None and runtime < self.max_draft_len:
-            next_drafts = nn.functional.pad(
-                next_drafts[:, :runtime], (0, self.max_draft_len - runtime), value=-1
-            )
+        draft_len, unused = inputs.step.draft_len, self.max_draft_len - inputs.step.draft_len
+        if unused > 0:
+            next_drafts = nn.functional.pad(next_drafts[:, :draft_len], (0, unused), value=-1)
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
         return {
             "logits": logits,
@@ -234,7 +242,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> dict[str, Tensor | None]:
         """Placeholders of the right shapes for a rank that has no logits; lengths are 1."""
-        _, batch = _batch_shape(attn_metadata, spec_metadata)
+        _, batch = batch_shape(attn_metadata, spec_metadata)
         device, k = input_ids.device, self.max_draft_len
 
         drafts = torch.full((batch, k), -1, dtype=torch.int32, device=device)
@@ -250,37 +258,15 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     # -- building blocks of drafters -----------------------------------------------------------
     def draft_sampler(self, inputs: DraftInputs) -> DraftSampler | None:
         """What draws this step's proposals; None: they are the drafter's best tokens."""
-        spec, contexts = inputs.spec_metadata, inputs.num_contexts
-        generations = inputs.num_accepted_tokens.shape[0] - contexts
-        verified = 0  # K', as populated rows need to know
-        if generations and spec.draft_tokens is not None:
-            verified = spec.draft_tokens.numel() // generations
-        with spec.rows_of_step(contexts, generations, verified):
-            sampling = spec.sampling_rows(contexts + generations * (verified + 1))
-        if self.rule.drawn is Drawn.BEST or sampling is None or sampling.all_greedy:
+        step = inputs.step
+        if self.rule.drawn is Drawn.BEST or step.sampling.all_greedy:
             return None
-        if self.remembers_drafts and spec.slot_ids is None:
-            if self.draft_memory is not None:
-                raise ConfigError(
-                    "This acceptance rule remembers by slot what drafts are drawn from: set "
-                    "spec_metadata.slot_ids [B]."
-                )
-            _warn_of_exact_match("" if self.config is None else self.config.acceptance)
+        step.require(self.step_needs)
         if self.draft_memory is not None:
-            self.draft_memory.require_slots(spec.slot_capacity)
-        per_request = 1
-        if generations:
-            per_request = (sampling.seeds.shape[0] - contexts) // generations
-
-        def of_requests(rows: Tensor) -> Tensor:
-            if not contexts:
-                return rows[::per_request]
-            return torch.cat([rows[:contexts], rows[contexts::per_request]])
-
-        return DraftSampler(
-            of_requests(sampling.temperatures), of_requests(sampling.seeds), spec.slot_ids,
-            self.draft_memory,
-        )  # fmt: skip
+            self.draft_memory.require_slots(step.slot_capacity)
+        elif self.remembers_drafts and not step.has_slots:
+            _warn_of_exact_match("" if self.config is None else self.config.acceptance)
+        return DraftSampler.of(step, self.draft_memory)
 
     def propose(
         self, logits: Tensor, d2t: Tensor | None, sampler: DraftSampler | None,
@@ -293,7 +279,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         if sampler is None:
             return self.draft_sampler_greedy(logits, d2t)
-        if sampler.memory is None and sampler.slots is not None and self.remembers_drafts:
+        if sampler.memory is None and sampler.slots.shape[0] and self.remembers_drafts:
             sampler = replace(sampler, memory=self.draft_memory or self._first_memory(logits, d2t))
         return sampler.draw(logits, d2t, last_positions, depth)
 
@@ -310,10 +296,10 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 f"The drafter has {logits.shape[-1]} logits, the target {target_vocab_size}: cut "
                 "the drafter's to the target's tokens (Decoder.keep_logits)."
             )
-        self.remember_drafts(
-            num_slots, logits.shape[-1], target_vocab_size, d2t, logits.device, logits.dtype
-        )
-        assert self.draft_memory is not None
+        self.draft_memory = DraftMemory.allocate(
+            num_slots, self.max_draft_len, logits.shape[-1], target_vocab_size, d2t,
+            logits.device, logits.dtype,
+        )  # fmt: skip
         return self.draft_memory
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
@@ -364,7 +350,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
 
 def keep_first_rows_of_contexts(
-    step: AttentionMetadata, meta: AttentionMetadata, spec: SpecMetadata
+    step: AttentionMetadata, meta: AttentionMetadata, inputs: DraftInputs
 ) -> AttentionMetadata:
     """A draft pass whose first row of each context is the prompt's last row. That was read before,
     with its own embedding and rotary position, which are not those of a token where a prompt is not
@@ -374,7 +360,7 @@ def keep_first_rows_of_contexts(
         meta: of the target's pass.
     """
     turning = meta.rope_position_ids
-    is_text = spec.next_inputs_embeds is None and (turning is None or turning.dim() == 1)
+    is_text = inputs.step.next_inputs_embeds is None and (turning is None or turning.dim() == 1)
     if is_text or not meta.num_contexts:
         return step
     mappings = []
@@ -396,35 +382,6 @@ def certain_rows(meta: AttentionMetadata) -> Tensor:
     return torch.cat([ends, firsts + meta.num_context_tokens])
 
 
-def _next_positions(
-    position_ids: Tensor, meta: AttentionMetadata | None, spec: SpecMetadata
-) -> Tensor | None:
-    """[R] int64, the position of the token that each logits row chooses; None where neither
-    `gather_ids` nor the metadata say which rows of the pass these are.
-
-    Args:
-        position_ids: [T], or [1, T], or [3, T] whose first axis counts.
-    """
-    if spec.sampling is not None or not spec.allow_advanced_sampling:
-        return None  # the executor's come with it, or nothing is sampled
-    positions = position_ids if meta is None else meta.position_ids
-    positions = positions.reshape(-1, positions.shape[-1])[0].to(torch.int64)
-    if spec.gather_ids is not None:
-        return positions[spec.gather_ids] + 1
-    if meta is not None and meta.num_contexts:
-        generations = positions[meta.num_context_tokens :]
-        return torch.cat([positions[meta.ends_of_contexts()], generations]) + 1
-    contexts = 0 if spec.request_ids is None else len(spec.request_ids) - spec.num_generations
-    if meta is None and contexts:
-        if spec.seq_lens is None and len(spec.request_ids or ()) > 1:
-            return None
-        lens = spec.seq_lens or [positions.shape[0]]
-        ends = torch.tensor(lens[:contexts]).cumsum(0) - 1
-        last = positions[to_device(ends, positions.device)]
-        return torch.cat([last, positions[sum(lens[:contexts]) :]]) + 1
-    return positions + 1
-
-
 @cache
 def _warn_of_exact_match(rule: str) -> None:
     logger.warning(
@@ -433,13 +390,3 @@ def _warn_of_exact_match(rule: str) -> None:
         "accepts fewer. Set slot_ids [B], or give requests a py_seq_slot.",
         rule,
     )
-
-
-def _batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:
-    if meta is not None:
-        return meta.num_contexts, meta.num_seqs
-    if spec.request_ids is None:
-        raise ConfigError(
-            "Without attn_metadata a worker needs spec_metadata.request_ids and num_generations."
-        )
-    return len(spec.request_ids) - spec.num_generations, len(spec.request_ids)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.step.rows import draft_step, finish_drafts, last_two_tokens
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .heads import draft_network
 from .protocols import DraftInputs, LanguageModel
 
 
@@ -30,9 +31,8 @@ class DraftTargetWorker(SpecWorkerBase):
         return self.max_draft_len
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        meta, model = inputs.attn_metadata, cast(LanguageModel, inputs.draft_model)
-        assert meta is not None and model is not None
-        num_tokens = meta.num_context_tokens
+        network, meta = draft_network(inputs)
+        model, num_tokens = cast(LanguageModel, network), meta.num_context_tokens
         if num_tokens:  # the draft model reads the prompt as the target did
             model(inputs.input_ids[:num_tokens], inputs.position_ids[:num_tokens],
                   meta.contexts_only())  # fmt: skip
@@ -47,7 +47,7 @@ class DraftTargetWorker(SpecWorkerBase):
         for i in range(self.max_draft_len):
             ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
             if i == 0:
-                step = keep_first_rows_of_contexts(step, meta, inputs.spec_metadata)
+                step = keep_first_rows_of_contexts(step, meta, inputs)
             hidden = model(ids, step.position_ids, step)
             rows = step.rows_per_generation  # each request's last one proposes
             logits = model.compute_logits(hidden[rows - 1 :: rows])

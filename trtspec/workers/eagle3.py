@@ -64,8 +64,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
 
     def num_passes(self, inputs: DraftInputs) -> int:
         """Draft passes of this step. The first is always run: it keeps the head's KV whole."""
-        runtime = inputs.spec_metadata.runtime_draft_len
-        return max(1, self.max_draft_len if runtime is None else runtime)
+        return max(1, inputs.step.draft_len)
 
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
         """Reads every row of the target's pass; the last accepted one proposes."""

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from .base import SpecWorkerBase
-from .protocols import DraftInputs, DraftModel
+from .protocols import DraftInputs, DraftModel, LanguageModel
 
 
 def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Tensor]:
@@ -20,30 +20,33 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
     Raises:
         ConfigError: one of them was not given.
     """
-    model, meta = cast(DraftModel | None, inputs.draft_model), inputs.attn_metadata
-    spec = inputs.spec_metadata
-    if model is None or meta is None:
-        raise ConfigError(
-            "Drafting with a head needs draft_model and attn_metadata, whose KV groups hold the "
-            "head's keys and values: pass both to the worker."
-        )
-    if model.layers_to_capture and spec.captured is None:
-        raise ConfigError(
-            f"The head reads target layers {list(model.layers_to_capture)}: set "
-            "spec_metadata.captured to a CapturedHiddenStates with these layers before the "
-            "target's forward, and call maybe_capture_hidden_states after each layer."
-        )
-    hidden = inputs.hidden_states
-    if model.layers_to_capture:
-        hidden = spec.draft_hidden_states(hidden, meta.num_tokens)
-    if hidden is None:
+    network, meta = draft_network(inputs)
+    model = cast(DraftModel, network)
+    layers = model.layers_to_capture
+    if layers:
+        return model, meta, inputs.spec_metadata.captured_rows(meta.num_tokens, layers)
+    if inputs.hidden_states is None:
         raise ConfigError("The head reads the target's final hidden states: pass hidden_states.")
-    return model, meta, hidden
+    return model, meta, inputs.hidden_states
+
+
+def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, AttentionMetadata]:
+    """The drafting network and the target's metadata.
+
+    Raises:
+        ConfigError: one of them was not given.
+    """
+    if inputs.draft_model is None or inputs.attn_metadata is None:
+        raise ConfigError(
+            "Drafting with a network needs draft_model and attn_metadata, whose KV groups hold its "
+            "keys and values: pass both to the worker."
+        )
+    return inputs.draft_model, inputs.attn_metadata
 
 
 def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:
     """The head's argument for prompts that hold vectors; one for texts alone need not take it."""
-    embeds = inputs.spec_metadata.next_inputs_embeds
+    embeds = inputs.step.next_inputs_embeds
     return {} if embeds is None else {"inputs_embeds": embeds}
 
 
@@ -63,6 +66,6 @@ def shifted_input_ids(
     last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}
     ids = worker.prepare_context_input_ids(
         inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
-        inputs.spec_metadata.next_prompt_tokens, **last_rows,
+        inputs.step.next_prompt_tokens, **last_rows,
     )  # fmt: skip
     return torch.cat([ids.to(torch.int64), following])

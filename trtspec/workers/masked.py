@@ -29,7 +29,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from ..utils import renamed
 from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
-from .heads import draft_source, merged_embeds, shifted_input_ids
+from .heads import draft_network, draft_source, merged_embeds, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
 
@@ -50,8 +50,7 @@ class MaskedWorker(SpecWorkerBase):
 
     def num_proposals(self, inputs: DraftInputs) -> int:
         """P. The pass is always run, for it keeps the drafter's KV whole."""
-        runtime = inputs.spec_metadata.runtime_draft_len
-        return max(1, self.max_draft_len if runtime is None else runtime)
+        return max(1, inputs.step.draft_len)
 
     def rows_of_pass(
         self, inputs: DraftInputs, meta: AttentionMetadata
@@ -67,7 +66,7 @@ class MaskedWorker(SpecWorkerBase):
         # A prompt's rows lie past its end, which may be what bounds max_kv_len.
         ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
         if self.first_row_offset == 0:
-            step = keep_first_rows_of_contexts(step, meta, inputs.spec_metadata)
+            step = keep_first_rows_of_contexts(step, meta, inputs)
         return rows, ids, step
 
     def drafts(
@@ -95,7 +94,8 @@ class MaskedEagle3Worker(MaskedWorker):
     def draft(self, inputs: DraftInputs) -> Tensor:
         head, meta, hidden_states = draft_source(inputs)
         model = cast(MaskedDraftModel, head)
-        if getattr(model, "mask_hidden", None) is None:
+        mask_hidden: Tensor | None = getattr(model, "mask_hidden", None)
+        if mask_hidden is None:
             raise ConfigError(
                 "The head has no mask_hidden, which it would read at the masks: it drafts one "
                 "token a pass. Make the worker with mask_token_id=None."
@@ -108,8 +108,7 @@ class MaskedEagle3Worker(MaskedWorker):
                 **merged_embeds(inputs),
             )  # fmt: skip
         rows, ids, step = self.rows_of_pass(inputs, meta)
-        assert model.mask_hidden is not None
-        states = torch.cat([hidden, model.mask_hidden[None]])  # row T is the masks'
+        states = torch.cat([hidden, mask_hidden[None]])  # row T is the masks'
         (hidden,) = gather_rows(rows.sources, states)
         out, _ = both_outputs(model(ids, step.position_ids, hidden, step, step=0))
         (proposing,) = gather_rows(rows.proposing, out)
@@ -122,13 +121,8 @@ class MaskedDraftTargetWorker(MaskedWorker):
     first_row_offset = 1  # a row reads its own token; the one before the step's was read then
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        meta, model = inputs.attn_metadata, cast(LanguageModel | None, inputs.draft_model)
-        if meta is None or model is None:
-            raise ConfigError(
-                "Drafting with a model needs draft_model and attn_metadata, whose KV groups hold "
-                "the model's keys and values: pass both to the worker."
-            )
-        tokens = meta.num_context_tokens
+        network, meta = draft_network(inputs)
+        model, tokens = cast(LanguageModel, network), meta.num_context_tokens
         if tokens:  # the draft model reads the prompt as the target did
             model(inputs.input_ids[:tokens], inputs.position_ids[:tokens], meta.contexts_only())
         rows, ids, step = self.rows_of_pass(inputs, meta)

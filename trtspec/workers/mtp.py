@@ -45,6 +45,7 @@ class MTPWorker(SpecWorkerBase):
     """
 
     drafts_with_network = True
+    state_names = ("window_hidden", "window_tokens")
 
     @property
     def window(self) -> int:
@@ -66,17 +67,10 @@ class MTPWorker(SpecWorkerBase):
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
-        spec = inputs.spec_metadata
-        if spec.slot_ids is None or "window_hidden" not in spec.state:
-            raise ConfigError(
-                "MTPWorker reads the last K-1 hidden states of each request: set "
-                "spec_metadata.state to what allocate_state(…, hidden_size=, dtype=) returned, and "
-                "slot_ids [B]."
-            )
-        window_hidden, window_tokens = spec.state["window_hidden"], spec.state["window_tokens"]
-        slots = spec.slot_ids
-        reread = spec.reread_embeds
-        if self.window and reread is None and spec.next_inputs_embeds is not None:
+        given, slots = inputs.step, inputs.step.slot_ids
+        window_hidden, window_tokens = given.state["window_hidden"], given.state["window_tokens"]
+        reread = given.reread_embeds
+        if self.window and reread is None and given.next_inputs_embeds is not None:
             raise ConfigError(
                 "MTPWorker computes K-1 rows before each context again: for prompts that hold "
                 "vectors set spec_metadata.reread_embeds too."
@@ -90,17 +84,16 @@ class MTPWorker(SpecWorkerBase):
 
         # [B], of the last accepted token
         positions = rows.metadata.position_ids[rows.certain] + inputs.num_accepted_tokens
-        wanted = self.max_draft_len if spec.runtime_draft_len is None else spec.runtime_draft_len
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
-        vectors = (spec.next_inputs_embeds,) if reread is None else reread.of_depths
+        vectors = (given.next_inputs_embeds,) if reread is None else reread.of_depths
         for step in range(self.max_draft_len):  # every depth: its KV is kept whole
-            given = vectors[step] if step < len(vectors) else None
-            merged = {} if given is None else {"inputs_embeds": given}
+            embeds = vectors[step] if step < len(vectors) else None
+            merged = {} if embeds is None else {"inputs_embeds": embeds}
             out, hidden = both_outputs(
                 model(ids, rows.metadata.position_ids, hidden, rows.metadata, step, **merged)
             )
-            if step < wanted:
+            if step < given.draft_len:
                 logits = model.compute_logits(out[last], step)
                 proposal = self.propose(logits, model.d2t, sampler, positions, step)
             else:  # what deeper rows compute from this guess is computed again next time

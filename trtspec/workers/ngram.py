@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..config import NGramDecodingConfig
-from ..errors import ConfigError
 from ..ops.tokens.ngram import propose_ngrams
 from ..utils import rows_to_tensor
 from .base import SpecWorkerBase
@@ -19,6 +18,7 @@ class NGramWorker(SpecWorkerBase):
     """Mode NGRAM. State: every slot's tokens so far (prompt and output) and their number."""
 
     config: NGramDecodingConfig
+    state_names = ("history", "history_lens")
 
     def allocate_state(
         self, num_slots: int, max_seq_len: int, device: torch.device,
@@ -48,20 +48,15 @@ class NGramWorker(SpecWorkerBase):
         )
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        spec = inputs.spec_metadata
-        if spec.slot_ids is None or "history" not in spec.state:
-            raise ConfigError(
-                "NGramWorker drafts from per-slot history: set spec_metadata.state to what "
-                "allocate_state returned, call admit for each request, and set slot_ids [B]."
-            )
-        history, history_lens = spec.state["history"], spec.state["history_lens"]
-        slots = spec.slot_ids
+        step, slots = inputs.step, inputs.step.slot_ids
+        history, history_lens = step.state["history"], step.state["history_lens"]
         lens = history_lens[slots]
-        added = spec.text_lens(inputs.num_accepted_tokens).to(torch.int64)
+        added = step.text_lens(inputs.num_accepted_tokens).to(torch.int64)
         tokens = inputs.accepted_tokens  # [B, K+1]
-        step = torch.arange(tokens.shape[1], device=tokens.device)
         trash = history.shape[1] - 1
-        columns = torch.where(step < added[:, None], lens[:, None] + step, trash).clamp(max=trash)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        columns = torch.where(places < added[:, None], lens[:, None] + places, trash)
+        columns = columns.clamp(max=trash)
         history[slots[:, None], columns] = tokens
         lens = (lens + added).clamp(max=trash)
         history_lens[slots] = lens

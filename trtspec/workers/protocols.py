@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
+from ..metadata.step import StepContext, StepSizes
 from ..utils import renamed
 
 __all__ = ["DraftInputs", "DraftModel", "GuidedDecoder", "LanguageModel", "MaskedDraftModel"]
@@ -85,6 +86,20 @@ class DraftInputs:
     spec_metadata: SpecMetadata
     draft_model: DraftModel | LanguageModel | None
     num_contexts: int = 0  # C
+    step: StepContext = field(default=None, repr=False)  # type: ignore[assignment]
+    """`spec_metadata` with every field there; made of it where it is not given."""
+
+    def __post_init__(self) -> None:
+        if self.step is None:
+            object.__setattr__(self, "step", self._converted())
+
+    def _converted(self) -> StepContext:
+        spec, lens = self.spec_metadata, self.num_accepted_tokens
+        generations, num_drafts = lens.shape[0] - self.num_contexts, 0
+        if generations and spec.draft_tokens is not None:
+            num_drafts = spec.draft_tokens.numel() // generations
+        sizes = StepSizes(self.num_contexts, generations, num_drafts)
+        return StepContext.of(spec, sizes, spec.max_draft_len, lens.device)
 
 
 __getattr__ = renamed(__name__, {"ParallelDraftModel": "MaskedDraftModel"})

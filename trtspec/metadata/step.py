@@ -1,0 +1,186 @@
+"""`StepContext`: one step as a worker reads it, with every field there.
+
+`SpecMetadata` is the public face: TensorRT-LLM's names, of which a loop sets what it has. It is
+converted once, where a worker is entered. What the step needs and the loop left out is said here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..utils import to_device
+from .attention import AttentionMetadata
+from .embeds import RereadEmbeds, RowEmbeds
+from .logits import LogitsState
+from .sampling import SamplingMetadata
+
+if TYPE_CHECKING:
+    from .spec import CapturedHiddenStates, SpecMetadata
+
+
+class StepSizes(NamedTuple):
+    """Requests and drafts of a step. Its logits have a row a context, K'+1 a generation."""
+
+    num_contexts: int  # C
+    num_generations: int  # G
+    num_drafts: int  # K', verified
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return self.num_contexts + self.num_generations
+
+    @property
+    def num_rows(self) -> int:
+        """R = C + G*(K'+1)."""
+        return self.num_contexts + self.num_generations * (self.num_drafts + 1)
+
+
+class StepNeeds(NamedTuple):
+    """What a worker reads by slot."""
+
+    state_names: tuple[str, ...] = ()  # of `SpecMetadata.state`
+    has_draft_memory: bool = False
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Sizes: B requests, C contexts, G generations, K' drafts verified, R rows of logits."""
+
+    sizes: StepSizes
+    draft_len: int  # drafts to propose
+    slot_ids: Tensor  # [B] int64, a row in per-slot state; [0] in a loop without slots
+    slot_capacity: int
+    next_prompt_tokens: Tensor  # [C] int32, -1 at the prompt's end
+    sampling: SamplingMetadata  # [R] rows; [0], all greedy, where nobody says how to sample
+    state: dict[str, Any]  # per-slot state by name
+    logits_state: LogitsState | None = None  # where a request shapes its logits
+    captured: CapturedHiddenStates | None = None  # where the drafter reads inner layers
+    next_inputs_embeds: RowEmbeds | None = None  # where a prompt holds vectors
+    reread_embeds: RereadEmbeds | None = None
+
+    @staticmethod
+    def of(
+        spec: SpecMetadata, sizes: StepSizes, max_draft_len: int, device: torch.device
+    ) -> StepContext:
+        """Converts what a loop has set.
+
+        Args:
+            max_draft_len: K, proposed where `runtime_draft_len` does not say less.
+
+        Raises:
+            ConfigError: fewer rows of sampling parameters than of logits.
+        """
+        wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
+        if slots is None:
+            slots = torch.empty(0, dtype=torch.int64, device=device)
+        if following is None:
+            following = torch.full((sizes.num_contexts,), -1, dtype=torch.int32, device=device)
+        sampling = spec.sampling_of_step(sizes)
+        return StepContext(
+            sizes=sizes,
+            draft_len=max_draft_len if wanted is None else min(wanted, max_draft_len),
+            slot_ids=slots,
+            slot_capacity=spec.slot_capacity,
+            next_prompt_tokens=following,
+            sampling=no_sampling(device) if sampling is None else sampling,
+            state=spec.state,
+            logits_state=spec.logits_state,
+            captured=spec.captured,
+            next_inputs_embeds=spec.next_inputs_embeds,
+            reread_embeds=spec.reread_embeds,
+        )
+
+    def require(self, needs: StepNeeds) -> None:
+        """Raises ConfigError where the loop has left out what this step reads by slot."""
+        read = [name for name in needs.state_names if name not in self.state]
+        if not self.has_slots:
+            read = list(needs.state_names)
+            if self.logits_state is not None:
+                read.append("logits_state")
+            if needs.has_draft_memory and not self.sampling.all_greedy:
+                read.append("what drafts were drawn from")
+        if read:
+            raise ConfigError(
+                f"This step reads what is kept by slot ({', '.join(read)}): set spec_metadata."
+                "slot_ids [B], and spec_metadata.state to what worker.allocate_state(…) returned; "
+                "call worker.admit for each request."
+            )
+        if self.logits_state is not None and not self.has_sampling:
+            raise ConfigError("spec_metadata.logits_state needs spec_metadata.sampling: set both.")
+
+    @property
+    def has_slots(self) -> bool:
+        return self.slot_ids.shape[0] > 0
+
+    @property
+    def has_sampling(self) -> bool:
+        """Whether there are rows of parameters, be they greedy."""
+        return self.sampling.temperatures.shape[0] > 0
+
+    def text_lens(self, lens: Tensor) -> Tensor:
+        """lens [B] of accepted tokens -> those that are text: 0 for a context that ends inside its
+        prompt, whose next token is known already."""
+        contexts = self.sizes.num_contexts
+        if not contexts:
+            return lens
+        of_contexts = lens[:contexts].masked_fill(self.next_prompt_tokens >= 0, 0)
+        return torch.cat([of_contexts, lens[contexts:]])
+
+
+def no_sampling(device: torch.device) -> SamplingMetadata:
+    """Parameters of no rows: every request is greedy."""
+    none = torch.empty(0, device=device)
+    return SamplingMetadata(
+        temperatures=none, top_ks=none, top_ps=none, seeds=none, positions=none, all_greedy=True,
+        has_filters=False,
+    )  # fmt: skip
+
+
+def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:
+    """(C, B) of a pass.
+
+    Raises:
+        ConfigError: neither the attention's metadata nor the request ids say.
+    """
+    if meta is not None:
+        return meta.num_contexts, meta.num_seqs
+    if spec.request_ids is None:
+        raise ConfigError(
+            "Without attn_metadata a worker needs spec_metadata.request_ids and num_generations."
+        )
+    return len(spec.request_ids) - spec.num_generations, len(spec.request_ids)
+
+
+def next_positions(
+    position_ids: Tensor, meta: AttentionMetadata | None, spec: SpecMetadata
+) -> Tensor | None:
+    """[R] int64, the position of the token that each logits row chooses; None where neither
+    `gather_ids` nor the metadata say which rows of the pass these are.
+
+    Args:
+        position_ids: [T], or [1, T], or [3, T] whose first axis counts.
+    """
+    if spec.sampling is not None or not spec.allow_advanced_sampling:
+        return None  # the executor's come with it, or nothing is sampled
+    positions = position_ids if meta is None else meta.position_ids
+    positions = positions.reshape(-1, positions.shape[-1])[0].to(torch.int64)
+    if spec.gather_ids is not None:
+        return positions[spec.gather_ids] + 1
+    if meta is not None and meta.num_contexts:
+        generations = positions[meta.num_context_tokens :]
+        return torch.cat([positions[meta.ends_of_contexts()], generations]) + 1
+    contexts = 0 if spec.request_ids is None else len(spec.request_ids) - spec.num_generations
+    if meta is None and contexts:
+        if spec.seq_lens is None and len(spec.request_ids or ()) > 1:
+            return None
+        lens = spec.seq_lens or [positions.shape[0]]
+        ends = torch.tensor(lens[:contexts]).cumsum(0) - 1
+        last = positions[to_device(ends, positions.device)]
+        return torch.cat([last, positions[sum(lens[:contexts]) :]]) + 1
+    return positions + 1
