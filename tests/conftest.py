@@ -9,6 +9,4 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-HERE = Path(__file__).parent
-for folder in ("helpers", "engine", "models", "heads", "sampling", "kernels", "train", "doctor"):
-    sys.path.insert(0, str(HERE / folder))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 import pytest
-from safetensors.torch import load_file, save_file
-from tiny import tiny_model_dir
+from tiny import constant_target_dir, tiny_model_dir
 from tiny_heads import eagle3_dir
 
 from trtspec import (
@@ -55,15 +54,6 @@ from trtspec.report.statistics import Estimate, bucket_name
 VOCAB = 97
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 K = 3
-
-
-def constant_target_dir(tmp_path: Path, **overrides: Any) -> Path:
-    """A target whose logits are all equal: greedily it says token 0, whatever it read."""
-    path = tiny_model_dir(tmp_path, **overrides)
-    tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"].zero_()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 def encode(messages: Sequence[dict[str, str]]) -> list[int]:

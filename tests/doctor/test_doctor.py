@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_train_unroll import CAPTURED, F32, VOCAB, _decoder
-from test_trainer import CONFIG, GreedyTexts
 from tiny import tiny_model_dir
 from torch import Tensor
+from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_target
 
 from trtspec.doctor import diagnose, texts_of
 from trtspec.models.decoder import Decoder
@@ -31,7 +30,7 @@ DRAFTED = torch.arange(0, VOCAB - 8)
 class Case:
     def __init__(self, tmp_path: Path, kind: str):
         self.kind, self.target_dir = kind, tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
-        self.target: Decoder = _decoder(self.target_dir)
+        self.target: Decoder = load_target(self.target_dir)
         data = GreedyTexts(self.target_dir, count=24, length=40)
         data.batches = lambda batch_size, first: iter(  # type: ignore[method-assign]
             lambda: data.take(torch.arange(24)), None
@@ -40,8 +39,10 @@ class Case:
         spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
         head = create_head(spec, self.target, ids, F32, seed=5)
         self.head_dir = tmp_path / "head"
-        config = replace(CONFIG, max_steps=300, num_steps=3, evaluate_every=300, log_every=300,
-                         checkpoint_every=300)  # fmt: skip
+        config = replace(
+            TRAIN_CONFIG, max_steps=300, num_steps=3, evaluate_every=300, log_every=300,
+            checkpoint_every=300,
+        )  # fmt: skip
         held_out = [data.take(torch.arange(24))]
         Trainer(self.target, head, data, held_out, config, self.head_dir).train()
         self.texts: Texts = held_out[0]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_gemma_assistant import _case as assistant_case
-from test_parallel_drafting import CASES as PARALLEL
-from test_parallel_drafting import make_case
-from test_train_unroll import CPU, F32, _decoder, _texts
+from masked import MASKED_CASES, make_masked_case
 from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
+from tiny_gemma_assistant import assistant_case
 from tiny_heads import MASK_TOKEN
 from torch import Tensor
+from unrolled import CPU, F32, load_target, padded_texts
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
@@ -31,7 +30,7 @@ Run = tuple[list[DraftStep], list[Tensor], Any]
 
 @torch.no_grad()
 def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Texts) -> Run:
-    target = _decoder(target_dir)
+    target = load_target(target_dir)
     head = load_head(
         head_dir,
         target,
@@ -45,7 +44,7 @@ def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Texts) -> Run:
 
 @torch.no_grad()
 def _run_model(draft_dir: Path, mask: int | None, texts: Texts) -> Run:
-    drafter = DraftModel(_decoder(draft_dir), mask)
+    drafter = DraftModel(load_target(draft_dir), mask)
     steps = list(unroll_model(drafter, texts, STEPS))
     return steps, [drafter.compute_logits(s.hidden, s.step) for s in steps], None
 
@@ -79,10 +78,13 @@ def _compare(run: Run, texts: Texts, chain: Any) -> None:
     assert all(torch.equal(s.teacher_rows, s.rows + s.step + 1) for s in steps)
 
 
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", MASKED_CASES)
 def test_drafts_of_one_pass(tmp_path: Path, name: str) -> None:
     target = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
-    case, texts = make_case(name, target, tmp_path, STEPS), _texts([[9, 4, 6], [16], [2, 3]], 20)
+    case, texts = (
+        make_masked_case(name, target, tmp_path, STEPS),
+        padded_texts([[9, 4, 6], [16], [2, 3]], 20),
+    )
     directory = case.config.speculative_model
     if name == "pard":
         run = _run_model(directory, MASK_TOKEN, texts)
@@ -103,7 +105,7 @@ def test_drafts_of_one_pass(tmp_path: Path, name: str) -> None:
 def test_a_draft_model_one_by_one(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    directory, texts = tiny_model_dir(tmp_path, seed=2), _texts([[9, 4, 6], [16], [2, 3]], 20)
+    directory, texts = tiny_model_dir(tmp_path, seed=2), padded_texts([[9, 4, 6], [16], [2, 3]], 20)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
 
     @torch.inference_mode()
@@ -126,6 +128,6 @@ def test_assistants(tmp_path: Path, family: str) -> None:
         target,
         assistant_dir(tmp_path, family, clusters=clusters, vocab_size=sizes.get("vocab_size", 97)),
     )
-    case, texts = assistant_case(pair, STEPS), _texts([[12, 3], [14]], 16)
+    case, texts = assistant_case(pair, STEPS), padded_texts([[12, 3], [14]], 16)
     run = _run_head(*pair, "mtp", texts)
     _compare(run, texts, lambda ids, n, after: case.naive.chain(ids[:n], None, after))

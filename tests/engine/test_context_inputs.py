@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_executor import VOCAB, Oracle, _config, _prompts
-from tiny import tiny_model_dir
+from matrix import Drafters, config_of, make_drafters
+from oracle import VOCAB, Oracle, random_prompts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
@@ -41,8 +41,8 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 class Uncaptured:
@@ -100,14 +100,14 @@ def _llm(
 
 @pytest.mark.parametrize(("mode", "chunked"), MODES.items())
 def test_padding_changes_no_token(
-    target_dir: Path, draft_dir: Path, mode: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, drafters: Drafters, mode: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of a pass and less, alone and several, beside generations; some fit no shape."""
     arguments = {"enable_chunked_prefill": True, "max_num_tokens": 40} if chunked else {}
-    llm = _llm(target_dir, _config(mode, 2, draft_dir, None), monkeypatch, **arguments)
+    llm = _llm(target_dir, config_of(mode, 2, drafters), monkeypatch, **arguments)
     graphs = Uncaptured(llm.executor, (24, 40) if chunked else (24, 96))
     llm.executor.graphs = graphs  # type: ignore[assignment]
-    prompts = [*_prompts(4), [1] * 70]
+    prompts = [*random_prompts(4), [1] * 70]
     params = [SamplingParams(max_tokens=4, ignore_eos=True) for _ in prompts]
     outputs = llm.generate(prompts, params)
     oracle = Oracle(target_dir)
@@ -168,7 +168,7 @@ def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
     executor = _llm(target_dir, None, monkeypatch).executor
     graphs = Uncaptured(executor, (64,))
     executor.graphs = graphs  # type: ignore[assignment]
-    prompts = _prompts(3)[1:]
+    prompts = random_prompts(3)[1:]
     first = executor.enqueue(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True))
     for _ in range(3):
         executor.step()

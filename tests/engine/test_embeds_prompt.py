@@ -8,114 +8,39 @@ from typing import Any
 
 import pytest
 import torch
+from embeds import (
+    IMAGE,
+    LAYERS,
+    MASK,
+    PROMPT,
+    SIZE,
+    embeds_configs,
+    embeds_prompt,
+    greedy_with_embeds,
+    mrope_positions_of_prompt,
+    vl_model_dir,
+    vl_with_mtp,
+)
 from safetensors.torch import load_file, save_file
-from tiny import DEFAULTS, tiny_model_dir
+from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    EmbedsPrompt,
     KvCacheConfig,
     MTPDecodingConfig,
-    NGramDecodingConfig,
     SamplingParams,
     SaveHiddenStatesDecodingConfig,
 )
-from trtspec.config import DecodingBaseConfig
 from trtspec.errors import CheckpointError, ConfigError, RequestError
-
-SIZE = DEFAULTS["hidden_size"]
-LAYERS = 6
-IMAGE = 96  # the placeholder's id
-PROMPT = [5, 6, *[IMAGE] * 6, 7, 8, 9, IMAGE, IMAGE, 3]
-MASK = torch.tensor([token == IMAGE for token in PROMPT])
-
-
-def _mrope_positions() -> Tensor:
-    """[3, n]: an image of 2 x 3 patches between texts, then one of 1 x 2."""
-    columns = [(0, 0, 0), (1, 1, 1)]
-    columns += [(2, 2 + y, 2 + x) for y in range(2) for x in range(3)]
-    columns += [(5, 5, 5), (6, 6, 6), (7, 7, 7), (8, 8, 8), (8, 8, 9), (10, 10, 10)]
-    return torch.tensor(columns).T
-
-
-def _prompt(**changes: Any) -> EmbedsPrompt:
-    vectors = torch.randn(int(MASK.sum()), SIZE, generator=torch.Generator().manual_seed(3))
-    return EmbedsPrompt(**{
-        "prompt_token_ids": PROMPT, "prompt_embeds": vectors, "is_embed": MASK, **changes
-    })  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def vl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2.5-VL checkpoint as a whole, encoder included."""
-    path = tmp_path_factory.mktemp("vl") / "qwen2_5_vl"
-    text = {
-        **DEFAULTS, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2],
-        },
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size":
-        SIZE, "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
-    config.tie_word_embeddings = False
-    torch.manual_seed(4)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                noise = 1 + 0.2 * noise
-            elif parameter.dim() > 1:
-                noise *= parameter[0].numel() ** -0.5 * (3 if "lm_head" in name else 1.5)
-            parameter.copy_(noise)
-    model.save_pretrained(path)
-    return path
-
-
-def _oracle(model_dir: Path, prompt: EmbedsPrompt, count: int) -> list[int]:
-    """transformers' greedy output, the whole text anew for every token."""
-    is_vl = "qwen2_5_vl" in model_dir.name
-    kind = Qwen2_5_VLForConditionalGeneration if is_vl else AutoModelForCausalLM
-    model = kind.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
-    body = model.model.language_model if is_vl else model.model
-    ids = list(prompt.prompt_token_ids)
-    output: list[int] = []
-    with torch.no_grad():
-        embeds = model.get_input_embeddings()(torch.tensor(ids))
-        embeds[MASK] = prompt.prompt_embeds
-        positions = torch.arange(len(ids)).repeat(3, 1)
-        if prompt.mrope_positions is not None:
-            positions = prompt.mrope_positions
-        for _ in range(count):
-            where = positions[:, None] if is_vl else positions[:1]
-            hidden = body(inputs_embeds=embeds[None], position_ids=where, use_cache=False)[0]
-            output.append(int(model.lm_head(hidden[0, -1]).argmax()))
-            following = model.get_input_embeddings()(torch.tensor(output[-1:]))
-            embeds = torch.cat([embeds, following])
-            positions = torch.cat([positions, positions.max().view(1, 1).expand(3, 1) + 1], dim=1)
-    return output
-
-
-def _configs(tmp_path: Path, target: Path) -> dict[str, DecodingBaseConfig | None]:
-    head = eagle3_dir(tmp_path, draft_vocab=None)
-    return {
-        "none": None,
-        "ngram": NGramDecodingConfig(max_draft_len=3),
-        "eagle3": EagleDecodingConfig(max_draft_len=3, speculative_model=str(head)),
-        "eagle3_two_engine": EagleDecodingConfig(
-            max_draft_len=2, speculative_model=str(head), eagle3_one_model=False
-        ),
-        "draft_target": DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(target)),
-    }
+    return vl_model_dir(tmp_path_factory.mktemp("vl"))
 
 
 @pytest.mark.parametrize("settings", [
@@ -125,11 +50,13 @@ def _configs(tmp_path: Path, target: Path) -> dict[str, DecodingBaseConfig | Non
 def test_positions_of_three_axes_equal_transformers(
     vl_dir: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    prompt = _prompt(mrope_positions=_mrope_positions())
-    expected = _oracle(vl_dir, prompt, 12)
-    assert expected != _oracle(vl_dir, _prompt(), 12), "the positions do not matter to this model"
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    expected = greedy_with_embeds(vl_dir, prompt, 12)
+    assert expected != greedy_with_embeds(vl_dir, embeds_prompt(), 12), (
+        "the positions do not matter to this model"
+    )
     settings = {"max_batch_size": 2, **settings}
-    for name, config in _configs(tmp_path, vl_dir).items():
+    for name, config in embeds_configs(tmp_path, vl_dir).items():
         llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=64, **settings)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         text = [11, 12, 13]
@@ -155,10 +82,10 @@ def test_the_older_form_is_read_too(vl_dir: Path, tmp_path: Path) -> None:
     }
     assert any(name.startswith("visual.") for name in tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    prompt = _prompt(mrope_positions=_mrope_positions())
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
     llm = LLM(tmp_path, device="cpu", dtype="float32", max_seq_len=64)
     output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
-    assert output.outputs[0].token_ids == _oracle(vl_dir, prompt, 12)
+    assert output.outputs[0].token_ids == greedy_with_embeds(vl_dir, prompt, 12)
 
 
 def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
@@ -166,7 +93,7 @@ def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
     config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(vl_dir))
     llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=64)
     own = llm.executor.target.embed_tokens.weight[IMAGE].expand(int(MASK.sum()), -1)
-    prompt = _prompt(prompt_embeds=own, mrope_positions=_mrope_positions())
+    prompt = embeds_prompt(prompt_embeds=own, mrope_positions=mrope_positions_of_prompt())
     params = SamplingParams(max_tokens=17, ignore_eos=True)
     for output in llm.generate([prompt, [11, 12, 13]], params):
         assert output.spec_stats.acceptance_length == 4
@@ -176,13 +103,13 @@ def test_a_drafter_turns_by_the_target_s_axes(vl_dir: Path) -> None:
 def test_preempted_requests_read_their_vectors_again(
     vl_dir: Path, tmp_path: Path, drafter: str
 ) -> None:
-    prompt = _prompt(mrope_positions=_mrope_positions())
-    expected = _oracle(vl_dir, prompt, 30)
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    expected = greedy_with_embeds(vl_dir, prompt, 30)
     if drafter == "eagle3":
         head = eagle3_dir(tmp_path, draft_vocab=None)
         target, config = vl_dir, EagleDecodingConfig(max_draft_len=3, speculative_model=str(head))
     else:
-        target = _vl_with_mtp(vl_dir, tmp_path, 3)
+        target = vl_with_mtp(vl_dir, tmp_path, 3)
         config = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
     llm = LLM(
         target, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=64,
@@ -196,8 +123,8 @@ def test_preempted_requests_read_their_vectors_again(
 def test_vectors_without_axes_and_what_a_head_reads(tmp_path: Path) -> None:
     """Also: row i of draft step 0 has the vector of place i + 1, whatever the chunking."""
     target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=1)
-    prompt = _prompt()
-    expected = _oracle(target, prompt, 12)
+    prompt = embeds_prompt()
+    expected = greedy_with_embeds(target, prompt, 12)
     for chunk in (64, 5, 4):
         config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=False)
         llm = LLM(
@@ -230,27 +157,27 @@ def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
         ({"mrope_positions": torch.full((3, len(PROMPT)), -1)}, ">= 0"),
     ):
         with pytest.raises(RequestError, match=said):
-            _prompt(**changes)
+            embeds_prompt(**changes)
     llm = LLM(vl_dir, device="cpu", dtype="float32", max_seq_len=64)
     with pytest.raises(RequestError, match=f"hidden size is {SIZE}"):
-        llm.generate(_prompt(prompt_embeds=torch.zeros(len(vectors), SIZE + 1)))
+        llm.generate(embeds_prompt(prompt_embeds=torch.zeros(len(vectors), SIZE + 1)))
     with pytest.raises(RequestError, match="the model has 256 positions"):
-        llm.generate(_prompt(mrope_positions=_mrope_positions() + 250))
+        llm.generate(embeds_prompt(mrope_positions=mrope_positions_of_prompt() + 250))
     plain = tiny_model_dir(tmp_path, num_hidden_layers=LAYERS)
     llm = LLM(plain, device="cpu", dtype="float32", max_seq_len=64)
     with pytest.raises(RequestError, match="no mrope_section"):
-        llm.generate(_prompt(mrope_positions=_mrope_positions()))
+        llm.generate(embeds_prompt(mrope_positions=mrope_positions_of_prompt()))
     saving = SaveHiddenStatesDecodingConfig(output_directory=str(tmp_path / "states"))
     llm = LLM(plain, saving, device="cpu", dtype="float32", max_seq_len=64)
     with pytest.raises(RequestError, match="SAVE_HIDDEN_STATES"):
-        llm.generate(_prompt())
+        llm.generate(embeds_prompt())
 
 
 def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
     """Rows of drafts that can no longer come out stand past the last rotary position."""
-    positions = _mrope_positions()
+    positions = mrope_positions_of_prompt()
     positions[:, -1] = 255 - 114  # output goes to the table's last position
-    prompt = _prompt(mrope_positions=positions)
+    prompt = embeds_prompt(mrope_positions=positions)
     config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(vl_dir))
     llm = LLM(vl_dir, config, device="cpu", dtype="float32", max_seq_len=256)
     output = llm.generate(prompt, SamplingParams(max_tokens=114, ignore_eos=True))
@@ -263,27 +190,11 @@ def test_places_past_the_table_s_end(vl_dir: Path, tmp_path: Path) -> None:
     config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(small))
     llm = LLM(vl_dir, config, device="cpu", dtype="float32")
     output = llm.generate(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
-    assert output.outputs[0].token_ids == _oracle(vl_dir, prompt, 12)
-
-
-def _vl_with_mtp(vl_dir: Path, tmp_path: Path, num_layers: int) -> Path:
-    other = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=num_layers)
-    tensors = load_file(vl_dir / "model.safetensors")
-    mine = tuple(f"model.layers.{LAYERS + i}." for i in range(num_layers))
-    for name, tensor in load_file(other / "model.safetensors").items():
-        if name.startswith(mine):
-            tensors[name] = tensor
-    raw = json.loads((vl_dir / "config.json").read_text())
-    raw["text_config"]["num_nextn_predict_layers"] = num_layers
-    target = tmp_path / "qwen2_5_vl"
-    target.mkdir()
-    (target / "config.json").write_text(json.dumps(raw))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
+    assert output.outputs[0].token_ids == greedy_with_embeds(vl_dir, prompt, 12)
 
 
 def test_vanilla_mtp_reads_text_of_a_model_with_axes(vl_dir: Path, tmp_path: Path) -> None:
-    target = _vl_with_mtp(vl_dir, tmp_path, 2)
+    target = vl_with_mtp(vl_dir, tmp_path, 2)
     config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
@@ -306,8 +217,8 @@ def test_each_depth_of_vanilla_mtp_reads_the_vectors_ahead(tmp_path: Path, num_l
     """Row i of depth k has the vector of place i + k + 1, and drafts are the same however the
     prompt is cut: rows that are computed again read their vectors again."""
     target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=num_layers)
-    prompt, params = _prompt(), SamplingParams(max_tokens=12, ignore_eos=True)
-    expected, drafted = _oracle(target, prompt, 12), []
+    prompt, params = embeds_prompt(), SamplingParams(max_tokens=12, ignore_eos=True)
+    expected, drafted = greedy_with_embeds(target, prompt, 12), []
     for chunk in (64, 7, 5):
         llm = _vanilla(target, num_layers, chunk, batch=1)
         read: dict[int, list[Tensor]] = {depth: [] for depth in range(num_layers)}
@@ -342,7 +253,7 @@ def test_vectors_of_the_next_token_alone_are_not_enough(
     llm = _vanilla(mtp_model_dir(tmp_path, num_mtp_layers=2), 2, 64, batch=1)
     monkeypatch.setattr("trtspec.executor.inputs.reread_embeds", lambda *_: None)
     with pytest.raises(ConfigError, match="reread_embeds"):
-        llm.generate(_prompt(), SamplingParams(max_tokens=4))
+        llm.generate(embeds_prompt(), SamplingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize("chunk", [64, 7, 6])
@@ -350,9 +261,9 @@ def test_rows_computed_again_stand_where_they_stood(
     vl_dir: Path, tmp_path: Path, chunk: int
 ) -> None:
     """Beside a text, which has one position a token."""
-    llm = _vanilla(_vl_with_mtp(vl_dir, tmp_path, 2), 2, chunk, batch=2)
-    prompt = _prompt(mrope_positions=_mrope_positions())
-    expected = _oracle(vl_dir, prompt, 12)
+    llm = _vanilla(vl_with_mtp(vl_dir, tmp_path, 2), 2, chunk, batch=2)
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    expected = greedy_with_embeds(vl_dir, prompt, 12)
     tables, passes = llm.executor.draft_model.rope_tables, []  # type: ignore[union-attr]
     at = tables.at
 
@@ -376,7 +287,9 @@ def test_rows_computed_again_stand_where_they_stood(
                 assert torch.equal(own, places.expand(3, -1))
                 continue
             compared += len(places)
-            axes = torch.cat([_mrope_positions(), torch.arange(14, 64).expand(3, -1) + delta], 1)
+            axes = torch.cat(
+                [mrope_positions_of_prompt(), torch.arange(14, 64).expand(3, -1) + delta], 1
+            )
             written = meta.slot_mappings[-1].split(lens)[request] >= 0
             assert torch.equal(own[:, written], axes[:, places[written]])
     assert compared > 50

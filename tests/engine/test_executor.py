@@ -16,49 +16,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
+from oracle import VOCAB, Oracle, Scripted, random_prompts
 from tiny import tiny_model_dir
-from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
+from tiny_heads import mtp_model_dir
 
 from trtspec import (
     LLM,
     DraftTargetDecodingConfig,
-    EagleDecodingConfig,
     KvCacheConfig,
-    MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
     UserProvidedDecodingConfig,
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.checkpoints.hf_config import load_config
-from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.executor import device
-
-VOCAB = 97
-
-
-class Oracle:
-    """transformers' greedy continuation, one token at a time from scratch, remembered."""
-
-    def __init__(self, model_dir: Path):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self.next_token: dict[tuple[int, ...], int] = {}
-
-    @torch.inference_mode()
-    def extend(self, prompt: Sequence[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            key = tuple(tokens)
-            if key not in self.next_token:
-                logits = self.model(torch.tensor([tokens])).logits[0, -1]
-                self.next_token[key] = int(logits.argmax())
-            tokens.append(self.next_token[key])
-        return tokens[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +42,8 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
-
-
-HEADS = {"eagle3": True, "eagle3_two_engine": False}
-PARALLEL = {"p_eagle": p_eagle_dir, "pard": pard_dir}
-MTP: dict[str, dict[str, bool]] = {
-    "mtp": {"use_mtp_vanilla": True},
-    "mtp_eagle": {},
-    "mtp_eagle_two_engine": {"mtp_eagle_one_model": False},
-}
+def drafters(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"), oracle)
 
 
 @pytest.fixture(scope="module")
@@ -86,91 +51,24 @@ def oracle(target_dir: Path) -> Oracle:
     return Oracle(target_dir)
 
 
-class Scripted:
-    """Proposes the oracle's tokens, spoilt from a position on that depends on the length so far,
-    so that every acceptance length comes up."""
-
-    def __init__(self, oracle: Oracle):
-        self.oracle = oracle
-
-    def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> list[int]:
-        drafts = self.oracle.extend(token_ids, max_draft_len)
-        good = random.Random(len(token_ids)).randrange(max_draft_len + 2)
-        drafts[good:] = [(token + 1) % VOCAB for token in drafts[good:]]
-        return drafts if good <= max_draft_len else []
-
-
-def _prompts(count: int, longest: int = 40) -> list[list[int]]:
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-    prompts[0] = prompts[0][:3] * 8  # something for the n-gram lookup
-    return prompts
-
-
-def _config(mode: str, k: int, draft_dir: Path, oracle: Oracle) -> DecodingBaseConfig | None:
-    if mode == "none":
-        return None
-    if mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
-    if mode == "draft_target":
-        return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir)
-    if mode in PARALLEL:
-        folder = draft_dir.parent / mode
-        if not folder.exists():
-            PARALLEL[mode](draft_dir.parent / "parallel").rename(folder)
-        if mode == "pard":
-            return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=folder)
-        return EagleDecodingConfig(
-            max_draft_len=k, speculative_model=folder, eagle3_layers_to_capture=[0, 1, 2]
-        )
-    if mode in HEADS:
-        head = draft_dir.parent / "eagle3-0"
-        if not head.exists():
-            eagle3_dir(draft_dir.parent)
-        return EagleDecodingConfig(
-            max_draft_len=k, speculative_model=head, eagle3_one_model=HEADS[mode],
-            eagle3_layers_to_capture=[0, 1, 2],
-        )  # fmt: skip
-    if mode in MTP:
-        return MTPDecodingConfig(num_nextn_predict_layers=k, **MTP[mode])
-    return UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle))
-
-
-MODES = ["none", "ngram", "draft_target", "user_provided", *HEADS, *MTP, *PARALLEL]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
-@pytest.mark.parametrize("batch", [1, 4])
+@covering(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 112], batch=[1, 4])
 def test_greedy_equals_transformers(
-    target_dir: Path, draft_dir: Path, oracle: Oracle,
-    mode: str, chunked: bool, overlap: bool, pool: str, batch: int,
+    target_dir: Path, drafters: Drafters, oracle: Oracle,
+    mode: str, chunk: int | None, overlap: bool, pool: int | None, batch: int,
 ) -> None:  # fmt: skip
-    llm = LLM(
-        target_dir,
-        _config(mode, 3, draft_dir, oracle),
-        device="cpu",
-        dtype="float32",
+    llm = cpu_engine(
+        target_dir, config_of(mode, 3, drafters), chunk=chunk, overlap=overlap, pool=pool,
         max_batch_size=batch,
-        max_seq_len=96,
-        max_num_tokens=24 if chunked else 96,
-        kv_cache_config=KvCacheConfig(
-            max_tokens=None if pool == "roomy" else 112, tokens_per_block=8
-        ),
-        enable_chunked_prefill=chunked,
-        disable_overlap_scheduler=not overlap,
-    )
-    # In the tight pool short prompts are admitted together and outgrow it.
-    prompts, count = (_prompts(6), 20) if pool == "roomy" else (_prompts(6, 12), 32)
+    )  # fmt: skip
+    # In the small pool short prompts are admitted together and outgrow it.
+    prompts, count = (random_prompts(6), 20) if pool is None else (random_prompts(6, 12), 32)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, count)
         assert output.outputs[0].finish_reason == "length"
         assert output.prompt_token_ids == prompt
     stats = llm.stats()
-    assert (stats.num_preemptions > 0) == (pool == "tight" and batch == 4)
+    assert (stats.num_preemptions > 0) == (pool is not None and batch == 4)
     assert stats.generated_tokens == count * len(prompts)
     if mode == "user_provided":
         assert stats.acceptance_length > 1.5
@@ -179,8 +77,7 @@ def test_greedy_equals_transformers(
     assert cache.num_free_blocks == cache.num_blocks - 2
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 8])
-@pytest.mark.parametrize("overlap", [False, True])
+@covering(k=[1, 2, 5, 8], overlap=[False, True])
 def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, overlap: bool) -> None:
     """The target drafting for itself: any error in draft KV, positions or rows costs acceptance."""
     llm = LLM(
@@ -189,24 +86,26 @@ def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, over
         device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256,
         max_num_tokens=32, enable_chunked_prefill=True, disable_overlap_scheduler=not overlap,
     )  # fmt: skip
-    outputs = llm.generate(_prompts(5), SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True))
+    outputs = llm.generate(
+        random_prompts(5), SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True)
+    )
     for output in outputs:
         assert output.spec_stats.acceptance_length == k + 1
         assert output.spec_stats.acceptance_per_position == [1.0] * k
         assert output.spec_stats.num_steps == 6
 
 
-def test_draft_model_proposals_equal_recomputation(target_dir: Path, draft_dir: Path) -> None:
+def test_draft_model_proposals_equal_recomputation(target_dir: Path, drafters: Drafters) -> None:
     """After every step the drafts left in the slot are what the draft model alone, run from
     scratch over the accepted text, would say: its KV survives rejections of every length."""
     k = 4
     llm = LLM(
-        target_dir, DraftTargetDecodingConfig(max_draft_len=k, speculative_model=draft_dir),
+        target_dir, DraftTargetDecodingConfig(max_draft_len=k, speculative_model=drafters.draft),
         device="cpu", dtype="float32", max_batch_size=2, max_seq_len=128,
         max_num_tokens=16, enable_chunked_prefill=True, disable_overlap_scheduler=True,
     )  # fmt: skip
-    draft_oracle, executor = Oracle(draft_dir), llm.executor
-    requests = [executor.enqueue(p, SamplingParams(max_tokens=30)) for p in _prompts(3)]
+    draft_oracle, executor = Oracle(drafters.draft), llm.executor
+    requests = [executor.enqueue(p, SamplingParams(max_tokens=30)) for p in random_prompts(3)]
     compared = 0
     while executor.has_work:
         executor.step()
@@ -225,7 +124,9 @@ def test_every_accepted_length_happens(target_dir: Path, oracle: Oracle) -> None
             device="cpu", dtype="float32", max_seq_len=128,
         )  # fmt: skip
         executor = llm.executor
-        requests = [executor.enqueue(p, SamplingParams(max_tokens=60)) for p in _prompts(4, 8)]
+        requests = [
+            executor.enqueue(p, SamplingParams(max_tokens=60)) for p in random_prompts(4, 8)
+        ]
         executor.run_until_done()
         seen = set().union(*(request.accepted_lens for request in requests))
         assert seen == set(range(k + 1))
@@ -235,11 +136,11 @@ def test_every_accepted_length_happens(target_dir: Path, oracle: Oracle) -> None
 
 # -- sampling ----------------------------------------------------------------------------------
 def test_sampled_tokens_depend_on_seed_alone(
-    target_dir: Path, draft_dir: Path, oracle: Oracle
+    target_dir: Path, drafters: Drafters, oracle: Oracle
 ) -> None:
     """Same request and seed: the same tokens alone or together, in any order, chunked or not,
     preempted or not, and whatever drafts (an exact match is the target's own sample)."""
-    prompts = _prompts(5)
+    prompts = random_prompts(5)
     params = [
         SamplingParams(max_tokens=18, temperature=t, top_k=k, top_p=p, seed=i, ignore_eos=True)
         for i, (t, k, p) in enumerate(
@@ -254,7 +155,7 @@ def test_sampled_tokens_depend_on_seed_alone(
     assert len({tuple(tokens) for tokens in expected}) == len(prompts)
     order = [3, 1, 4, 0, 2]
     for mode, pool in itertools.product(MODES, [None, 112]):
-        config = _config(mode, 3, draft_dir, oracle)
+        config = config_of(mode, 3, drafters)
         if config is not None:
             config = replace(config, acceptance="strict")
         llm = LLM(
@@ -287,12 +188,12 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stop_token_inside_an_accepted_run(
-    target_dir: Path, draft_dir: Path, oracle: Oracle, mode: str, overlap: bool
+    target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool
 ) -> None:
-    prompt = _prompts(1)[0]
+    prompt = random_prompts(1)[0]
     full = oracle.extend(prompt, 30)
     llm = LLM(
-        target_dir, _config(mode, 4, draft_dir, oracle), device="cpu", dtype="float32",
+        target_dir, config_of(mode, 4, drafters), device="cpu", dtype="float32",
         max_seq_len=128, disable_overlap_scheduler=not overlap,
     )  # fmt: skip
     for stop in dict.fromkeys(full):
@@ -307,12 +208,12 @@ def test_stop_token_inside_an_accepted_run(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_generation_up_to_the_maximum_length(
-    target_dir: Path, draft_dir: Path, oracle: Oracle, mode: str, overlap: bool
+    target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool
 ) -> None:
     """Drafts may run past the maximum; the text must end exactly there, and be right."""
-    prompts = _prompts(3, 12)
+    prompts = random_prompts(3, 12)
     llm = LLM(
-        target_dir, _config(mode, 5, draft_dir, oracle), device="cpu", dtype="float32",
+        target_dir, config_of(mode, 5, drafters), device="cpu", dtype="float32",
         max_seq_len=40, kv_cache_config=KvCacheConfig(tokens_per_block=4),
         disable_overlap_scheduler=not overlap,
     )  # fmt: skip
@@ -325,12 +226,12 @@ def test_generation_up_to_the_maximum_length(
 
 # -- random schedules --------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def engines(target_dir: Path, draft_dir: Path, oracle: Oracle) -> Iterator[dict[Any, LLM]]:
+def engines(target_dir: Path, drafters: Drafters, oracle: Oracle) -> Iterator[dict[Any, LLM]]:
     """Engines are reused between examples: a leak or a dirty slot would show in a later one."""
     made = {}
     for mode, overlap, chunked in itertools.product(MODES, [False, True], [False, True]):
         made[mode, overlap, chunked] = LLM(
-            target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+            target_dir, config_of(mode, 3, drafters), device="cpu", dtype="float32",
             max_batch_size=3, max_seq_len=64, max_num_tokens=20 if chunked else 64,
             kv_cache_config=KvCacheConfig(max_tokens=80, tokens_per_block=4),
             enable_chunked_prefill=chunked, disable_overlap_scheduler=not overlap,
@@ -406,11 +307,11 @@ def test_thousands_of_operations_leak_nothing(engines: dict[Any, LLM]) -> None:
     assert after - before < 100_000
 
 
-def test_a_worker_is_told_of_the_engine_it_is_in(target_dir: Path, draft_dir: Path) -> None:
+def test_a_worker_is_told_of_the_engine_it_is_in(target_dir: Path, drafters: Drafters) -> None:
     """Every field of SpecMetadata that our executor can know."""
     llm = LLM(
         target_dir,
-        DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(draft_dir)),
+        DraftTargetDecodingConfig(max_draft_len=3, speculative_model=str(drafters.draft)),
         device="cpu", dtype="float32", max_seq_len=64,
     )  # fmt: skip
     worker, seen = llm.executor.worker, []
@@ -434,7 +335,7 @@ def test_nan_fails_one_request_and_spares_the_rest(
         max_batch_size=2, max_seq_len=64, disable_overlap_scheduler=not overlap,
         kv_cache_config=KvCacheConfig(max_tokens=96, tokens_per_block=4),
     )  # fmt: skip
-    prompts = [p[:12] for p in _prompts(8) if 96 not in p[:12]]
+    prompts = [p[:12] for p in random_prompts(8) if 96 not in p[:12]]
     full = oracle.extend(prompts[1], 10)
     poison = 96 if when == "context" else full[3]
     llm.executor.target.embed_tokens.weight.data[poison] = float("nan")
@@ -460,7 +361,7 @@ def test_nan_of_a_cancelled_request_poisons_nobody(target_dir: Path, oracle: Ora
         kv_cache_config=KvCacheConfig(max_tokens=64, tokens_per_block=4),
         disable_overlap_scheduler=False,
     )  # fmt: skip
-    prompt = _prompts(2)[1]
+    prompt = random_prompts(2)[1]
     expected = oracle.extend(prompt, 8)
     poison = min(set(range(VOCAB)) - set(prompt + expected))
     llm.executor.target.embed_tokens.weight.data[poison] = float("nan")
@@ -630,15 +531,15 @@ def test_a_draft_model_with_another_vocabulary_is_refused(target_dir: Path, tmp_
 @pytest.mark.parametrize(("forced", "expected"), [("2", 3.0), ("7", 4.0)])
 @pytest.mark.parametrize("mode", ["ngram", "draft_target"])
 def test_forced_acceptance_in_the_engine(
-    target_dir: Path, draft_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
+    target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     mode: str, forced: str, expected: float,
 ) -> None:  # fmt: skip
     monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, forced)
     llm = LLM(
-        target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+        target_dir, config_of(mode, 3, drafters), device="cpu", dtype="float32",
         max_seq_len=64,
     )  # fmt: skip
-    outputs = llm.generate(_prompts(3, 9), SamplingParams(max_tokens=25, ignore_eos=True))
+    outputs = llm.generate(random_prompts(3, 9), SamplingParams(max_tokens=25, ignore_eos=True))
     assert llm.stats().forced_acceptance == min(float(forced), 3)
     for output in outputs:
         assert output.spec_stats.forced_acceptance == min(float(forced), 3)
@@ -666,7 +567,7 @@ def test_streams_interleave_and_add_up(target_dir: Path, oracle: Oracle) -> None
         max_seq_len=96,
     )
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    prompts = _prompts(3)
+    prompts = random_prompts(3)
     streams = [llm.generate_stream(prompt, params) for prompt in prompts]
     got: list[list[int]] = [[] for _ in prompts]
     for snapshots in itertools.zip_longest(*streams):
@@ -765,12 +666,12 @@ def test_bad_sampling_params(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_block_is_given_back_while_it_is_needed(
-    target_dir: Path, draft_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
+    target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch,
     mode: str, overlap: bool,
 ) -> None:  # fmt: skip
     """Freed blocks are filled with junk at once, as another request might do."""
     llm = LLM(
-        target_dir, _config(mode, 3, draft_dir, oracle), device="cpu", dtype="float32",
+        target_dir, config_of(mode, 3, drafters), device="cpu", dtype="float32",
         max_batch_size=3, max_seq_len=96, kv_cache_config=KvCacheConfig(tokens_per_block=2),
         disable_overlap_scheduler=not overlap,
     )  # fmt: skip
@@ -783,7 +684,7 @@ def test_no_block_is_given_back_while_it_is_needed(
             group.v_cache[:, blocks] = 50.0
 
         monkeypatch.setattr(pool, "free", free)
-    prompts = _prompts(5, 20)
+    prompts = random_prompts(5, 20)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
@@ -792,7 +693,7 @@ def test_no_block_is_given_back_while_it_is_needed(
 def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> None:
     """After every step, chunked prompts and preemption included, the drafts in the slot are what
     a search in the request's own tokens finds."""
-    from test_ops import _lookup
+    from ngram_search import ngram_search
 
     k = 3
     llm = LLM(
@@ -803,13 +704,13 @@ def test_ngram_proposals_come_from_the_accepted_text_alone(target_dir: Path) -> 
     )  # fmt: skip
     executor, compared = llm.executor, 0
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    requests = [executor.enqueue(p, params) for p in _prompts(4, 30)]
+    requests = [executor.enqueue(p, params) for p in random_prompts(4, 30)]
     while executor.has_work:
         executor.step()
         for request in requests:
             if request.is_generation:
                 drafts = executor.state.next_tokens[request.slot, 1:].tolist()
-                assert drafts == _lookup(request.token_ids, k, 4, 1, oldest=False)
+                assert drafts == ngram_search(request.token_ids, k, 4, 1, oldest=False)
                 compared += 1
     assert compared > 50 and executor.stats().num_preemptions > 0
 

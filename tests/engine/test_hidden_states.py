@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_executor import Oracle
+from oracle import Oracle
 from tiny import tiny_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams, SaveHiddenStatesDecodingConfig

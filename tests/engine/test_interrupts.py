@@ -8,25 +8,18 @@ end as if nothing had happened.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from interrupts import OUTSIDE, PACKAGE, RaiseAtLine, begin, check, finish
 from tiny import tiny_model_dir
 
-import trtspec
 from trtspec import LLM, KvCacheConfig, NGramDecodingConfig, SamplingParams
 from trtspec.config import UserProvidedDecodingConfig
 from trtspec.executor.request import Request
-
-PACKAGE = Path(trtspec.__file__).parent
-WINDOW = ("executor", "state")
-"""Packages whose lines are the window between a step's launch and its end."""
-OUTSIDE = ("_start_over", "start_over", "taken", "end")
-"""Functions that put things right afterwards."""
 
 
 class Repeat:
@@ -40,13 +33,6 @@ CONFIGS: dict[str, Any] = {
     "ngram": NGramDecodingConfig(max_draft_len=2, max_matching_ngram_size=1),
     "user_provided": UserProvidedDecodingConfig(max_draft_len=2, drafter=Repeat()),
 }
-REQUESTS = [
-    ([3, 4, 3, 4, 3], SamplingParams(max_tokens=6, ignore_eos=True)),
-    ([9, 8, 7], SamplingParams(max_tokens=5, temperature=0.9, seed=5, ignore_eos=True)),
-    ([5, 5, 6], SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)),
-    (list(range(20, 34)), SamplingParams(max_tokens=2, ignore_eos=True)),
-    ([2, 90], SamplingParams(max_tokens=3, presence_penalty=0.7, ignore_eos=True)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -63,69 +49,6 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     )  # fmt: skip
 
 
-def _begin(llm: LLM) -> list[Request]:
-    """Requests in all states: the next step holds contexts and generations."""
-    executor = llm.executor
-    requests = [executor.enqueue(*request) for request in REQUESTS[:3]]
-    executor.step()
-    executor.step()
-    return requests + [executor.enqueue(*request) for request in REQUESTS[3:]]
-
-
-class RaiseAtLine:
-    """Raises once, where (file, line) is reached, `after` so many times; or lists what is."""
-
-    def __init__(self, place: tuple[str, int] | None, error: type[BaseException], after: int = 0):
-        self.place, self.error, self.left = place, error, after
-        self.seen: dict[tuple[str, int], None] = {}
-
-    def __enter__(self) -> RaiseAtLine:
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        path = frame.f_code.co_filename
-        inside = any(path.startswith(str(PACKAGE / room)) for room in WINDOW)
-        return self._line if inside and frame.f_code.co_name not in OUTSIDE else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            place = frame.f_code.co_filename, frame.f_lineno
-            self.seen[place] = None
-            self.left -= place == self.place
-            if self.left < 0:
-                sys.settrace(None)
-                raise self.error("at " + ":".join(map(str, place)))
-        return self._line
-
-
-def _finish(llm: LLM) -> None:
-    llm.executor.run_until_done()
-
-
-def _check(llm: LLM, requests: list[Request], expected: list[Request], where: object) -> None:
-    executor = llm.executor
-    for request, other in zip(requests, expected, strict=True):
-        assert request.is_finished and request.num_in_flight == 0, where
-        if request.finish_reason == "error":
-            assert request.error, where
-            continue
-        assert request.output_token_ids == other.output_token_ids, where
-        assert request.finish_reason == other.finish_reason, where
-        assert (request.logprobs is None) == (other.logprobs is None), where
-        for got, wanted in zip(request.logprobs or [], other.logprobs or [], strict=True):
-            assert list(got) == list(wanted), where
-            for token, entry in wanted.items():
-                assert got[token].logprob == pytest.approx(entry.logprob, abs=1e-4), where
-    executor.kv_cache.check_integrity()
-    assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, where
-    assert not executor._requests and not executor._pending and not executor.has_work, where
-    assert sorted(executor.scheduler._free_slots) == [0, 1, 2, 3], where
-
-
 @pytest.mark.parametrize(
     ("mode", "overlap", "every"),
     [("ngram", True, 1), ("ngram", False, 3), ("user_provided", False, 3)],
@@ -135,19 +58,19 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
 ) -> None:
     """`every`: of the lines that other cases run as well, so many are passed over."""
     llm = _engine(target_dir, mode, overlap)
-    expected = _begin(llm)
+    expected = begin(llm)
     with RaiseAtLine(None, KeyboardInterrupt) as trace:
-        _finish(llm)
+        finish(llm)
     places, raised = list(trace.seen)[::every], 0
     for place in places:
-        requests = _begin(llm)
+        requests = begin(llm)
         try:
             with RaiseAtLine(place, KeyboardInterrupt):
-                _finish(llm)
+                finish(llm)
         except KeyboardInterrupt:
             raised += 1
-        _finish(llm)
-        _check(llm, requests, expected, place)
+        finish(llm)
+        check(llm, requests, expected, place)
         errors = [request for request in requests if request.finish_reason == "error"]
         assert not errors, "texts are computed again, not given up"
     assert raised * every > 250 and raised > 0.97 * len(places), "some lines are run once an engine"
@@ -156,27 +79,27 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
 def test_an_error_at_any_line_of_a_step_harms_nobody_else(target_dir: Path) -> None:
     """Code that is made to fail alone says so in its own request; all else is as above."""
     llm = _engine(target_dir, "ngram", True)
-    expected = _begin(llm)
+    expected = begin(llm)
     with RaiseAtLine(None, ArithmeticError) as trace:
-        _finish(llm)
+        finish(llm)
     raised, places = 0, list(trace.seen)[::3]
     for place in places:
-        requests = _begin(llm)
+        requests = begin(llm)
         try:
             with RaiseAtLine(place, ArithmeticError):
-                _finish(llm)
+                finish(llm)
         except ArithmeticError:
             raised += 1
-        _finish(llm)
-        _check(llm, requests, expected, place)
+        finish(llm)
+        check(llm, requests, expected, place)
         assert sum(request.finish_reason == "error" for request in requests) <= 1, place
     assert 0 < raised < len(places)
 
 
 def test_an_admission_that_raises_fails_its_request_alone(target_dir: Path) -> None:
     llm = _engine(target_dir, "ngram", True)
-    expected = _begin(llm)
-    _finish(llm)
+    expected = begin(llm)
+    finish(llm)
     worker = llm.executor.worker
     admit = worker.admit
 
@@ -186,12 +109,12 @@ def test_an_admission_that_raises_fails_its_request_alone(target_dir: Path) -> N
         admit(state, slot, token_ids, count)
 
     worker.admit = refuse  # type: ignore[method-assign]
-    requests = _begin(llm)
-    _finish(llm)
+    requests = begin(llm)
+    finish(llm)
     assert requests[4].finish_reason == "error"
     assert "OverflowError: a number too large" in (requests[4].error or "")
     assert not requests[4].output_token_ids
-    _check(llm, requests, expected, "admission")
+    check(llm, requests, expected, "admission")
 
 
 def test_an_admission_that_raises_leaves_nothing_of_the_slots_last_request(
@@ -252,16 +175,16 @@ def test_an_interrupt_while_states_are_saved_leaves_whole_samples(
 
     begin(0)
     with AtSaving(None, KeyboardInterrupt) as trace:
-        _finish(llm)
+        finish(llm)
     done: list[Request] = []
     for number, place in enumerate(trace.seen, start=1):
         requests = begin(number)
         try:
             with AtSaving(place, KeyboardInterrupt, after=number % 8):
-                _finish(llm)
+                finish(llm)
         except KeyboardInterrupt:
             pass
-        _finish(llm)
+        finish(llm)
         assert all(r.finish_reason in ("length", "error") for r in requests), place
         whole = [r for r in requests if r.finish_reason == "length"]
         assert len(whole) >= 2, "those that waited for a slot have no sample yet"

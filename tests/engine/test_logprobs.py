@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import EAGLE3
 from sampled import config_of, engine, make_models, requests
 from torch import Tensor
 
@@ -20,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-MODES = ["none", "ngram", "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle"]
+MODES = ["none", "ngram", "draft_target", *EAGLE3, "mtp", "mtp_eagle"]
 
 
 @torch.inference_mode()
@@ -47,7 +48,7 @@ def test_against_transformers(folder: Path, mode: str, rule: str) -> None:
         for i, p in enumerate(params)
     ]  # fmt: skip
     llm = engine(
-        folder, None if mode == "none" else config_of(folder, mode, rule),
+        folder, config_of(folder, mode, rule),
         max_num_tokens=20, enable_chunked_prefill=True,
         kv_cache_config=KvCacheConfig(max_tokens=80, tokens_per_block=4),
     )  # fmt: skip

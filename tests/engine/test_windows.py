@@ -10,32 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from freed_blocks import Ledger, assert_nothing_leaked, poison_free_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_executor import Oracle, Scripted
+from matrix import EAGLE3, Drafters, config_of
+from oracle import Oracle
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
-from torch import Tensor
 
 from trtspec import (
     LLM,
-    DraftTargetDecodingConfig,
-    EagleDecodingConfig,
     KvCacheConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
     SamplingParams,
-    UserProvidedDecodingConfig,
 )
-from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import CheckpointError, KVCacheError
 from trtspec.executor.cache_size import CacheNeeds, longest_sequence, size_cache
 from trtspec.executor.request import Request
-from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, AttentionMetadata
+from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.models.config import DecoderConfig
 from trtspec.models.drafters.mtp import mtp_decoder_config
-from trtspec.state.blocks import BlockPool
 from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec
 
 VOCAB, CPU = 97, torch.device("cpu")
@@ -153,21 +147,9 @@ class Models:
 
     def config(self, mode: str, k: int, kind: str, window: int) -> DecodingBaseConfig | None:
         path, oracle = self.target(kind, window)
-        if mode == "ngram":
-            return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
-        if mode == "draft_target":  # itself: every draft is right, if every row is seen
-            return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=path)
-        if mode == "user_provided":
-            return UserProvidedDecodingConfig(max_draft_len=k, drafter=Scripted(oracle))
-        if mode.startswith("mtp"):
-            return MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=mode == "mtp")
-        if mode.startswith("eagle3"):
-            self.head = self.head or eagle3_dir(self.root)
-            return EagleDecodingConfig(
-                max_draft_len=k, speculative_model=self.head, eagle3_layers_to_capture=[0, 1, 2],
-                eagle3_one_model=mode == "eagle3",
-            )  # fmt: skip
-        return None
+        self.head = self.head or eagle3_dir(self.root)
+        # The draft model is the target: every draft is right, if every row is seen.
+        return config_of(mode, k, Drafters(draft=path, head=self.head, oracle=oracle))
 
 
 @pytest.fixture(scope="module")
@@ -175,63 +157,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("windows"))
 
 
-MODES_ON_MIXED = ["none", "ngram", "draft_target", "user_provided", "eagle3", "eagle3_two_engine"]
+MODES_ON_MIXED = ["none", "ngram", "draft_target", "user_provided", *EAGLE3]
 MODES = [*MODES_ON_MIXED, "mtp", "mtp_eagle"]
-
-
-def _poison_free_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free block is NaN, a new one zeros, so that a read of what was given back spoils a row."""
-    cache = llm.executor.kv_cache
-    groups = dict(zip(map(id, cache._pools), cache.groups, strict=True))
-    allocate, free = BlockPool.allocate, BlockPool.free
-
-    def fill(pool: BlockPool, blocks: list[int], value: float) -> None:
-        for cached in (groups[id(pool)].k_cache, groups[id(pool)].v_cache):
-            cached[:, blocks] = value
-
-    def poisoned(pool: BlockPool, blocks: list[int]) -> None:
-        free(pool, blocks)
-        fill(pool, blocks, float("nan"))
-
-    def cleaned(pool: BlockPool, count: int) -> list[int]:
-        blocks = allocate(pool, count)
-        fill(pool, blocks, 0.0)
-        return blocks
-
-    monkeypatch.setattr(BlockPool, "free", poisoned)
-    monkeypatch.setattr(BlockPool, "allocate", cleaned)
-
-
-class Ledger:
-    """Looks at every pass: each key that a row sees must have a block. Counts what is held."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.num_rows = 0
-        original = TorchAttention.attend
-
-        def attend(
-            backend: TorchAttention, q: Tensor, meta: AttentionMetadata, **kw: Any
-        ) -> Tensor:
-            self.check(meta, kw["kv_group"], kw["window"])
-            return original(backend, q, meta, **kw)
-
-        monkeypatch.setattr(TorchAttention, "attend", attend)
-
-    def check(self, meta: AttentionMetadata, kv_group: int, window: int | None) -> None:
-        page = meta.kv_groups[kv_group].page_size
-        table = meta.block_tables[kv_group].tolist()
-        rows = [i for i, n in enumerate(meta.context_lens) for _ in range(n)]
-        for i in range(meta.num_generations):
-            rows += [meta.num_contexts + i] * meta.rows_per_generation
-        slots = meta.slot_mappings[kv_group].tolist()
-        for request, position, slot in zip(rows, meta.position_ids.tolist(), slots, strict=True):
-            if position == 0 and slot < 0:  # guarded, or before the text begins
-                continue
-            assert slot >= 0, f"position {position} has nowhere to be written"
-            first = 0 if window is None else max(0, position - window + 1)
-            for block in range(first // page, position // page + 1):
-                assert table[request][block] != NULL_BLOCK, f"block {block} for row {position}"
-            self.num_rows += 1
 
 
 def _llm(models: Models, mode: str, kind: str, window: int, k: int = 3, **more: Any) -> LLM:
@@ -254,15 +181,6 @@ def _prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
     prompts[0] = (prompts[0][:3] * len(prompts[0]))[: len(prompts[0])]  # for the n-gram lookup
     return prompts
-
-
-def _assert_nothing_leaked(llm: LLM) -> None:
-    cache = llm.executor.kv_cache
-    llm.executor.run_until_done()  # reads what was in flight when the last request ended
-    cache.check_integrity()
-    assert [pool.num_free + NUM_RESERVED_BLOCKS for pool in cache._pools] == [
-        pool.num_blocks for pool in cache._pools
-    ]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +206,7 @@ def test_greedy_equals_transformers_while_blocks_are_given_back(
 ) -> None:  # fmt: skip
     llm = _llm(models, mode, kind, window, page=page, chunked=chunked, overlap=overlap)
     Ledger(monkeypatch)
-    _poison_free_blocks(llm, monkeypatch)
+    poison_free_blocks(llm, monkeypatch)
     prompts, count, cache = _prompts([50, 33, 4]), 30, llm.executor.kv_cache
     requests = [
         llm.executor.enqueue(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
@@ -309,7 +227,7 @@ def test_greedy_equals_transformers_while_blocks_are_given_back(
         assert request.output_token_ids == oracle.extend(prompt, count)
     if mode in ("draft_target", "user_provided"):
         assert llm.stats().acceptance_length > (3.4 if mode == "draft_target" else 1.5)
-    _assert_nothing_leaked(llm)
+    assert_nothing_leaked(llm)
 
 
 def test_long_prompts_fit_where_windows_are_short(models: Models) -> None:
@@ -323,7 +241,7 @@ def test_long_prompts_fit_where_windows_are_short(models: Models) -> None:
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
-    _assert_nothing_leaked(llm)
+    assert_nothing_leaked(llm)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("mtp", "all"), ("draft_target", "mixed")])
@@ -334,7 +252,7 @@ def test_preempted_requests_start_over(models: Models, mode: str, kind: str) -> 
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 45)
     assert (llm.stats().num_preemptions > 0) == (kind == "mixed")  # windows need few blocks
-    _assert_nothing_leaked(llm)
+    assert_nothing_leaked(llm)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -363,7 +281,7 @@ def test_a_prompt_of_nan_reaches_nobody_through_its_blocks(models: Models, overl
             if nan in expected:  # from then on it is lost as well
                 expected = expected[: expected.index(nan) + 1]
             assert request.output_token_ids == expected
-    _assert_nothing_leaked(llm)
+    assert_nothing_leaked(llm)
 
 
 @pytest.mark.parametrize("end", ["cancel", "finish"])
@@ -407,7 +325,7 @@ def test_every_key_that_a_row_sees_has_a_block(models: Models, data: st.DataObje
             max_tokens=max_tokens, max_num_tokens=data.draw(st.integers(15, 24)) if chunked else 64,
         )  # fmt: skip
         ledger = Ledger(patch)
-        _poison_free_blocks(llm, patch)
+        poison_free_blocks(llm, patch)
         # Random numbers of drafts are accepted, whatever the target says.
         llm.executor.worker.force_num_accepted_tokens = data.draw(st.sampled_from([0.0, 0.6, 2.3]))
         lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -417,7 +335,7 @@ def test_every_key_that_a_row_sees_has_a_block(models: Models, data: st.DataObje
         assert [r.error for r in finished] == [None] * len(lengths)
         assert all(len(r.output_token_ids) == 20 for r in finished)
         assert ledger.num_rows > 0
-        _assert_nothing_leaked(llm)
+        assert_nothing_leaked(llm)
 
 
 @pytest.mark.parametrize("mode", ["none", "mtp", "draft_target"])
@@ -454,7 +372,7 @@ def test_a_block_too_many_spoils_the_text(
                 table[first // 4 - 1] = NULL_BLOCK
 
     llm = _llm(models, "none", "all", 5, overlap=False)
-    _poison_free_blocks(llm, monkeypatch)
+    poison_free_blocks(llm, monkeypatch)
     monkeypatch.setattr(KVCacheManager, "release_behind", too_much)
     prompt = _prompts([30])[0]
     request = llm.executor.enqueue(prompt, SamplingParams(max_tokens=20, ignore_eos=True))

@@ -3,146 +3,39 @@
 from __future__ import annotations
 
 import logging
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_heads
 import torch
+from flashinfer_pass import (
+    MAX_SEQ_LEN,
+    Pass,
+    attend,
+    flashinfer,
+    make_flashinfer_pass,
+    why_unavailable,
+)
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
 from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, SamplingParams
 from trtspec.attention.paged import TritonAttention
-from trtspec.errors import ConfigError
-from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
 from trtspec.ops.step.slots import draft_step_metadata
 
-flashinfer = pytest.importorskip("trtspec.attention.flashinfer", reason="needs triton")
-
-
-def _unavailable() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device"
-    try:
-        flashinfer._load()
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-UNAVAILABLE = _unavailable()
+UNAVAILABLE = why_unavailable()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or ""),
 ]
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the norm of a row's head
 BF16, FP16 = torch.bfloat16, torch.float16
-MAX_SEQ_LEN = 40_000
-SALIENT = 8
 
 
 @pytest.fixture(scope="module")
 def backend() -> TritonAttention:
     return flashinfer.FlashInferAttention(torch.device("cuda"))
-
-
-@dataclass
-class Pass:
-    meta: AttentionMetadata
-    q: Tensor  # [T, Hq, D]
-    history: list[tuple[Tensor, Tensor]]  # keys and values of each text, [S, Hkv, D]
-    spans: list[tuple[int, int]]  # each request's first position and rows
-
-    def expected(self, window: int | None = None) -> Tensor:
-        """[T, Hq, D] float64, request by request and row by row, guarded rows left at zero."""
-        out = torch.zeros(self.q.shape, dtype=torch.float64, device="cuda")
-        row = 0
-        for (start, count), (keys, values) in zip(self.spans, self.history, strict=True):
-            keys, values = keys.double(), values.double()
-            kv_heads, dim = keys.shape[1:]
-            for position in range(start, start + count):
-                if position < self.meta.max_seq_len:
-                    low = 0 if window is None else max(0, position - window + 1)
-                    query = self.q[row].double().view(kv_heads, -1, dim)
-                    scores = torch.einsum("hgd,shd->hgs", query, keys[low : position + 1])
-                    weights = (scores / dim**0.5).softmax(-1)
-                    out[row] = torch.einsum(
-                        "hgs,shd->hgd", weights, values[low : position + 1]
-                    ).flatten(0, 1)
-                row += 1
-        return out
-
-    def check(self, out: Tensor, window: int | None = None) -> None:
-        inside = [p < self.meta.max_seq_len for s, n in self.spans for p in range(s, s + n)]
-        expected = self.expected(window)
-        error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        worst = error[torch.tensor(inside, device="cuda")].max()
-        assert worst <= TOLERANCE[self.q.dtype], float(worst)
-        assert torch.isfinite(out).all()
-
-
-def make_pass(
-    contexts: list[tuple[int, int]], generations: list[int], rows: int, heads: tuple[int, int],
-    dim: int, dtype: torch.dtype, page: int = 32, max_seq_len: int = MAX_SEQ_LEN,
-    max_pages: int | None = None,
-) -> Pass:  # fmt: skip
-    """Contexts (start, rows) and generations (start) of random texts in scattered blocks.
-
-    What no text fills is NaN, the ends of its last block as well. The last keys of a text are
-    large, so that one too many or too few is seen however long the text.
-    """
-    torch.manual_seed(len(generations) + 7 * rows + dim)
-    q_heads, kv_heads = heads
-    spans = contexts + [(start, rows) for start in generations]
-    lengths = [min(start + count, max_seq_len) for start, count in spans]
-    pages = [-(-length // page) for length in lengths]
-    width = max_pages or max(pages)
-    total = NUM_RESERVED_BLOCKS + sum(pages)
-    blocks = list(range(NUM_RESERVED_BLOCKS, total))
-    random.Random(0).shuffle(blocks)
-    shape = (2, total, page, kv_heads, dim)  # the second of two layers is read
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype, device="cuda") for _ in "kv")
-    k_cache[:, 0], v_cache[:, 0] = 0, 0
-    # As in a captured graph, the table is columns of a wider tensor.
-    table = torch.zeros(len(spans), 1 + width, dtype=torch.int32)
-    history = []
-    for i, (length, count) in enumerate(zip(lengths, pages, strict=True)):
-        own = [blocks.pop() for _ in range(count)]
-        table[i, 1 : 1 + count] = torch.tensor(own)
-        keys, values = (
-            torch.randn(length, kv_heads, dim, device="cuda").to(dtype) for _ in range(2)
-        )
-        keys[-SALIENT:] *= 6
-        history.append((keys, values))
-        for cache, text in ((k_cache, keys), (v_cache, values)):
-            flat = torch.full((count * page, kv_heads, dim), torch.nan, dtype=dtype, device="cuda")
-            flat[:length] = text
-            cache[1, torch.tensor(own, device="cuda")] = flat.view(count, page, kv_heads, dim)
-    positions = torch.tensor([p for s, n in spans for p in range(s, s + n)])
-    inside = positions < max_seq_len
-    position_ids = torch.where(inside, positions, 0).cuda()
-    meta = AttentionMetadata(
-        context_lens=tuple(n for _, n in contexts),
-        context_starts=tuple(s for s, _ in contexts),
-        num_generations=len(generations),
-        rows_per_generation=rows,
-        position_ids=position_ids,
-        kv_lens=torch.tensor(lengths, dtype=torch.int32).cuda(),
-        max_kv_len=max(lengths),
-        kv_groups=(KVGroup(k_cache, v_cache),),
-        block_tables=(table.cuda()[:, 1:],),
-        slot_mappings=(torch.empty(0, dtype=torch.int64),),
-        max_seq_len=max_seq_len,
-    )
-    q = torch.randn(len(positions), q_heads, dim, device="cuda").to(dtype)
-    return Pass(meta, q, history, spans)
-
-
-def attend(backend: TritonAttention, given: Pass, window: int | None = None) -> Tensor:
-    return backend.attend(given.q, given.meta, kv_group=0, layer=1, window=window)
 
 
 def refuses_to_fall_back(*args: object) -> Tensor:
@@ -171,7 +64,7 @@ def test_xqa(
     dim: int, dtype: torch.dtype, page: int, starts: list[int],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(TritonAttention, "_generation", refuses_to_fall_back)
-    given = make_pass([], starts, rows, heads, dim, dtype, page)
+    given = make_flashinfer_pass([], starts, rows, heads, dim, dtype, page)
     given.check(attend(backend, given))
     given.check(attend(backend, given))  # what it counts in is as it was
 
@@ -180,14 +73,14 @@ def test_xqa(
 def test_a_window(backend: TritonAttention, rows: int) -> None:
     """One row: XQA. Several: Triton. One that is wider than any text: none at all."""
     for window in (17, 300, MAX_SEQ_LEN):
-        given = make_pass([], [5, 17, 299, 3000], rows, (32, 8), 128, BF16)
+        given = make_flashinfer_pass([], [5, 17, 299, 3000], rows, (32, 8), 128, BF16)
         given.check(attend(backend, given, window), window)
 
 
 @pytest.mark.parametrize("max_pages", [None, 200])
 def test_rows_past_the_maximum_length(backend: TritonAttention, max_pages: int | None) -> None:
     """From 4092 on all four rows are inside, from 4094 on two, from 4096 on none."""
-    given = make_pass(
+    given = make_flashinfer_pass(
         [], [4092, 4093, 4094, 4095, 4096, 77], 4, (32, 8), 128, BF16,
         max_seq_len=4096, max_pages=max_pages,
     )  # fmt: skip
@@ -196,7 +89,7 @@ def test_rows_past_the_maximum_length(backend: TritonAttention, max_pages: int |
 
 def test_rows_before_the_text_begins(backend: TritonAttention) -> None:
     """MTP's windows: rows that write nowhere come first, at position 0."""
-    given = make_pass([], [0], 4, (32, 8), 128, BF16)
+    given = make_flashinfer_pass([], [0], 4, (32, 8), 128, BF16)
     given.meta.position_ids.copy_(torch.tensor([0, 0, 0, 1]))
     out = attend(backend, given)
     text = Pass(given.meta, given.q[2:], given.history, [(0, 2)])
@@ -205,7 +98,7 @@ def test_rows_before_the_text_begins(backend: TritonAttention) -> None:
 
 
 def test_draft_passes_and_inert_rows(backend: TritonAttention) -> None:
-    given = make_pass([], [40, 4095, 4096], 1, (32, 8), 128, BF16, max_seq_len=4096)
+    given = make_flashinfer_pass([], [40, 4095, 4096], 1, (32, 8), 128, BF16, max_seq_len=4096)
     positions = torch.tensor([[40], [4095], [4096]], device="cuda")
     step = Pass(draft_step_metadata(given.meta, positions, 1), given.q, given.history, given.spans)
     step.check(attend(backend, step))
@@ -222,7 +115,7 @@ def test_draft_passes_and_inert_rows(backend: TritonAttention) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_captured_graph_follows_the_lengths(backend: TritonAttention, rows: int) -> None:
     def texts(starts: list[int]) -> Pass:
-        return make_pass([], starts, rows, (32, 8), 128, BF16, max_pages=200)
+        return make_flashinfer_pass([], starts, rows, (32, 8), 128, BF16, max_pages=200)
 
     held = texts([900, 3000, 77])
     meta = replace(held.meta, max_seq_len=200 * 32)
@@ -260,13 +153,15 @@ def test_contexts(
     """Whole prompts and later chunks, alone and beside generations."""
     chunks = [(0, 1), (0, 65), (64, 32), (31, 2), (2000, 100), (0, 500)]
     for contexts, generations in ((chunks[:1], []), (chunks, []), (chunks, [3, 700])):
-        given = make_pass(contexts, generations, rows, heads, dim, dtype, page)
+        given = make_flashinfer_pass(contexts, generations, rows, heads, dim, dtype, page)
         given.check(attend(backend, given, window), window)
 
 
 def test_plans_follow_one_another_without_a_wait(backend: TritonAttention) -> None:
     """The host may plan again while the device has yet to read the last plan."""
-    passes = [make_pass([(0, 40 * i), (7, 3)], [], 1, (9, 3), 64, BF16) for i in range(1, 5)]
+    passes = [
+        make_flashinfer_pass([(0, 40 * i), (7, 3)], [], 1, (9, 3), 64, BF16) for i in range(1, 5)
+    ]
     outs = [attend(backend, given) for given in passes for _ in range(2)]
     outs += [attend(backend, given) for given in passes]  # planned before, and not the last
     for given, out in zip([p for p in passes for _ in range(2)] + passes, outs, strict=True):
@@ -276,7 +171,7 @@ def test_plans_follow_one_another_without_a_wait(backend: TritonAttention) -> No
 def test_what_flashinfer_does_not_take(
     backend: TritonAttention, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = make_pass([(0, 20)], [30, 5], 4, (6, 2), 16, BF16)
+    given = make_flashinfer_pass([(0, 20)], [30, 5], 4, (6, 2), 16, BF16)
     for layer in (given.meta.kv_groups[0].k_cache, given.meta.kv_groups[0].v_cache):
         layer.nan_to_num_(0.0)  # torch's masked reads do not stand it
     with caplog.at_level(logging.WARNING):

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import steady
 import torch
-from test_embeds_prompt import (
+from embeds import (
     LAYERS,
-    _configs,
-    _mrope_positions,
-    _oracle,
-    _prompt,
-    _vl_with_mtp,
-    vl_dir,
+    embeds_configs,
+    embeds_prompt,
+    greedy_with_embeds,
+    mrope_positions_of_prompt,
+    vl_model_dir,
+    vl_with_mtp,
 )
-from test_gemma_images import COUNT, WHOLE, Oracle, prompt, whole_dir
+from gemma_images import COUNT, WHOLE, ImageOracle, image_prompt, whole_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import (
@@ -32,9 +32,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-__all__ = ["vl_dir"]  # a fixture
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 VANILLA = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
+
+
+@pytest.fixture(scope="module")
+def vl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vl_model_dir(tmp_path_factory.mktemp("vl"))
 
 
 @pytest.mark.parametrize("graphs", [None, CudaGraphConfig()])
@@ -42,10 +46,10 @@ def test_tokens_equal_transformers(
     vl_dir: Path, tmp_path: Path, graphs: CudaGraphConfig | None
 ) -> None:
     """Beside a prompt of text, whole and in chunks."""
-    prompt = _prompt(mrope_positions=_mrope_positions())
-    expected = _oracle(vl_dir, prompt, 12)
-    runs = [(name, vl_dir, config) for name, config in _configs(tmp_path, vl_dir).items()]
-    runs.append(("vanilla", _vl_with_mtp(vl_dir, tmp_path, 3), VANILLA))
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    expected = greedy_with_embeds(vl_dir, prompt, 12)
+    runs = [(name, vl_dir, config) for name, config in embeds_configs(tmp_path, vl_dir).items()]
+    runs.append(("vanilla", vl_with_mtp(vl_dir, tmp_path, 3), VANILLA))
     for name, target, config in runs:
         for chunked in (False, True):
             llm = LLM(
@@ -62,7 +66,7 @@ def test_tokens_equal_transformers(
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_vanilla_mtp_drafts_as_on_cpu(vl_dir: Path, tmp_path: Path, chunk: int) -> None:
     """The draft layers' logits, also where rows of the part before are computed again."""
-    target, logits = _vl_with_mtp(vl_dir, tmp_path, 3), []
+    target, logits = vl_with_mtp(vl_dir, tmp_path, 3), []
     for device in ("cpu", "cuda"):
         llm = LLM(
             target, VANILLA, device=device, dtype="float32", max_seq_len=64, max_batch_size=1,
@@ -76,7 +80,7 @@ def test_vanilla_mtp_drafts_as_on_cpu(vl_dir: Path, tmp_path: Path, chunk: int) 
             return propose(row, *rest)
 
         worker.propose = keeping  # type: ignore[method-assign]
-        llm.generate(_prompt(mrope_positions=_mrope_positions()), PARAMS)
+        llm.generate(embeds_prompt(mrope_positions=mrope_positions_of_prompt()), PARAMS)
         logits.append(torch.cat(rows))
     assert len(logits[0]) > 12
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
@@ -86,10 +90,10 @@ def test_vanilla_mtp_drafts_as_on_cpu(vl_dir: Path, tmp_path: Path, chunk: int) 
 def test_a_generation_step_is_one_launch_and_waits_for_nothing(
     vl_dir: Path, tmp_path: Path, drafter: str
 ) -> None:
-    prompt = _prompt(mrope_positions=_mrope_positions())
-    target, config = vl_dir, _configs(tmp_path, vl_dir)["eagle3"]
+    prompt = embeds_prompt(mrope_positions=mrope_positions_of_prompt())
+    target, config = vl_dir, embeds_configs(tmp_path, vl_dir)["eagle3"]
     if drafter == "vanilla":
-        target, config = _vl_with_mtp(vl_dir, tmp_path, 3), VANILLA
+        target, config = vl_with_mtp(vl_dir, tmp_path, 3), VANILLA
     llm = LLM(target, config, device="cuda", dtype="bfloat16", max_seq_len=200, max_batch_size=3)
     executor = llm.executor
     for given in (prompt, [3, 4, 5]):
@@ -102,18 +106,18 @@ def test_a_generation_step_is_one_launch_and_waits_for_nothing(
 
 def test_vectors_without_axes(tmp_path: Path) -> None:
     target = mtp_model_dir(tmp_path, num_hidden_layers=LAYERS, num_mtp_layers=1)
-    prompt = _prompt()
+    prompt = embeds_prompt()
     config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=False)
     llm = LLM(target, config, device="cuda", dtype="float32", max_seq_len=64)
     output = llm.generate(prompt, PARAMS)
-    assert output.outputs[0].token_ids == _oracle(target, prompt, 12)
+    assert output.outputs[0].token_ids == greedy_with_embeds(target, prompt, 12)
 
 
 @pytest.mark.parametrize("family", list(WHOLE))
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_images_attend_both_ways(tmp_path: Path, family: str, backend: str) -> None:
-    path, given = whole_dir(tmp_path, family), prompt((6, 3))
-    expected = Oracle(path).extend(given, COUNT)
+    path, given = whole_dir(tmp_path, family), image_prompt((6, 3))
+    expected = ImageOracle(path).extend(given, COUNT)
     for chunked in (False, True):
         llm = LLM(
             path, NGramDecodingConfig(max_draft_len=3), device="cuda", dtype="float32",

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import interrupts
 import pytest
-import test_interrupts
 import torch
-from test_interrupts import RaiseAtLine
+from interrupts import RaiseAtLine
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
 
@@ -65,21 +65,21 @@ def test_an_interrupt_between_launch_and_read_loses_nothing_on_cuda(
 ) -> None:
     """Also of steps that are graphs, whose tables were sent or not. One line in eight."""
     llm = _engine(target_dir, eagle3_dir(tmp_path), 192)
-    expected = test_interrupts._begin(llm)
-    test_interrupts._finish(llm)
-    test_interrupts._begin(llm)  # everything is captured by now
+    expected = interrupts.begin(llm)
+    interrupts.finish(llm)
+    interrupts.begin(llm)  # everything is captured by now
     with RaiseAtLine(None, KeyboardInterrupt) as trace:
-        test_interrupts._finish(llm)
+        interrupts.finish(llm)
     raised, places = 0, list(trace.seen)[::8]
     for place in places:
-        requests = test_interrupts._begin(llm)
+        requests = interrupts.begin(llm)
         try:
             with RaiseAtLine(place, KeyboardInterrupt):
-                test_interrupts._finish(llm)
+                interrupts.finish(llm)
         except KeyboardInterrupt:
             raised += 1
-        test_interrupts._finish(llm)
-        test_interrupts._check(llm, requests, expected, place)
+        interrupts.finish(llm)
+        interrupts.check(llm, requests, expected, place)
     assert raised > 0.9 * len(places)
     llm.shutdown()
 

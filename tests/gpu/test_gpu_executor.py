@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 import steady
 import torch
-from test_drafting import _add_perfect_mtp, _one_layer_target, _perfect_eagle3
-from test_executor import HEADS, MTP, VOCAB
-from test_executor import _config as any_config
-from tiny import tiny_model_dir
+from matrix import MASKED, NETWORKS, Drafters, config_of, covering, make_drafters
+from oracle import VOCAB, random_prompts
+from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny_heads import mtp_model_dir
 
 from trtspec import (
@@ -38,7 +36,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODES = ["none", "ngram", "draft_target", *HEADS, *MTP]
+MODES = ["none", "ngram", *NETWORKS]
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +45,8 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("draft"), seed=2)
-
-
-def _config(mode: str, draft_dir: Path) -> DecodingBaseConfig | None:
-    return any_config(mode, 3, draft_dir, None)  # type: ignore[arg-type]
-
-
-def _prompts(count: int) -> list[list[int]]:
-    rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
-    prompts[0] = prompts[0][:3] * 8
-    return prompts
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +57,7 @@ def expected(target_dir: Path) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).cuda().eval()
     outputs = []
     with torch.inference_mode():
-        for prompt in _prompts(6):
+        for prompt in random_prompts(6):
             tokens = list(prompt)
             for _ in range(24):
                 logits = model(torch.tensor([tokens], device="cuda")).logits[0, -1]
@@ -79,20 +66,18 @@ def expected(target_dir: Path) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", [None, 112])
+@covering(mode=MODES, overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers_on_cuda(
-    target_dir: Path, draft_dir: Path, expected: list[list[int]],
+    target_dir: Path, drafters: Drafters, expected: list[list[int]],
     mode: str, overlap: bool, pool: int | None,
 ) -> None:  # fmt: skip
     llm = LLM(
-        target_dir, _config(mode, draft_dir), device="cuda", dtype="float32",
+        target_dir, config_of(mode, 3, drafters), device="cuda", dtype="float32",
         max_batch_size=4, max_seq_len=96, max_num_tokens=32, enable_chunked_prefill=True,
         kv_cache_config=KvCacheConfig(max_tokens=pool or 1024, tokens_per_block=8),
         disable_overlap_scheduler=not overlap,
     )  # fmt: skip
-    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == expected
     llm.executor.kv_cache.check_integrity()
 
@@ -105,22 +90,22 @@ def test_a_perfect_draft_model_is_always_accepted_on_cuda(target_dir: Path, k: i
         kv_cache_config=KvCacheConfig(max_tokens=1024),
     )  # fmt: skip
     params = SamplingParams(max_tokens=1 + 6 * (k + 1), ignore_eos=True)
-    for output in llm.generate(_prompts(5), params):
+    for output in llm.generate(random_prompts(5), params):
         assert output.spec_stats.acceptance_length == k + 1
 
 
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_perfect_head_is_always_accepted_on_cuda(tmp_path: Path, mode: str, k: int) -> None:
-    target = _one_layer_target(tmp_path)
+    target = one_layer_target(tmp_path)
     config: DecodingBaseConfig
     if mode.startswith("eagle3"):
-        head = _perfect_eagle3(tmp_path, target)
+        head = perfect_eagle3(tmp_path, target)
         config = EagleDecodingConfig(
             max_draft_len=k, speculative_model=head, eagle3_one_model=mode == "eagle3"
         )
     else:
-        _add_perfect_mtp(target, k)
+        add_perfect_mtp(target, k)
         config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla="vanilla" in mode)
     llm = LLM(
         target, config, device="cuda", dtype="float32", max_batch_size=3, max_seq_len=128,
@@ -144,7 +129,7 @@ def test_relaxed_acceptance_on_cuda_equals_the_cpu(target_dir: Path) -> None:
             target_dir, config, device=device, dtype="float32", max_seq_len=96,
             kv_cache_config=KvCacheConfig(max_tokens=1024),
         )  # fmt: skip
-        prompts = [[91, *prompt] for prompt in _prompts(4)]
+        prompts = [[91, *prompt] for prompt in random_prompts(4)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
         texts.append([o.outputs[0].token_ids for o in outputs])
     assert texts[0] == texts[1]
@@ -160,7 +145,7 @@ def test_saved_hidden_states_on_cuda_equal_the_cpu(target_dir: Path, tmp_path: P
             target_dir, config, device=device, dtype="float32", max_seq_len=96,
             kv_cache_config=KvCacheConfig(max_tokens=1024),
         )  # fmt: skip
-        llm.generate(_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
+        llm.generate(random_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
         samples = sorted(
             SavedHiddenStates(tmp_path / device), key=lambda s: s["token_ids"].tolist()
         )
@@ -174,17 +159,17 @@ def test_saved_hidden_states_on_cuda_equal_the_cpu(target_dir: Path, tmp_path: P
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_launching_a_generation_step_waits_for_nothing(
-    target_dir: Path, draft_dir: Path, mode: str, temperature: float
+    target_dir: Path, drafters: Drafters, mode: str, temperature: float
 ) -> None:
     llm = LLM(
-        target_dir, _config(mode, draft_dir), device="cuda", dtype="bfloat16",
+        target_dir, config_of(mode, 3, drafters), device="cuda", dtype="bfloat16",
         max_batch_size=2, max_seq_len=96, kv_cache_config=KvCacheConfig(max_tokens=512),
     )  # fmt: skip
     executor = llm.executor
     params = SamplingParams(
         max_tokens=30, temperature=temperature, top_k=9, seed=1, ignore_eos=True
     )
-    for prompt in _prompts(2):
+    for prompt in random_prompts(2):
         executor.enqueue(prompt, params)
     for _ in range(3):
         executor.step()
@@ -207,7 +192,7 @@ def test_sampled_tokens_on_cuda_equal_the_cpu(target_dir: Path) -> None:
             target_dir, NGramDecodingConfig(max_draft_len=3), device=device, dtype="float32",
             max_batch_size=4, max_seq_len=96, kv_cache_config=KvCacheConfig(max_tokens=1024),
         )  # fmt: skip
-        outputs = llm.generate(_prompts(4), params)
+        outputs = llm.generate(random_prompts(4), params)
         texts.append([o.outputs[0].token_ids for o in outputs])
     assert texts[0] == texts[1]
 
@@ -219,42 +204,30 @@ def test_reduced_precision_runs_to_the_end(target_dir: Path, dtype: str) -> None
         max_batch_size=4, max_seq_len=96,
         kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.1),
     )  # fmt: skip
-    for output in llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True)):
+    for output in llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True)):
         assert len(output.outputs[0].token_ids) == 24 and output.error is None
 
 
 # -- graphs ------------------------------------------------------------------------------------
-def _steady_engine(target_dir: Path, draft_dir: Path, mode: str, temperature: float) -> LLM:
-    """Two requests in the middle of their texts, between two page boundaries."""
-    llm = LLM(
-        target_dir, _config(mode, draft_dir), device="cuda", dtype="bfloat16",
-        max_batch_size=2, max_seq_len=200,
-        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
-    )  # fmt: skip
-    steady.start(llm.executor, temperature)
-    return llm
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_generation_step_is_one_graph_launch(
-    target_dir: Path, draft_dir: Path, mode: str, temperature: float
+    target_dir: Path, drafters: Drafters, mode: str, temperature: float
 ) -> None:
     """No kernel is launched by itself, nothing is waited for; a two-engine mode launches one
     graph for the step and one for each draft pass."""
-    llm = _steady_engine(target_dir, draft_dir, mode, temperature)
-    executor = llm.executor
+    executor = steady.engine(target_dir, config_of(mode, 3, drafters), temperature).executor
     steady.launch(executor, 4 if mode.endswith("two_engine") else 1)
     steady.finish(executor)
 
 
-def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, draft_dir: Path) -> None:
+def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, drafters: Drafters) -> None:
     """Graphs cannot be destroyed while another engine captures: a collection must wait."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.disable()
     try:
-        old = _steady_engine(target_dir, draft_dir, "ngram", 0.0)
+        old = steady.engine(target_dir, config_of("ngram", 3, drafters))
         garbage = weakref.ref(old.executor.graphs)
         del old
         llm = LLM(
@@ -273,7 +246,7 @@ def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, draft_dir
         graphs.step = collecting_step
         gc.enable()
         gc.set_threshold(1 << 30)
-        outputs = llm.generate(_prompts(2), SamplingParams(max_tokens=8, ignore_eos=True))
+        outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=8, ignore_eos=True))
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
@@ -283,17 +256,19 @@ def test_an_engine_that_is_garbage_spoils_no_capture(target_dir: Path, draft_dir
 
 @pytest.mark.parametrize("mode", MODES)
 def test_graphs_and_eager_steps_say_the_same(
-    target_dir: Path, draft_dir: Path, expected: list[list[int]], mode: str
+    target_dir: Path, drafters: Drafters, expected: list[list[int]], mode: str
 ) -> None:
     """Five requests in a graph for eight: rows that fill it disturb nobody and count nowhere."""
     stats = []
     for config in (CudaGraphConfig(batch_sizes=[8]), None):
         llm = LLM(
-            target_dir, _config(mode, draft_dir), device="cuda", dtype="float32",
+            target_dir, config_of(mode, 3, drafters), device="cuda", dtype="float32",
             max_batch_size=8, max_seq_len=96, cuda_graph_config=config,
             kv_cache_config=KvCacheConfig(max_tokens=2048, tokens_per_block=8),
         )  # fmt: skip
-        outputs = llm.generate(_prompts(6)[:5], SamplingParams(max_tokens=24, ignore_eos=True))
+        outputs = llm.generate(
+            random_prompts(6)[:5], SamplingParams(max_tokens=24, ignore_eos=True)
+        )
         assert [o.outputs[0].token_ids for o in outputs] == expected[:5]
         stats.append([o.spec_stats for o in outputs])
         graphs = llm.executor.graphs
@@ -302,29 +277,29 @@ def test_graphs_and_eager_steps_say_the_same(
     assert stats[0] == stats[1]
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp_eagle"])
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp_eagle", *MASKED])
 def test_graphs_of_prompts_say_the_same(
-    target_dir: Path, draft_dir: Path, expected: list[list[int]], mode: str
+    target_dir: Path, drafters: Drafters, expected: list[list[int]], mode: str
 ) -> None:
     """Prompts of several sizes in graphs of their own, beside the generations' graphs."""
     llm = LLM(
-        target_dir, _config(mode, draft_dir), device="cuda", dtype="float32", max_batch_size=3,
+        target_dir, config_of(mode, 3, drafters), device="cuda", dtype="float32", max_batch_size=3,
         max_seq_len=96, cuda_graph_config=CudaGraphConfig(context_tokens=(32, 96)),
         kv_cache_config=KvCacheConfig(max_tokens=1024),
     )  # fmt: skip
-    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected
     captured = {key.context_tokens for key in llm.executor.graphs._graphs}
     assert captured & {32, 96} and 0 in captured
 
 
 @pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
-@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "mtp", "mtp_eagle"])
+@pytest.mark.parametrize("mode", ["draft_target", "eagle3", "mtp", "mtp_eagle", *MASKED])
 def test_sampled_rules_in_a_graph_say_what_the_cpu_does(
-    target_dir: Path, draft_dir: Path, mode: str, rule: str
+    target_dir: Path, drafters: Drafters, mode: str, rule: str
 ) -> None:
     """Seeded texts of fp32 on the CPU, eagerly and as graphs; filters, shaping and logprobs too."""
-    config = replace(_config(mode, draft_dir), acceptance=rule)
+    config = replace(config_of(mode, 3, drafters), acceptance=rule)
     wishes: list[dict[str, Any]] = [
         {"temperature": 3.0}, {"temperature": 1.0, "top_k": 9, "logprobs": 2}, {},
         {"temperature": 2.0, "presence_penalty": 0.7, "min_p": 0.02, "logit_bias": {5: 2.0}},
@@ -339,33 +314,63 @@ def test_sampled_rules_in_a_graph_say_what_the_cpu_does(
             target_dir, config, device=device, dtype="float32", max_batch_size=4, max_seq_len=96,
             cuda_graph_config=graphs, kv_cache_config=KvCacheConfig(max_tokens=1024),
         )  # fmt: skip
-        outputs = llm.generate(_prompts(4), params)
+        outputs = llm.generate(random_prompts(4), params)
         texts.append([output.outputs[0].token_ids for output in outputs])
     assert texts[1] == texts[0] and texts[2] == texts[0]
 
 
 def test_torch_attention_runs_without_graphs(
-    target_dir: Path, draft_dir: Path, expected: list[list[int]]
+    target_dir: Path, drafters: Drafters, expected: list[list[int]]
 ) -> None:
     llm = LLM(
-        target_dir, _config("eagle3", draft_dir), device="cuda", dtype="float32",
+        target_dir, config_of("eagle3", 3, drafters), device="cuda", dtype="float32",
         max_seq_len=96, attn_backend="torch", kv_cache_config=KvCacheConfig(max_tokens=2048),
     )  # fmt: skip
     assert llm.executor.graphs is None
-    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == expected
 
 
-def test_graphs_captured_at_start_are_all_that_is_needed(target_dir: Path, draft_dir: Path) -> None:
+def test_graphs_captured_at_start_are_all_that_is_needed(
+    target_dir: Path, drafters: Drafters
+) -> None:
     graphs = CudaGraphConfig(batch_sizes=[1, 4], capture_at_start=True)
     llm = LLM(
-        target_dir, _config("eagle3", draft_dir), device="cuda", dtype="float32",
+        target_dir, config_of("eagle3", 3, drafters), device="cuda", dtype="float32",
         max_batch_size=4, max_seq_len=64, cuda_graph_config=graphs,
     )  # fmt: skip
     captured = llm.executor.graphs
     assert captured is not None and captured.memory_bytes >= 0
     assert captured.num_graphs == 6  # greedy and sampled: two batch sizes, one of prompts
-    prompts = _prompts(3)
+    prompts = random_prompts(3)
     for temperature in (0.0, 0.8):
         llm.generate(prompts, SamplingParams(max_tokens=12, temperature=temperature, seed=1))
     assert captured.num_graphs == 6
+
+
+# -- mask tokens ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", MASKED)
+@pytest.mark.parametrize("config", [None, CudaGraphConfig(), CudaGraphConfig(context_tokens=(96,))])
+def test_drafts_from_masks_equal_the_cpus(
+    target_dir: Path, drafters: Drafters, mode: str, config: CudaGraphConfig | None
+) -> None:
+    """Greedy texts are right whatever is drafted: what is drafted must be right too."""
+    seen: dict[str, list[list[list[int]]]] = {}
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            target_dir, config_of(mode, 3, drafters), device=device, dtype="float32",
+            max_batch_size=3, max_seq_len=64, disable_overlap_scheduler=True,
+            cuda_graph_config=config, kv_cache_config=KvCacheConfig(max_tokens=512),
+        )  # fmt: skip
+        executor = llm.executor
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        prompts = [prompt[:24] for prompt in random_prompts(4)]
+        requests = [executor.enqueue(prompt, params) for prompt in prompts]
+        seen[device] = [[] for _ in requests]
+        while executor.has_work:
+            executor.step()
+            for drafts, request in zip(seen[device], requests, strict=True):
+                if request.is_generation:
+                    drafts.append(executor.state.next_tokens[request.slot, 1:].tolist())
+    assert seen["cuda"] == seen["cpu"]
+    assert all(drafts and -1 not in drafts[0] for drafts in seen["cpu"])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import steady
 import torch
-from test_gemma_moe import moe_dir, spec_of
 from tiny import tiny_model_dir
+from tiny_gemma_moe import gemma_moe_config, moe_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 from tiny_step import MOE, VOCAB, step_dir
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _llm(
     folder: Path, tmp_path: Path, family: str, mode: str, device: str, **options: Any
 ) -> LLM:  # fmt: skip
-    spec = spec_of(mode, tmp_path)
+    spec = gemma_moe_config(mode, tmp_path)
     if mode == "eagle3":
         spec = EagleDecodingConfig(max_draft_len=3, speculative_model=folder / "head")
     elif mode in ("mtp", "vanilla"):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import steady
 import torch
-from test_executor import MTP, Oracle
-from test_gpu_executor import _prompts, _steady_engine
-from test_triton_mla import make_pass
+from latent_pass import make_latent_pass
+from matrix import MTP, Drafters, config_of
+from oracle import Oracle, random_prompts
 from tiny_heads import mtp_model_dir
 from torch import Tensor
 
@@ -28,7 +28,7 @@ SCALE = (128 + 64) ** -0.5
 
 
 def _pass(spans: list[tuple[int, int]], dtype: torch.dtype) -> AttentionMetadata:
-    return make_pass(
+    return make_latent_pass(
         spans, LATENT, 32, max_seq_len=1 << 15, dtype=dtype, turning=TURNING, device="cuda"
     )
 
@@ -97,7 +97,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(target_dir: Path) -> list[list[int]]:
     oracle = Oracle(target_dir)
-    return [oracle.extend(prompt, 24) for prompt in _prompts(6)]
+    return [oracle.extend(prompt, 24) for prompt in random_prompts(6)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,13 +106,13 @@ def test_graphs_and_eager_steps_equal_transformers(
     target_dir: Path, expected: list[list[int]], mode: str, graphs: CudaGraphConfig | None
 ) -> None:
     """Five requests in a graph for eight."""
-    config = None if mode == "none" else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
+    config = config_of(mode, 3, Drafters())
     llm = LLM(
         target_dir, config, device="cuda", dtype="float32", max_batch_size=8, max_seq_len=96,
         cuda_graph_config=graphs,
         kv_cache_config=KvCacheConfig(max_tokens=2048, tokens_per_block=8),
     )  # fmt: skip
-    outputs = llm.generate(_prompts(6)[:5], SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6)[:5], SamplingParams(max_tokens=24, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected[:5]
     captured = llm.executor.graphs
     assert (captured is None) == (graphs is None)
@@ -126,7 +126,7 @@ def test_flashinfer_leaves_it_to_triton(target_dir: Path, expected: list[list[in
         max_batch_size=3, max_seq_len=96, attn_backend="flashinfer",
         kv_cache_config=KvCacheConfig(max_tokens=1024),
     )  # fmt: skip
-    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
@@ -134,13 +134,13 @@ def test_flashinfer_leaves_it_to_triton(target_dir: Path, expected: list[list[in
 def test_graphs_of_prompts_say_the_same(
     target_dir: Path, expected: list[list[int]], mode: str
 ) -> None:
-    config = None if mode == "none" else MTPDecodingConfig(num_nextn_predict_layers=3)
+    config = config_of(mode, 3, Drafters())
     llm = LLM(
         target_dir, config, device="cuda", dtype="float32", max_batch_size=3, max_seq_len=96,
         cuda_graph_config=CudaGraphConfig(context_tokens=(32, 96)),
         kv_cache_config=KvCacheConfig(max_tokens=1024),
     )  # fmt: skip
-    outputs = llm.generate(_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
+    outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
@@ -151,6 +151,6 @@ def test_a_generation_step_is_one_graph_launch(
 ) -> None:
     """No kernel is launched by itself; a two-engine mode launches one graph for the step and one
     for each draft pass."""
-    executor = _steady_engine(target_dir, target_dir, mode, temperature).executor
+    executor = steady.engine(target_dir, config_of(mode, 3, Drafters()), temperature).executor
     steady.launch(executor, 4 if mode.endswith("two_engine") else 1)
     steady.finish(executor)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import steady
 import torch
-from test_executor import VOCAB, Oracle
-from test_moe import MTP, naive_experts, random_experts
+from matrix import MTP, Drafters, config_of
+from naive_experts import naive_experts, random_experts
+from oracle import VOCAB, Oracle
 from tiny_heads import mtp_model_dir
 
-from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
 from trtspec.layers import experts as moe
 
 pytestmark = [
@@ -111,8 +112,8 @@ def _prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(count)]
 
 
-def _llm(path: Path, mode: str | None, **options: Any) -> LLM:
-    spec = None if mode is None else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
+def _llm(path: Path, mode: str, **options: Any) -> LLM:
+    spec = config_of(mode, 3, Drafters())
     defaults = {
         "dtype": "float32", "max_batch_size": 4, "max_seq_len": 96,
         "kv_cache_config": KvCacheConfig(max_tokens=1024, tokens_per_block=8),
@@ -120,9 +121,9 @@ def _llm(path: Path, mode: str | None, **options: Any) -> LLM:
     return LLM(path, spec, device="cuda", **{**defaults, **options})
 
 
-@pytest.mark.parametrize("mode", [None, *MTP])
+@pytest.mark.parametrize("mode", ["none", *MTP])
 @pytest.mark.parametrize("graphs", [CudaGraphConfig(), None])
-def test_greedy_equals_transformers_on_cuda(target: Any, mode: str | None, graphs: Any) -> None:
+def test_greedy_equals_transformers_on_cuda(target: Any, mode: str, graphs: Any) -> None:
     path, oracle = target
     llm = _llm(path, mode, cuda_graph_config=graphs, max_num_tokens=32, enable_chunked_prefill=True)
     prompts = _prompts(6)
@@ -132,11 +133,9 @@ def test_greedy_equals_transformers_on_cuda(target: Any, mode: str | None, graph
     llm.executor.kv_cache.check_integrity()
 
 
-@pytest.mark.parametrize("mode", [None, "vanilla", "eagle"])
+@pytest.mark.parametrize("mode", ["none", "mtp", "mtp_eagle"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_step_is_one_graph_that_waits_for_nothing(
-    target: Any, mode: str | None, dtype: str
-) -> None:
+def test_a_step_is_one_graph_that_waits_for_nothing(target: Any, mode: str, dtype: str) -> None:
     llm = _llm(
         target[0], mode, dtype=dtype, max_batch_size=2, max_seq_len=200,
         kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import steady
 import torch
-from test_moe import BETWEEN, naive_experts, random_experts
+from naive_experts import BETWEEN, naive_experts, random_experts
 
 from trtspec.layers import experts as moe
 from trtspec.layers.norm import RMSNorm

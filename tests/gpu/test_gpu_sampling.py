@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import test_triton_sampling as small
+import sampled_kernels as small
 import torch
-from test_rejection import RULES, SUBSET, decode, expected, p_value
+from sampled_tables import RULES, SUBSET, decode_tables, expected_distribution, p_value
 from torch import Tensor
 
 from trtspec.ops.launch import dispatch
@@ -31,9 +31,9 @@ def test_texts_are_distributed_as_the_targets(rule: str, setting: dict[str, obje
     """As `tests/sampling/test_rejection.py` for the twins: 100,000 requests, three tokens."""
     with torch.device("cuda"):
         on_device = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in setting.items()}
-        texts, _ = decode(rule, **on_device)  # type: ignore[arg-type]
+        texts, _ = decode_tables(rule, **on_device)  # type: ignore[arg-type]
     given = {k: v for k, v in setting.items() if k in ("temperature", "top_k", "top_p")}
-    assert p_value(texts.cpu(), expected(**given)) > 1e-3  # type: ignore[arg-type]
+    assert p_value(texts.cpu(), expected_distribution(**given)) > 1e-3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -49,7 +49,7 @@ def test_long_rows(
         patch.setattr(dispatch, "_module", lambda name: None)
         different = total = 0
         for seed in range(4):
-            case = small.Case(rule, seed, filters=filters, has_table=has_table)
+            case = small.SampledCase(rule, seed, filters=filters, has_table=has_table)
             ours, twin = case.kernels(), case.twin()
             different += int((ours[0] != twin[0]).any(1).sum())
             total += len(ours[1])

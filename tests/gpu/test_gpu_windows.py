@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import flashinfer_pass
 import pytest
 import steady
 import torch
@@ -136,15 +137,13 @@ def test_steps_that_give_blocks_back_are_one_launch_and_wait_for_nothing(
 def test_flashinfer_reads_nothing_behind_the_window(
     contexts: list[tuple[int, int]], generations: list[int], rows: int
 ) -> None:
-    import test_flashinfer
-
-    if (reason := test_flashinfer._unavailable()) is not None:
+    if (reason := flashinfer_pass.why_unavailable()) is not None:
         pytest.skip(reason)
     from trtspec.attention.flashinfer import FlashInferAttention
 
     window, page = 100, 32
     backend: Any = FlashInferAttention(torch.device("cuda"))
-    given = test_flashinfer.make_pass(
+    given = flashinfer_pass.make_flashinfer_pass(
         contexts, generations, rows, (8, 2), 64, torch.bfloat16, page=page
     )
     table, group = given.meta.block_tables[0], given.meta.kv_groups[0]
@@ -156,4 +155,4 @@ def test_flashinfer_reads_nothing_behind_the_window(
         table[i, :behind] = NULL_BLOCK
     group.k_cache[:, NULL_BLOCK] = 0
     group.v_cache[:, NULL_BLOCK] = 0
-    given.check(test_flashinfer.attend(backend, given, window=window), window)
+    given.check(flashinfer_pass.attend(backend, given, window=window), window)

@@ -6,8 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from test_acceptance_report import constant_target_dir
-from tiny import tiny_model_dir
+from tiny import constant_target_dir, tiny_model_dir
 from tiny_heads import eagle3_dir
 
 from trtspec import LLM, EagleDecodingConfig, NGramDecodingConfig, SamplingParams

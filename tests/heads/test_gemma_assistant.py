@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import Script, run_random_schedule
+from oracle import VOCAB, Oracle
+from oracle import random_prompts as executor_prompts
 from safetensors.torch import load_file, save_file
-from test_drafting import Case, Script, _run_random_schedule
-from test_executor import VOCAB, Oracle
-from test_executor import _prompts as executor_prompts
 from tiny import tiny_model_dir
 from tiny_gemma import (
     BACKBONE,
@@ -25,12 +25,12 @@ from tiny_gemma import (
     gemma_dir,
     hf_assistant,
 )
+from tiny_gemma_assistant import assistant_case, assistant_config
 
 from trtspec import (
     LLM,
     EagleDecodingConfig,
     KvCacheConfig,
-    MTPDecodingConfig,
     SamplingParams,
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
@@ -57,19 +57,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
         assistant_dir(path, "gemma4_small", clusters=(12, 3), vocab_size=96),
     )  # fmt: skip
     return found
-
-
-def _config(assistant: Path, k: int, one_model: bool = True, **options: Any) -> MTPDecodingConfig:
-    return MTPDecodingConfig(
-        num_nextn_predict_layers=k, speculative_model=assistant, mtp_eagle_one_model=one_model,
-        **options,
-    )  # fmt: skip
-
-
-def _case(pair: tuple[Path, Path], k: int, one_model: bool = True) -> Case:
-    target, assistant = pair
-    naive: Any = NaiveAssistant(assistant, target)
-    return Case(target, _config(assistant, k, one_model), naive)
 
 
 # -- the formula -------------------------------------------------------------------------------
@@ -117,7 +104,7 @@ def test_first_drafts_are_those_of_transformers_generate(
     module.generation_config.num_assistant_tokens = 4
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     prompts = [[5, 9, 2, 44], [90, 1, 17], [8, 7, 6, 5, 4]]
-    llm = LLM(target, _config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
+    llm = LLM(target, assistant_config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
     for prompt in prompts:
         generator = SinglePositionMultiTokenCandidateGenerator(
             assistant_model=module, target_model_input_embeddings=model.get_input_embeddings(),
@@ -143,7 +130,7 @@ def test_logits_of_a_few_clusters(
 ) -> None:
     """transformers' of the tokens in the three nearest of twelve clusters; the others' are low."""
     target, assistant = pairs["clustered"]
-    head: Any = LLM(target, _config(assistant, 2), device="cpu", dtype="float32").executor
+    head: Any = LLM(target, assistant_config(assistant, 2), device="cpu", dtype="float32").executor
     module = hf_assistant(assistant, torch.float32, monkeypatch)
     hidden = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     ours = head.draft_model.compute_logits(hidden, 0)
@@ -163,7 +150,7 @@ def test_drafting_from_a_few_clusters(pairs: dict[str, tuple[Path, Path]], rule:
         SamplingParams(max_tokens=20, temperature=t, seed=1, ignore_eos=True) for t in (0.0, 2.0)
     ]
     texts = []
-    for config in (None, _config(assistant, 3, acceptance=rule)):
+    for config in (None, assistant_config(assistant, 3, acceptance=rule)):
         llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
         outputs = llm.generate([[5, 9, 2, 44], [5, 9, 2, 44]], params)
         texts.append([output.outputs[0].token_ids for output in outputs])
@@ -194,7 +181,7 @@ def test_clusters_refused(
     change(tensors)
     save_file(tensors, assistant / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
-        LLM(pairs["clustered"][0], _config(assistant, 2), device="cpu")
+        LLM(pairs["clustered"][0], assistant_config(assistant, 2), device="cpu")
 
 
 def test_an_lm_head_that_is_the_targets_keeps_its_clusters(
@@ -210,12 +197,12 @@ def test_an_lm_head_that_is_the_targets_keeps_its_clusters(
     tensors["model.embed_tokens.weight"] = theirs
     tensors["lm_head.weight"] = theirs.clone()
     save_file(tensors, assistant / "model.safetensors", metadata={"format": "pt"})
-    head: Any = LLM(target, _config(assistant, 2), device="cpu", dtype="float32").executor
+    head: Any = LLM(target, assistant_config(assistant, 2), device="cpu", dtype="float32").executor
     logits = head.draft_model.compute_logits(torch.ones(1, BACKBONE), 0)
     assert int((logits > LOWEST).sum()) == 3 * 8
     edit_config(assistant, use_ordered_embeddings=False)
     with pytest.raises(CheckpointError, match="use_ordered_embeddings"):
-        LLM(target, _config(assistant, 2), device="cpu")
+        LLM(target, assistant_config(assistant, 2), device="cpu")
 
 
 RECOMPUTED = [*product(FAMILIES[:2], [True, False], [1, 2, 4]), ("gemma4_small", True, 4)]
@@ -226,13 +213,15 @@ def test_draft_logits_equal_recomputation(
     pairs: dict[str, tuple[Path, Path]], family: str, one_model: bool, k: int
 ) -> None:
     """At every step of random schedules: chunks, preemption, rejections of every length."""
-    compared, executor = _run_random_schedule(_case(pairs[family], k, one_model), k, seed=k)
+    compared, executor = run_random_schedule(assistant_case(pairs[family], k, one_model), k, seed=k)
     assert compared > 30
     assert set(executor._accepted_lens) == set(range(k + 1))
 
 
 def test_draft_logits_up_to_the_maximum_length(pairs: dict[str, tuple[Path, Path]]) -> None:
-    compared, _ = _run_random_schedule(_case(pairs["gemma3_text"], 8), 8, seed=3, max_seq_len=36)
+    compared, _ = run_random_schedule(
+        assistant_case(pairs["gemma3_text"], 8), 8, seed=3, max_seq_len=36
+    )
     assert compared > 30
 
 
@@ -244,13 +233,13 @@ def test_every_position_of_the_model_can_be_used(
     monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, "3")
     target = gemma_dir(tmp_path, "gemma3_text", seed=1, max_position_embeddings=24)
     assistant = assistant_dir(tmp_path)
-    llm = LLM(target, _config(assistant, 3), device="cpu", dtype="float32")
+    llm = LLM(target, assistant_config(assistant, 3), device="cpu", dtype="float32")
     output = llm.generate([[3, 4, 5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))[0]
     assert len(output.outputs[0].token_ids) == 20 and output.error is None
 
 
 def test_drafting_can_be_turned_down_and_up(pairs: dict[str, tuple[Path, Path]]) -> None:
-    case = _case(pairs["gemma3_text"], 3)
+    case = assistant_case(pairs["gemma3_text"], 3)
     llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=96)
     script, executor = Script(llm, case, seed=0), llm.executor
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -288,7 +277,7 @@ def test_greedy_equals_transformers(
 ) -> None:  # fmt: skip
     target, assistant = pairs[family]
     llm = LLM(
-        target, _config(assistant, 3, one_model), device="cpu", dtype="float32",
+        target, assistant_config(assistant, 3, one_model), device="cpu", dtype="float32",
         max_batch_size=4, max_seq_len=96, max_num_tokens=24 if chunked else 96,
         enable_chunked_prefill=chunked, disable_overlap_scheduler=not overlap,
         kv_cache_config=KvCacheConfig(max_tokens=pool, tokens_per_block=4),
@@ -307,7 +296,7 @@ def test_sampled(pairs: dict[str, tuple[Path, Path]], rule: str) -> None:
     target, assistant = pairs["gemma3_text"]
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
     texts = []
-    for config in (None, _config(assistant, 3, acceptance=rule)):
+    for config in (None, assistant_config(assistant, 3, acceptance=rule)):
         llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
         outputs = llm.generate(executor_prompts(4, longest=20), params)
         texts.append([output.outputs[0].token_ids for output in outputs])
@@ -321,7 +310,7 @@ def test_metadata_is_built_once_and_no_kv_is_kept(
     pairs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, assistant = pairs["gemma3_text"]
-    llm = LLM(target, _config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
+    llm = LLM(target, assistant_config(assistant, 4), device="cpu", dtype="float32", max_seq_len=64)
     calls, made, executor = [], eagle3.draft_step, llm.executor
     monkeypatch.setattr(eagle3, "draft_step", lambda *a, **b: (calls.append(1), made(*a, **b))[1])
     executor.enqueue([3, 4, 5], SamplingParams(max_tokens=12, ignore_eos=True))
@@ -359,7 +348,7 @@ def test_pairs_that_do_not_fit(
 ) -> None:
     assistant = assistant_dir(tmp_path, **change)
     with pytest.raises(CheckpointError, match=message) as error:
-        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+        LLM(pairs["gemma3_text"][0], assistant_config(assistant, 2), device="cpu")
     assert "Use the assistant made for this target" in str(error.value)
 
 
@@ -397,7 +386,7 @@ def test_configs_refused(
 ) -> None:
     assistant = edit_config(assistant_dir(tmp_path), **change)
     with pytest.raises(CheckpointError, match=message):
-        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+        LLM(pairs["gemma3_text"][0], assistant_config(assistant, 2), device="cpu")
 
 
 def test_text_configs_refused(tmp_path: Path, pairs: dict[str, tuple[Path, Path]]) -> None:
@@ -410,7 +399,7 @@ def test_text_configs_refused(tmp_path: Path, pairs: dict[str, tuple[Path, Path]
     ):
         edit_config(assistant, text_config=text | {name: value})
         with pytest.raises(CheckpointError, match=message):
-            LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+            LLM(pairs["gemma3_text"][0], assistant_config(assistant, 2), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +419,7 @@ def test_tensors_are_checked(
         tensors[name] = torch.zeros(2, 2)
     save_file(tensors, assistant / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
-        LLM(pairs["gemma3_text"][0], _config(assistant, 2), device="cpu")
+        LLM(pairs["gemma3_text"][0], assistant_config(assistant, 2), device="cpu")
 
 
 def test_wrong_modes(pairs: dict[str, tuple[Path, Path]]) -> None:
@@ -438,9 +427,9 @@ def test_wrong_modes(pairs: dict[str, tuple[Path, Path]]) -> None:
     with pytest.raises(CheckpointError, match=r"not an EAGLE head.*MTPDecodingConfig"):
         LLM(target, EagleDecodingConfig(max_draft_len=2, speculative_model=assistant), device="cpu")
     with pytest.raises(ConfigError, match="use_mtp_vanilla=True is about MTP layers"):
-        LLM(target, _config(assistant, 2, use_mtp_vanilla=True), device="cpu")
+        LLM(target, assistant_config(assistant, 2, use_mtp_vanilla=True), device="cpu")
     with pytest.raises(ConfigError, match="mtp_feeds_post_norm=False is about MTP layers"):
-        LLM(target, _config(assistant, 2, mtp_feeds_post_norm=False), device="cpu")
+        LLM(target, assistant_config(assistant, 2, mtp_feeds_post_norm=False), device="cpu")
 
 
 def test_what_people_are_told(pairs: dict[str, tuple[Path, Path]]) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint import edit_tensors, set_config
 from safetensors.torch import load_file, save_file
 from speculators_reference import build_eagle3, save_eagle3
-from test_weights import _edit, _set_config
 from tiny import tiny_model_dir
 from tiny_heads import SIZE, VOCAB, _layer_shapes, _weights, eagle1_dir, eagle3_dir, mtp_model_dir
 from torch import Tensor
@@ -67,8 +67,8 @@ def _head(
 
     def build(tmp_path: Path) -> Path:
         path = make(tmp_path)
-        _edit(path, change)
-        _set_config(path, **config)
+        edit_tensors(path, change)
+        set_config(path, **config)
         return path
 
     return build
@@ -143,7 +143,7 @@ def test_an_own_end_equal_to_the_target_s_is_shared(tmp_path: Path, name: str) -
     head = eagle3_dir(tmp_path, own_embedding=True, draft_vocab=VOCAB)
     assert getattr(_load(head, target), name) is not getattr(target, name)
     own = weights["model.embed_tokens.weight"]
-    _edit(head, lambda tensors: tensors.update({f"{name}.weight": own}))
+    edit_tensors(head, lambda tensors: tensors.update({f"{name}.weight": own}))
     assert getattr(_load(head, target), name) is getattr(target, name)
 
 
@@ -326,14 +326,14 @@ def _narrow_eagle1(tmp_path: Path) -> Path:
     shapes |= {"embed_tokens.weight": (VOCAB, 24), "lm_head.weight": (VOCAB, 24)}
     path = eagle1_dir(tmp_path)
     save_file(_weights(shapes, 3), path / SAFE)
-    _set_config(path, hidden_size=24, target_hidden_size=SIZE, head_dim=8)
+    set_config(path, hidden_size=24, target_hidden_size=SIZE, head_dim=8)
     return path
 
 
 def _d2t_without_lm_head(tmp_path: Path) -> Path:
     """The target's lm_head gives the target's ids: nothing is left to map."""
     path = eagle3_dir(tmp_path, draft_vocab=None)
-    _edit(path, _put("d2t", torch.tensor([1, -1] + [0] * (VOCAB - 2))))
+    edit_tensors(path, _put("d2t", torch.tensor([1, -1] + [0] * (VOCAB - 2))))
     return path
 
 
@@ -418,13 +418,13 @@ def test_eagle_and_mtp_tensors_mixed(tmp_path: Path, target: Decoder, kind: str)
 def test_surplus_mtp_tensors(tmp_path: Path, name: str) -> None:
     path = mtp_model_dir(tmp_path)
     served = _target(path)
-    _edit(path, _put(f"model.layers.{name}", torch.ones(48)))
+    edit_tensors(path, _put(f"model.layers.{name}", torch.ones(48)))
     _refused(path, served, "model.layers", kind="mtp")
 
 
 def test_a_layer_number_without_end_is_no_mtp_layer(tmp_path: Path) -> None:
     path = mtp_model_dir(tmp_path)
-    _edit(path, _put("model.layers." + "9" * 5000 + ".eh_proj.weight", torch.ones(48)))
+    edit_tensors(path, _put("model.layers." + "9" * 5000 + ".eh_proj.weight", torch.ones(48)))
     with pytest.raises(CheckpointError, match="1 tensors its config"):
         _target(path)
 
@@ -439,7 +439,7 @@ def test_a_head_without_its_target_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["x", [1], {"a": 1}])
 def test_a_target_with_a_bad_count_of_mtp_layers(tmp_path: Path, value: Any) -> None:
     path = mtp_model_dir(tmp_path)
-    _set_config(path, num_nextn_predict_layers=value)
+    set_config(path, num_nextn_predict_layers=value)
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         _target(path)
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_drafting
 import torch
+from drafting import run_random_schedule, run_with_changing_draft_len
+from masked import MASKED_CASES, MaskedScript, make_masked_case
+from oracle import VOCAB
 from safetensors.torch import load_file, save_file
-from test_drafting import Case, Script, _run_random_schedule
-from test_executor import VOCAB
 from tiny import tiny_model_dir
-from tiny_heads import MASK_TOKEN, NaiveHead, eagle1_dir, eagle3_dir, p_eagle_dir, pard_dir
-from torch import Tensor
+from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir, p_eagle_dir, pard_dir
 
 from trtspec import LLM, DraftTargetDecodingConfig, EagleDecodingConfig, SamplingParams
 from trtspec.config import DecodingBaseConfig
@@ -27,7 +26,6 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.workers import MaskedDraftTargetWorker, MaskedEagle3Worker, create_worker
 from trtspec.workers.draft_target import DraftTargetWorker
 
-CASES = ["p_eagle", "p_eagle_flags", "pard"]
 LAYERS = 8
 
 
@@ -36,120 +34,39 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=LAYERS)
 
 
-class NaivePEagle(NaiveHead):
-    """One pass over the text, shifted left by one, and the masks; layers after the first are those
-    of a Llama."""
-
-    def chain(self, text: list[int], hidden: Tensor, proposals: list[int]) -> list[Tensor]:
-        known, masks = len(text) - 1, len(proposals) - 1
-        ids = torch.tensor(text[1:] + [MASK_TOKEN] * masks)
-        mask_hidden = self.project(self.t["mask_hidden"]).expand(masks, -1)
-        h = torch.cat([self.project(hidden[:known].double()), mask_hidden])
-        e, positions, p = self.embedding[ids], torch.arange(len(ids)), "layers.0."
-        n = self.norm(h, f"{p}hidden_norm")
-        x = torch.cat([self.norm(e, f"{p}input_layernorm"), n], -1)
-        r = n if self.flags.get("norm_before_residual") else h
-        out = self.after_norm(r, x, positions, p)
-        for i in range(1, self.flags.get("num_layers", 2)):
-            p = f"layers.{i}."
-            out = self.after_norm(out, self.norm(out, f"{p}input_layernorm"), positions, p)
-        logits = self.norm(out, "norm") @ self.lm_head.T
-        return list(logits[known - 1 :])
-
-    def after_norm(self, r: Tensor, x: Tensor, positions: Tensor, p: str) -> Tensor:
-        r = r + self.attention(x, positions, {}, f"{p}self_attn")
-        return r + self.mlp(self.norm(r, f"{p}post_attention_layernorm"), f"{p}mlp")
-
-
-class NaivePard:
-    """transformers in float64 over the text and the masks."""
-
-    def __init__(self, draft_dir: Path):
-        from transformers import AutoModelForCausalLM
-
-        self.flags: dict[str, Any] = {}
-        self.model = AutoModelForCausalLM.from_pretrained(
-            draft_dir, dtype=torch.float64, attn_implementation="eager"
-        ).eval()
-
-    @torch.inference_mode()
-    def chain(self, text: list[int], hidden: Tensor, proposals: list[int]) -> list[Tensor]:
-        ids = torch.tensor([text + [MASK_TOKEN] * (len(proposals) - 1)])
-        return list(self.model(ids).logits[0, len(text) - 1 :])
-
-
-def make_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
-    if name == "pard":
-        draft = pard_dir(tmp_path)
-        config: DecodingBaseConfig = DraftTargetDecodingConfig(
-            max_draft_len=k, speculative_model=draft
-        )
-        return Case(target, config, NaivePard(draft))  # type: ignore[arg-type]
-    flags: dict[str, Any] = {}
-    if name == "p_eagle_flags":
-        flags = {
-            "norm_before_residual": True, "norm_before_fc": True, "own_embedding": True,
-            "draft_vocab": VOCAB, "num_layers": 3,
-        }  # fmt: skip
-    head = p_eagle_dir(tmp_path, **flags)
-    config = EagleDecodingConfig(max_draft_len=k, speculative_model=head)
-    return Case(target, config, NaivePEagle(head, target, "eagle3", **flags), capture=(1, 3, 4))
-
-
-class ParallelScript(Script):
-    """All proposals come in one call, by place and then by request; and from one pass."""
-
-    def __init__(self, llm: LLM, case: Case, seed: int):
-        super().__init__(llm, case, seed)
-        self.passes: list[int] = []  # rows of each draft pass since the last look
-        model = self.executor.draft_model
-        assert isinstance(model, torch.nn.Module)
-        model.register_forward_pre_hook(lambda _, args: self.passes.append(len(args[0])))
-
-    def _sample(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
-        batch = len(self.logits)
-        return torch.cat([super(ParallelScript, self)._sample(x, d2t) for x in logits.split(batch)])
-
-
-@pytest.fixture(autouse=True)
-def parallel_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What test_drafting.py does with heads that draft one by one, done here."""
-    monkeypatch.setattr(test_drafting, "Script", ParallelScript)
-    monkeypatch.setattr(test_drafting, "make_case", make_case)
-
-
 # -- logits ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MASKED_CASES)
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
 ) -> None:
-    case = make_case(name, target_dir, tmp_path, k)
-    compared, executor = _run_random_schedule(case, k, seed=k)
+    case = make_masked_case(name, target_dir, tmp_path, k)
+    compared, executor = run_random_schedule(case, k, k, MaskedScript)
     assert compared > 30
     assert set(executor._accepted_lens) == set(range(k + 1)), "every length must have been accepted"
     assert k != 4 or executor.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MASKED_CASES)
 def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
     """K = 8, and every request ends at the maximum: rows run past it."""
-    case = make_case(name, target_dir, tmp_path, 8)
-    compared, _ = _run_random_schedule(case, 8, seed=3, max_seq_len=36)
+    case = make_masked_case(name, target_dir, tmp_path, 8)
+    compared, _ = run_random_schedule(case, 8, 3, MaskedScript, max_seq_len=36)
     assert compared > 30
 
 
 @pytest.mark.parametrize("name", ["p_eagle", "pard"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
-    test_drafting.test_drafting_can_be_turned_down_and_up(target_dir, tmp_path, name)
+    case = make_masked_case(name, target_dir, tmp_path, 3)
+    run_with_changing_draft_len(case, MaskedScript)
 
 
 @pytest.mark.parametrize("name", ["p_eagle", "pard"])
 def test_a_generation_step_has_one_draft_pass(target_dir: Path, tmp_path: Path, name: str) -> None:
     k = 4
-    case = make_case(name, target_dir, tmp_path, k)
+    case = make_masked_case(name, target_dir, tmp_path, k)
     llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=96)
-    script, executor = ParallelScript(llm, case, seed=0), llm.executor
+    script, executor = MaskedScript(llm, case, seed=0), llm.executor
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     for i in range(2):
         request = executor.enqueue([5, 6, 7 + i], params)

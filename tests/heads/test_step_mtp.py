@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting import run_random_schedule
+from freed_blocks import Ledger, assert_nothing_leaked, poison_free_blocks
 from safetensors.torch import load_file, save_file
-from test_drafting import _run_random_schedule
-from test_windows import Ledger, _assert_nothing_leaked, _poison_free_blocks
 from tiny import prefill_metadata
 from tiny_heads import mtp_model_dir
 from tiny_step import (
@@ -21,7 +20,9 @@ from tiny_step import (
     MTP_TYPES,
     SLIDING,
     VOCAB,
+    WINDOW,
     NaiveStepMTP,
+    StepCase,
     StepOracle,
     step_config,
     step_dir,
@@ -36,7 +37,6 @@ from trtspec.errors import CheckpointError
 from trtspec.metadata.mode import SpeculativeDecodingMode
 
 pytest.importorskip("transformers.models.step3p7", reason="transformers is too old for an oracle")
-WINDOW = 5
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(target: Path) -> StepOracle:
     return StepOracle(target)
-
-
-@dataclass
-class Case:
-    """As `test_drafting.Case`."""
-
-    target: Path
-    config: MTPDecodingConfig
-    naive: NaiveStepMTP
-    oracle: StepOracle
-
-    def hidden(self, text: list[int]) -> torch.Tensor:
-        return self.oracle.hidden(text)
 
 
 def test_the_target_equals_transformers(target: Path, oracle: StepOracle) -> None:
@@ -82,8 +69,8 @@ def test_draft_logits_equal_recomputation(
     """At every step of a random schedule with chunks, preemption and every acceptance length, also
     where drafts run past the maximum length."""
     config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True)
-    case: Any = Case(target, config, NaiveStepMTP(target, WINDOW), oracle)
-    compared, executor = _run_random_schedule(case, k, seed=k, max_seq_len=max_seq_len)
+    case: Any = StepCase(target, config, NaiveStepMTP(target, WINDOW), oracle)
+    compared, executor = run_random_schedule(case, k, seed=k, max_seq_len=max_seq_len)
     assert compared > 30 and set(executor._accepted_lens) == set(range(k + 1))
     assert executor.kv_cache.windows == (None, WINDOW, *([WINDOW] if k == 1 else [WINDOW, None]))
 
@@ -102,7 +89,7 @@ def test_greedy_equals_transformers(
         kv_cache_config=KvCacheConfig(max_tokens=pool, tokens_per_block=4),
     )  # fmt: skip
     Ledger(monkeypatch)
-    _poison_free_blocks(llm, monkeypatch)
+    poison_free_blocks(llm, monkeypatch)
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in ((12, 9, 14, 7))]
     if pool is None:
@@ -111,7 +98,7 @@ def test_greedy_equals_transformers(
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 40)
     assert (llm.stats().num_preemptions > 0) == (pool is not None)
-    _assert_nothing_leaked(llm)
+    assert_nothing_leaked(llm)
 
 
 def test_sampled_drafts_of_every_step_are_remembered(target: Path) -> None:

@@ -6,24 +6,18 @@ import random
 from pathlib import Path
 from typing import Any
 
+import matrix
+from matrix import Drafters
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 
 from trtspec import (
     LLM,
-    DraftTargetDecodingConfig,
-    EagleDecodingConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
     SamplingParams,
 )
 from trtspec.config import DecodingBaseConfig
 
 VOCAB, K = 97, 3
-NETWORKS = [
-    "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle", "mtp_eagle_two_engine",
-    "pard", "p_eagle",
-]  # fmt: skip
 
 
 def make_models(path: Path) -> Path:
@@ -31,29 +25,15 @@ def make_models(path: Path) -> Path:
     mtp_model_dir(path, seed=1, num_mtp_layers=K).rename(path / "target")
     tiny_model_dir(path, seed=2).rename(path / "draft")
     eagle3_dir(path).rename(path / "head")
-    p_eagle_dir(path).rename(path / "parallel_head")
-    pard_dir(path).rename(path / "parallel_draft")
+    p_eagle_dir(path).rename(path / "masked_head")
+    pard_dir(path).rename(path / "masked_draft")
     return path
 
 
-def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
-    if mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, acceptance=rule)
-    if mode in ("draft_target", "pard"):
-        name = "draft" if mode == "draft_target" else "parallel_draft"
-        return DraftTargetDecodingConfig(
-            max_draft_len=K, speculative_model=folder / name, acceptance=rule
-        )
-    if "eagle" in mode and not mode.startswith("mtp"):
-        name = "head" if mode.startswith("eagle3") else "parallel_head"
-        return EagleDecodingConfig(
-            max_draft_len=K, speculative_model=folder / name, acceptance=rule,
-            eagle3_one_model=mode != "eagle3_two_engine", eagle3_layers_to_capture=[0, 1, 2],
-        )  # fmt: skip
-    return MTPDecodingConfig(
-        num_nextn_predict_layers=K, use_mtp_vanilla=mode == "mtp", acceptance=rule,
-        mtp_eagle_one_model=not mode.endswith("two_engine"),
-    )  # fmt: skip
+def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig | None:
+    names = ("draft", "head", "masked_head", "masked_draft")
+    drafters = Drafters(**{name: folder / name for name in names})
+    return matrix.config_of(mode, K, drafters, **({} if mode == "none" else {"acceptance": rule}))
 
 
 def engine(folder: Path, config: DecodingBaseConfig | None, **options: Any) -> LLM:

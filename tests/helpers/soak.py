@@ -12,23 +12,20 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from test_drafting import _add_perfect_mtp, _one_layer_target, _perfect_eagle3
+from matrix import EAGLE3, MTP, Drafters, config_of
+from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 
 from trtspec import (
     LLM,
     CudaGraphConfig,
-    DraftTargetDecodingConfig,
-    EagleDecodingConfig,
     KvCacheConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
     SamplingParams,
 )
 from trtspec.config import DecodingBaseConfig
@@ -42,10 +39,7 @@ MAX_BATCH, MAX_K, MOST_LAPS = 8, 5, 5
 CLEAR_GAP = 2e-3
 """Greedy references with a closer call than this between the best two tokens are not used: which
 one wins would depend on the order of a sum."""
-MODES = [
-    "none", "ngram", "draft_target", "eagle3", "eagle3_two_engine", "mtp", "mtp_eagle",
-    "mtp_eagle_two_engine",
-]  # fmt: skip
+MODES = ["none", "ngram", "draft_target", *EAGLE3, *MTP]
 POOLS = [(112, 8), (320, 16), (96, 4)]  # tokens, tokens in a block
 GRAPHS = [
     CudaGraphConfig(batch_sizes=(3, 8)),  # nearly every batch is padded
@@ -75,10 +69,10 @@ class Models:
 def build_models(tmp_path: Path) -> dict[str, Models]:
     deep = mtp_model_dir(tmp_path, seed=1, num_mtp_layers=MAX_K)
     draft = tiny_model_dir(tmp_path, seed=2)
-    shallow = _one_layer_target(tmp_path)
+    shallow = one_layer_target(tmp_path)
     torch.manual_seed(0)
-    perfect = _perfect_eagle3(tmp_path, shallow)
-    _add_perfect_mtp(shallow, MAX_K)
+    perfect = perfect_eagle3(tmp_path, shallow)
+    add_perfect_mtp(shallow, MAX_K)
     return {
         "random": Models(deep, draft, eagle3_dir(tmp_path), [0, 1, 2]),
         "perfect": Models(shallow, shallow, perfect, [0]),
@@ -139,27 +133,11 @@ def build_engine(setup: Setup, models: dict[str, Models], device: str) -> LLM:
 
 
 def _decoding_config(setup: Setup, files: Models) -> DecodingBaseConfig | None:
-    config = _config_of_mode(setup, files)  # by the rule whose seeded texts are the target's own
-    return None if config is None else replace(config, acceptance="exact_match")
-
-
-def _config_of_mode(setup: Setup, files: Models) -> DecodingBaseConfig | None:
-    k = setup.k
     if setup.mode == "none":
         return None
-    if setup.mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1)
-    if setup.mode == "draft_target":
-        return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=files.draft)
-    if setup.mode.startswith("eagle3"):
-        return EagleDecodingConfig(
-            max_draft_len=k, speculative_model=files.head,
-            eagle3_one_model=setup.mode == "eagle3", eagle3_layers_to_capture=files.layers,
-        )  # fmt: skip
-    return MTPDecodingConfig(
-        num_nextn_predict_layers=k, use_mtp_vanilla=setup.mode == "mtp",
-        mtp_eagle_one_model=not setup.mode.endswith("two_engine"),
-    )  # fmt: skip
+    drafters = Drafters(draft=files.draft, head=files.head, layers=files.layers)
+    # By the rule whose seeded texts are the target's own.
+    return config_of(setup.mode, setup.k, drafters, acceptance="exact_match")
 
 
 # -- references --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,3 +112,12 @@ def prefill_metadata(
         max_seq_len=config.max_position_embeddings,
     )
     return metadata, position_ids
+
+
+def constant_target_dir(tmp_path: Path, **overrides: Any) -> Path:
+    """A target whose logits are all equal: greedily it says token 0, whatever it read."""
+    path = tiny_model_dir(tmp_path, **overrides)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"].zero_()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path

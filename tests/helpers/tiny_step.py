@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_heads import _rotate, _weights
 from torch import Tensor
+
+from trtspec import MTPDecodingConfig
 
 VOCAB, SIZE, INNER, HEAD_DIM, GROUPS, EPS = 97, 48, 80, 8, 2, 1e-5
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -236,3 +239,19 @@ class NaiveStepMTP:
             logits.append(out[-1])
             ids = torch.cat([ids[1:], torch.tensor([proposal])])
         return logits
+
+
+WINDOW = 5
+
+
+@dataclass
+class StepCase:
+    """As `test_drafting.Case`."""
+
+    target: Path
+    config: MTPDecodingConfig
+    naive: NaiveStepMTP
+    oracle: StepOracle
+
+    def hidden(self, text: list[int]) -> torch.Tensor:
+        return self.oracle.hidden(text)

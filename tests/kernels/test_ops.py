@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ngram_search import ngram_search
 
 from trtspec.layers.linear import Linear, find_min_rows
 from trtspec.layers.norm import RMSNorm
@@ -189,20 +190,6 @@ def test_slots_follow_the_block_table_and_stop_at_the_maximum() -> None:
 
 
 # -- n-gram ------------------------------------------------------------------------------------
-def _lookup(tokens: list[int], k: int, longest: int, shortest: int, oldest: bool) -> list[int]:
-    for n in range(longest, shortest - 1, -1):
-        if n >= len(tokens):
-            continue
-        ends = [
-            e for e in range(n - 1, len(tokens) - 1) if tokens[e - n + 1 : e + 1] == tokens[-n:]
-        ]
-        if ends:
-            end = ends[0] if oldest else ends[-1]
-            text = list(tokens)
-            for i in range(k):
-                text.append(text[end + 1 + i])
-            return text[len(tokens) :]
-    return [-1] * k
 
 
 @settings(max_examples=300, deadline=None)
@@ -223,7 +210,7 @@ def test_ngram_equals_a_search_in_lists(
     lens = torch.tensor([len(row) for row in rows])
     drafts = propose_ngrams(history, lens, k, longest, shortest, oldest)
     for row, draft in zip(rows, drafts.tolist(), strict=True):
-        assert draft == _lookup(row, k, longest, shortest, oldest)
+        assert draft == ngram_search(row, k, longest, shortest, oldest)
 
 
 # -- layers ------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from latent_pass import TURNING, make_latent_pass
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.errors import ConfigError
 from trtspec.layers.norm import RMSNorm
-from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
+from trtspec.metadata.attention import AttentionMetadata
 from trtspec.ops.layer.latent import rope_and_write_latent
 from trtspec.ops.layer.rope import Rope
-from trtspec.ops.step.slots import draft_step_metadata
 
 triton_mla = pytest.importorskip("trtspec.attention.mla", reason="needs triton")
 from trtspec.attention.paged import TritonAttention  # noqa: E402
@@ -29,36 +28,6 @@ from trtspec.ops.layer import triton_latent  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-TURNING = 16
-
-
-def make_pass(
-    spans: list[tuple[int, int]], latent: int, page: int, max_seq_len: int = 4096,
-    dtype: torch.dtype = torch.float32, turning: int = TURNING, device: str = DEVICE,
-) -> AttentionMetadata:  # fmt: skip
-    """Generation rows (start, count), as many for each text, over a random latent cache of
-    scattered blocks."""
-    generator = torch.Generator().manual_seed(len(spans) * 31 + latent)
-    pages = [-(-(start + count) // page) for start, count in spans]
-    total = NUM_RESERVED_BLOCKS + sum(pages)
-    order = list(range(NUM_RESERVED_BLOCKS, total))
-    random.Random(0).shuffle(order)
-    table = torch.zeros(len(spans), max(pages) + 2, dtype=torch.int32)
-    for i, count in enumerate(pages):
-        table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    cache = torch.randn(2, total, page, 1, latent + turning, generator=generator)
-    cache[:, 0] = 0
-    cache = cache.to(device, dtype)
-    positions = torch.tensor([[start + r for r in range(spans[0][1])] for start, _ in spans])
-    meta = AttentionMetadata(
-        context_lens=(), num_generations=len(spans), rows_per_generation=spans[0][1],
-        position_ids=positions.flatten().to(device),
-        kv_lens=(positions[:, -1] + 1).to(torch.int32).to(device),
-        max_kv_len=max(start + count for start, count in spans),
-        kv_groups=(KVGroup(cache, cache[..., :latent]),), block_tables=(table.to(device),),
-        slot_mappings=(torch.empty(0, dtype=torch.int64),), max_seq_len=max_seq_len,
-    )  # fmt: skip
-    return draft_step_metadata(meta, positions.to(device), 0)
 
 
 def queries(meta: AttentionMetadata, heads: int, latent: int) -> Tensor:
@@ -87,7 +56,7 @@ def both(q: Tensor, meta: AttentionMetadata) -> list[Tensor]:
     ],
 )
 def test_equals_torch(rows: int, heads: int, latent: int, page: int, lengths: list[int]) -> None:
-    meta = make_pass([(n, rows) for n in lengths], latent, page)
+    meta = make_latent_pass([(n, rows) for n in lengths], latent, page)
     ours, twin = both(queries(meta, heads, latent), meta)
     assert twin.shape == (len(lengths) * rows, heads, latent)
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
@@ -100,7 +69,7 @@ def test_any_cut_of_ragged_texts_is_the_same(
     """Requests of one part, of full parts alone, and of full parts and a rest; of several tiles."""
     monkeypatch.setattr(triton_mla, "_programs", lambda _: programs)
     monkeypatch.setattr(triton_mla, "JOIN_PROGRAMS", join_programs)
-    meta = make_pass([(n, 3) for n in [1, 120, 29, 13, 60]], 32, 8)
+    meta = make_latent_pass([(n, 3) for n in [1, 120, 29, 13, 60]], 32, 8)
     ours, twin = both(queries(meta, 8, 32), meta)
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
@@ -109,7 +78,7 @@ def _contexts(
     starts: list[int], counts: list[int], generations: list[int], rows: int
 ) -> AttentionMetadata:
     spans = [*zip(starts, counts, strict=True), *((n, rows) for n in generations)]
-    texts = make_pass([(s + n, 1) for s, n in spans], 32, 8)
+    texts = make_latent_pass([(s + n, 1) for s, n in spans], 32, 8)
     positions = torch.cat([torch.arange(s, s + n) for s, n in spans]).to(DEVICE)
     return replace(
         texts, context_lens=tuple(counts), context_starts=tuple(starts),
@@ -146,14 +115,14 @@ def test_padded_contexts() -> None:
 
 
 def test_rows_past_the_maximum_length_are_inert() -> None:
-    meta = make_pass([(30, 4), (5, 4)], 32, 8, max_seq_len=32)
+    meta = make_latent_pass([(30, 4), (5, 4)], 32, 8, max_seq_len=32)
     assert meta.position_ids.tolist()[:4] == [30, 31, 0, 0]
     ours, twin = both(queries(meta, 3, 32), meta)
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
 
 def test_a_window_is_refused() -> None:
-    meta = make_pass([(30, 1)], 32, 8)
+    meta = make_latent_pass([(30, 1)], 32, 8)
     with pytest.raises(ConfigError, match="window of 8"):
         TritonAttention().attend(
             queries(meta, 3, 32), meta, kv_group=0, layer=0, window=8, scale=1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_moe import ROUTES, _naive_route, dense_weights, random_experts
+from naive_experts import ROUTES, dense_weights, naive_route, random_experts
 
 from trtspec.layers import experts as moe
 
@@ -42,7 +42,7 @@ def test_route(options: dict[str, Any], has_bias: bool) -> None:
         logits.to(DEVICE), None if bias is None else bias.to(DEVICE), top_k, **options
     )
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32
-    expected = _naive_route(logits, bias, top_k, **options)
+    expected = naive_route(logits, bias, top_k, **options)
     dense = dense_weights(ids.cpu(), weights.cpu(), experts).double()
     torch.testing.assert_close(dense, expected, atol=1e-6, rtol=1e-5)
 

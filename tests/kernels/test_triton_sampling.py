@@ -7,46 +7,43 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sampled import config_of, engine, make_models
+from sampled_kernels import (
+    CONTEXTS,
+    DEVICE,
+    GENERATIONS,
+    SLOTS,
+    SUBSET,
+    SampledCase,
+    V,
+    kept_by_kernels,
+    kernels,
+    make_worker,
+    random_normal,
+)
 from torch import Tensor
 
 from trtspec import SamplingParams
 from trtspec.acceptance import draw, rejection
 from trtspec.acceptance import rule as acceptance_rule
 from trtspec.acceptance.draw import DraftSampler
-from trtspec.config import DraftTargetDecodingConfig
 from trtspec.metadata.draft_memory import DraftMemory
 from trtspec.metadata.sampling import SamplingMetadata
-from trtspec.metadata.spec import SpecMetadata
 from trtspec.ops.launch import dispatch
 from trtspec.ops.tokens.noise import NoiseStream, uniform_noise
 from trtspec.ops.tokens.sample import filter_logits
-from trtspec.workers.base import SpecWorkerBase
-from trtspec.workers.protocols import DraftInputs
 
 triton = pytest.importorskip("triton", reason="needs triton")
 tl = pytest.importorskip("triton.language", reason="needs triton")
-kernels = pytest.importorskip("trtspec.ops.tokens.triton_sampled", reason="needs triton")
 kernels_uniform = kernels._uniform
 _next_token = rejection._next_token
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-V, K, SLOTS, CONTEXTS, GENERATIONS = 300, 3, 9, 1, 4
 SEEDS = range(30) if DEVICE == "cuda" else range(2)
 RULES = ["strict", "exact_match", "rejection", "block"]
-SUBSET = torch.arange(0, V, 3)[:90]  # the target ids of a drafter that knows fewer tokens
-
-
-class Worker(SpecWorkerBase):
-    drafts_with_network = True
-
-    def draft(self, inputs: DraftInputs) -> Tensor:
-        raise AssertionError("not asked for")
 
 
 @pytest.fixture(autouse=True)
@@ -58,99 +55,6 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_module", lambda name: None)
-
-
-def _random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _worker(rule: str, d2t: Tensor | None) -> Worker:
-    worker = Worker(DraftTargetDecodingConfig(max_draft_len=K + 1, speculative_model="m",
-                                              acceptance=rule))  # fmt: skip
-    vocab = V if d2t is None else len(d2t)
-    worker.remember_drafts(SLOTS, vocab, V, d2t, torch.device(DEVICE), torch.float32)
-    return worker
-
-
-class Case:
-    """A batch of contexts and generations whose drafts were drawn from a drafter like the target,
-    one of them missing in places."""
-
-    def __init__(self, rule: str, seed: int, *, filters: str = "", has_table: bool = False):
-        self.d2t = (SUBSET - torch.arange(len(SUBSET))).to(DEVICE) if has_table else None
-        self.worker, self.contexts = _worker(rule, self.d2t), CONTEXTS
-        batch, rows = CONTEXTS + GENERATIONS, CONTEXTS + GENERATIONS * (K + 1)
-        self.logits = (2.5 * _random(rows, V, seed=seed)).to(DEVICE)
-        generator = torch.Generator().manual_seed(seed + 1)
-        temperature = torch.rand(batch, generator=generator) + 0.4
-        temperature[1::3] = 0.0
-        top_k, top_p = torch.zeros(batch, dtype=torch.int32), torch.ones(batch)
-        if "k" in filters:
-            top_k[:] = torch.tensor([5, 40, 0, 299, 300])[:batch]
-        if "p" in filters:
-            top_p[:] = torch.tensor([0.5, 0.9, 0.05, 1.0, 0.99])[:batch]
-        counts = torch.tensor([1] * CONTEXTS + [K + 1] * GENERATIONS)
-
-        def rows_of(x: Tensor) -> Tensor:
-            return x.repeat_interleave(counts).to(DEVICE)
-
-        self.slots = torch.randperm(SLOTS, generator=generator)[:batch].to(DEVICE)
-        self.seeds = torch.randint(2**40, (batch,), generator=generator)
-        starts = torch.randint(5000, (batch,), generator=generator)
-        positions = torch.cat([starts[i] + torch.arange(n) for i, n in enumerate(counts.tolist())])
-        self.sampling = SamplingMetadata(
-            rows_of(temperature), rows_of(top_k), rows_of(top_p), rows_of(self.seeds),
-            positions.to(DEVICE), has_filters=bool(filters),
-        )  # fmt: skip
-        self.drafts = self._draw(seed + 2, temperature, starts)
-
-    def _draw(self, seed: int, temperature: Tensor, starts: Tensor) -> Tensor:
-        """Drafts from logits like the target's, through the worker's sampler."""
-        generations = self.contexts + torch.arange(GENERATIONS)
-        sampler = DraftSampler(
-            temperature[generations].to(DEVICE), self.seeds[generations].to(DEVICE),
-            self.slots[generations.to(DEVICE)], self.worker.draft_memory,
-        )  # fmt: skip
-        judging = self.logits[self.contexts :].float().view(GENERATIONS, K + 1, V)
-        if self.d2t is not None:
-            judging = judging[..., SUBSET.to(DEVICE)]
-        drafts = []
-        for depth in range(K):
-            near = judging[:, depth] + 0.7 * _random(*judging[:, 0].shape, seed=seed + depth).to(
-                DEVICE
-            )
-            last = (starts[generations] - 1).to(DEVICE)
-            if self.worker.draft_memory is None and self.d2t is None:
-                drafts.append(near.argmax(-1).to(torch.int32))
-                continue
-            drafts.append(sampler.draw(near, self.d2t, last, depth))
-        drafts = torch.stack(drafts, 1)
-        drafts[1, 2:], drafts[2, :] = -1, -1
-        return drafts
-
-    def spec(self) -> SpecMetadata:
-        return SpecMetadata(
-            max_num_requests=SLOTS, max_draft_len=K + 1, max_total_draft_tokens=K + 1,
-            num_generations=GENERATIONS, slot_ids=self.slots, sampling=self.sampling,
-        )  # fmt: skip
-
-    def twin(self) -> tuple[Tensor, Tensor, Tensor]:
-        spec = self.spec()
-        tokens, lens = self.worker.sample_and_accept_draft_tokens(
-            self.logits, self.drafts, self.contexts, self.contexts + GENERATIONS, spec
-        )
-        assert spec.bad_requests is not None
-        return tokens, lens, spec.bad_requests
-
-    def kernels(self, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        accepted = kernels.accept_sampled(
-            self.logits, self.drafts, self.contexts, K + 1, self.sampling,
-            memory=self.worker.draft_memory, slots=self.slots,
-            is_block=self.worker.config is not None and self.worker.config.acceptance == "block",
-            **options,
-        )  # fmt: skip
-        assert accepted.num_accepted_drafts.tolist() == (accepted.lens - 1).tolist()
-        return accepted.tokens, accepted.lens, accepted.bad_requests
 
 
 def _same(ours: tuple[Tensor, ...], twin: tuple[Tensor, ...]) -> None:
@@ -170,7 +74,7 @@ def test_what_is_accepted(
 ) -> None:
     _no_kernels(monkeypatch)
     for seed in SEEDS:
-        case = Case(rule, seed, filters=filters, has_table=has_table)
+        case = SampledCase(rule, seed, filters=filters, has_table=has_table)
         _same(case.kernels(), case.twin())
 
 
@@ -179,7 +83,7 @@ def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.Monke
     """Where top-k cuts between logits that are the same."""
     _no_kernels(monkeypatch)
     for seed in SEEDS:
-        case = Case(rule, seed, filters="k")
+        case = SampledCase(rule, seed, filters="k")
         case.logits.mul_(0.5).round_()
         case.sampling.top_ks[:] = 6
         _same(case.kernels(), case.twin())
@@ -190,7 +94,7 @@ def test_what_a_block_leaves_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
     max(w p - q, 0) with w under 1: another one than of max(p - q, 0) with these seeds."""
     _no_kernels(monkeypatch)
     for seed in (171, 311, 355):
-        case = Case("block", seed)
+        case = SampledCase("block", seed)
         with monkeypatch.context() as patch:
             patch.setattr(rejection, "_next_token", _without_scale)
             tokens, _, _ = case.twin()
@@ -208,13 +112,13 @@ def _without_scale(
 def test_cases_keep_drafts_and_turn_them_down(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_kernels(monkeypatch)
     for rule in RULES:
-        lens = torch.stack([Case(rule, seed).twin()[1] for seed in range(20)])
+        lens = torch.stack([SampledCase(rule, seed).twin()[1] for seed in range(20)])
         assert {1, 2, 3, 4} == set(lens.flatten().tolist()), rule
 
 
 def test_forced_and_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     _no_kernels(monkeypatch)
-    case = Case("rejection", 3)
+    case = SampledCase("rejection", 3)
     case.logits[CONTEXTS + 2, 7] = float("nan")  # of the first generation
     case.logits[0] = float("-inf")
     case.logits[-2, 5] = float("inf")
@@ -236,7 +140,7 @@ def test_forced_and_bad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_filters(top_k: int, top_p: float, has_ties: bool) -> None:
     """The same logits are kept, of equal ones the first; more of them than can be put aside too."""
-    logits = 2.5 * _random(2, V, seed=top_k)
+    logits = 2.5 * random_normal(2, V, seed=top_k)
     logits = logits.round() if has_ties else logits
     temperatures = torch.tensor([0.8, 1.7])
     ks, ps = torch.full((2,), top_k, dtype=torch.int32), torch.full((2,), top_p)
@@ -249,7 +153,7 @@ def test_filters(top_k: int, top_p: float, has_ties: bool) -> None:
 
 def test_top_p_that_rounds_to_all_keeps_to_top_k() -> None:
     """In rows whose 50 kept logits weigh, as they are summed, less than 0.9999999 of that sum."""
-    logits = (2 * _random(24, V, seed=2))[[4, 13, 22]].to(torch.bfloat16).to(DEVICE)
+    logits = (2 * random_normal(24, V, seed=2))[[4, 13, 22]].to(torch.bfloat16).to(DEVICE)
     ks = torch.full((3,), 50, dtype=torch.int32, device=DEVICE)
     ps, temperatures = torch.full((3,), 0.9999999, device=DEVICE), torch.ones(3, device=DEVICE)
     kept, _ = kept_by_kernels(logits, temperatures, ks, ps)
@@ -278,34 +182,17 @@ def test_an_engine_says_the_same_with_kernels(
     assert texts[0] == texts[1]
 
 
-def kept_by_kernels(
-    logits: Tensor, temperatures: Tensor, ks: Tensor, ps: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(which logits pass the filters [R, V] bool, the sum of their exponentials [R])."""
-    (rows, vocab), device = logits.shape, logits.device
-    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-    sampling = SamplingMetadata(temperatures, ks, ps, zeros, zeros)
-    launch, chunks = kernels.dependent_launch(logits), -(-vocab // kernels._CHUNK)
-    best, total, _, parts = kernels._stats(logits, temperatures, chunks, True, launch)
-    threshold, last, sums = kernels._filter(logits, sampling, best, total, parts, launch)
-    bits = (logits.float() + 0.0).view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> kernels._LOW_BITS[logits.dtype]
-    is_equal = keys == threshold[:, None]
-    is_equal &= torch.arange(vocab, device=device) <= last[:, None]
-    return (keys > threshold[:, None]) | is_equal, sums
-
-
 @pytest.mark.parametrize("rule", ["exact_match", "rejection"])
 @pytest.mark.parametrize("has_table", [False, True])
 def test_drafts(rule: str, has_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn, and what is remembered of it."""
     d2t = (SUBSET - torch.arange(len(SUBSET))).to(DEVICE) if has_table else None
     vocab = len(SUBSET) if has_table else V
-    logits = (3 * _random(4, vocab, seed=1)).to(DEVICE)
+    logits = (3 * random_normal(4, vocab, seed=1)).to(DEVICE)
     logits[1, 3], logits[2, 1] = float("nan"), float("inf")
     results: list[tuple[Tensor, DraftMemory | None]] = []
     for served in (True, False):
-        worker = _worker(rule, d2t)
+        worker = make_worker(rule, d2t)
         if not served:
             _no_kernels(monkeypatch)
         sampler = DraftSampler(

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import MTP, Drafters, config_of, covering, cpu_engine
+from oracle import Oracle, logit_error, random_prompts
+from oracle import prompt_tensors as _texts
 from safetensors.torch import load_file, save_file
-from test_executor import MTP, Oracle, _prompts
-from test_models import _logit_error
-from test_models import _prompts as _texts
 from tiny import prefill_metadata, tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir
 from torch import Tensor
 
-from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec import LLM, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
@@ -61,7 +61,7 @@ def _set_config(path: Path, **fields: Any) -> None:
 )
 def test_logits_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
     path = tiny_model_dir(tmp_path, "deepseek_v3", **overrides)
-    error, spread = _logit_error(path, _texts(97))
+    error, spread = logit_error(path, _texts(97))
     assert spread > 0.5 and error < 1e-4
 
 
@@ -161,27 +161,17 @@ def oracle(mtp_dir: Path) -> Oracle:
     return Oracle(mtp_dir)
 
 
-@pytest.mark.parametrize("mode", ["none", *MTP])
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
+@covering(mode=["none", *MTP], chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
-    mtp_dir: Path, oracle: Oracle, mode: str, chunked: bool, overlap: bool, pool: str
+    mtp_dir: Path, oracle: Oracle, mode: str, chunk: int | None, overlap: bool, pool: int | None
 ) -> None:
-    config = None if mode == "none" else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
-    llm = LLM(
-        mtp_dir, config, device="cpu", dtype="float32", max_batch_size=4, max_seq_len=96,
-        max_num_tokens=24 if chunked else 96, enable_chunked_prefill=chunked,
-        kv_cache_config=KvCacheConfig(
-            max_tokens=None if pool == "roomy" else 112, tokens_per_block=8
-        ),
-        disable_overlap_scheduler=not overlap,
-    )  # fmt: skip
-    prompts, count = (_prompts(6), 20) if pool == "roomy" else (_prompts(6, 12), 32)
+    config = config_of(mode, 3, Drafters())
+    llm = cpu_engine(mtp_dir, config, chunk=chunk, overlap=overlap, pool=pool)
+    prompts, count = (random_prompts(6), 20) if pool is None else (random_prompts(6, 12), 32)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, count)
-    assert (llm.stats().num_preemptions > 0) == (pool == "tight")
+    assert (llm.stats().num_preemptions > 0) == (pool is not None)
     llm.executor.kv_cache.check_integrity()
 
 
@@ -281,7 +271,7 @@ def test_an_fp8_checkpoint_is_its_dequantised_twin(fp8_dirs: tuple[Path, Path]) 
             path, MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True),
             device="cpu", dtype="float32", max_seq_len=64,
         )  # fmt: skip
-        outputs = llm.generate(_prompts(2), SamplingParams(max_tokens=12, ignore_eos=True))
+        outputs = llm.generate(random_prompts(2), SamplingParams(max_tokens=12, ignore_eos=True))
         texts.append([output.outputs[0].token_ids for output in outputs])
     assert len(parameters[0]) == len(parameters[1]) > 50
     assert all(torch.equal(ours, twin) for ours, twin in zip(*parameters, strict=True))

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
-from test_executor import Oracle
-from test_models import _logit_error, _prompts
 from tiny_gemma import F, S, edit_config, gemma_dir
 from tiny_heads import eagle3_dir
 
@@ -49,7 +48,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     """Prompts are longer than the windows."""
-    error, spread = _logit_error(gemma_dir(tmp_path, family, **overrides), _prompts(97))
+    error, spread = logit_error(gemma_dir(tmp_path, family, **overrides), prompt_tensors(97))
     assert spread > 0.5
     assert error < 1e-4
 
@@ -60,7 +59,7 @@ def test_step_by_step(tmp_path: Path, family: str, speculative: bool) -> None:
     """Tokens and their log probabilities, over paged windows, chunks and preemption."""
     path = gemma_dir(tmp_path, family, seed=1, layers_weigh=4)
     oracle = Oracle(path)
-    prompts = [prompt.tolist() for prompt in _prompts(97, [3, 24, 11])]
+    prompts = [prompt.tolist() for prompt in prompt_tensors(97, [3, 24, 11])]
     prompts[0] = prompts[0] * 5
     llm = LLM(
         path, NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1) if speculative
@@ -87,7 +86,7 @@ def test_whole_texts_at_once(tmp_path: Path, family: str) -> None:
     """What training and the doctor run."""
     path = gemma_dir(tmp_path, family)
     model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
-    ids = _prompts(97, [30])[0]
+    ids = prompt_tensors(97, [30])[0]
     with torch.no_grad():
         hidden = model(ids, torch.arange(30), DensePass(torch.zeros(1, 30, dtype=torch.int64)))
         expected = Oracle(path).model(ids[None]).logits[0]
@@ -102,7 +101,7 @@ def test_bfloat16_is_as_near_as_transformers(tmp_path: Path, family: str) -> Non
     path = gemma_dir(tmp_path, family, seed=2)
     model = load_decoder(path, torch.bfloat16, torch.device("cpu"), TorchAttention())
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    ids, text = _prompts(97, [30])[0], DensePass(torch.zeros(1, 30, dtype=torch.int64))
+    ids, text = prompt_tensors(97, [30])[0], DensePass(torch.zeros(1, 30, dtype=torch.int64))
     with torch.no_grad():
         embedded = embed(ids, model.embed_tokens, 97, model.config.embedding_scale)
         assert torch.equal(embedded, theirs.model.embed_tokens(ids))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from gemma_images import COUNT, IMAGE, SIZE, WHOLE, ImageOracle, image_prompt, whole_dir
 from tiny_gemma import F, S, assistant_dir, gemma_dir
 from tiny_heads import eagle3_dir
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from trtspec import (
     LLM,
@@ -26,94 +23,6 @@ from trtspec import (
 )
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.errors import RequestError
-
-SIZE, IMAGE = 48, 96  # 96 is the placeholder's id
-COUNT = 16
-WHOLE: dict[str, dict[str, Any]] = {
-    "gemma3_text": {
-        "model_type": "gemma3", "prefix": "language_model.model.",
-        "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 8,
-            "num_hidden_layers": 1, "patch_size": 4,
-        },
-    },
-    "gemma4_text": {
-        "model_type": "gemma4", "prefix": "model.language_model.",
-        "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8,
-            "num_key_value_heads": 2, "num_hidden_layers": 1,
-        },
-    },
-}  # fmt: skip
-
-
-def whole_dir(tmp_path: Path, family: str, is_image_last: bool = False, **overrides: Any) -> Path:
-    """A checkpoint as published, of which the encoder has no tensors."""
-    if family == "gemma4_text":
-        overrides = {"use_bidirectional_attention": "vision", **overrides}
-    path = gemma_dir(tmp_path, family, seed=3, layers_weigh=4, **overrides)
-    said = WHOLE[family]
-    raw = json.loads((path / "config.json").read_text())
-    dtype = raw.pop("dtype")
-    raw = {
-        "model_type": said["model_type"], "text_config": raw, "dtype": dtype,
-        "vision_config": said["vision_config"], "tie_word_embeddings": True,
-        "image_token_id": IMAGE, "video_token_id": 95, "audio_token_id": 94,
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(raw))
-    tensors = load_file(path / "model.safetensors")
-    renamed = {name.replace("model.", said["prefix"], 1): t for name, t in tensors.items()}
-    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-def prompt(lengths: tuple[int, ...] = (6, 3), types: bool = False, seed: int = 3) -> EmbedsPrompt:
-    """Images of so many tokens, with two to four tokens of text before each and after the last."""
-    ids: list[int] = [7, 8]
-    for i, length in enumerate(lengths):
-        ids += [*[IMAGE] * length, *range(11 + i, 13 + 2 * i)]
-    mask = torch.tensor([token == IMAGE for token in ids])
-    generator = torch.Generator().manual_seed(seed)
-    return EmbedsPrompt(
-        ids, 7 * torch.randn(int(mask.sum()), SIZE, generator=generator), mask,
-        mm_token_type_ids=mask.int() if types else None,
-    )  # fmt: skip
-
-
-class Oracle:
-    """transformers' whole model, greedy, everything anew for every token."""
-
-    def __init__(self, path: Path):
-        raw = json.loads((path / "config.json").read_text())
-        config = AutoConfig.for_model(**raw)
-        self.model: Any = AutoModelForImageTextToText.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        prefix = WHOLE[raw["text_config"]["model_type"]]["prefix"]
-        text = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in load_file(path / "model.safetensors").items()
-        }
-        self.model.model.language_model.load_state_dict(text)
-        self.model.tie_weights()
-        self.name = "token_type_ids" if raw["model_type"] == "gemma3" else "mm_token_type_ids"
-
-    @torch.inference_mode()
-    def extend(self, given: EmbedsPrompt, count: int, kinds: Tensor | None = None) -> list[int]:
-        embeds = self.model.get_input_embeddings()(torch.tensor(given.prompt_token_ids))
-        assert given.is_embed is not None
-        embeds[given.is_embed] = given.prompt_embeds
-        kinds = given.is_embed.long() if kinds is None else kinds
-        output: list[int] = []
-        for _ in range(count):
-            kinds = torch.cat([kinds, kinds.new_zeros(len(embeds) - len(kinds))])
-            logits = self.model(
-                inputs_embeds=embeds[None], use_cache=False, **{self.name: kinds[None]}
-            ).logits[0, -1]
-            output.append(int(logits.argmax()))
-            following = self.model.get_input_embeddings()(torch.tensor(output[-1:]))
-            embeds = torch.cat([embeds, following])
-        return output
 
 
 def _llm(path: Path, config: Any = None, **settings: Any) -> LLM:
@@ -130,8 +39,8 @@ def _tokens(llm: LLM, *prompts: Any, count: int = COUNT) -> list[list[int]]:
 @pytest.mark.parametrize("lengths", [(6, 3), (7,), (11, 2)])
 def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[int, ...]) -> None:
     """Images shorter than the layers' window of 7, as long, and longer."""
-    path, given, text = whole_dir(tmp_path, family), prompt(lengths), [11, 12, 13]
-    oracle = Oracle(path)
+    path, given, text = whole_dir(tmp_path, family), image_prompt(lengths), [11, 12, 13]
+    oracle = ImageOracle(path)
     expected = oracle.extend(given, COUNT)
     causal = oracle.extend(given, COUNT, torch.zeros(len(given.prompt_token_ids)).long())
     assert expected != causal, "the direction does not matter to this prompt"
@@ -151,7 +60,7 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[i
         llm = _llm(path, config)
         alone = _tokens(llm, text)
         assert _tokens(llm, given, text) == [expected, *alone], config
-    typed = prompt(lengths, types=True)
+    typed = image_prompt(lengths, types=True)
     assert _tokens(llm, typed) == [expected]
 
 
@@ -159,8 +68,8 @@ def test_tokens_equal_transformers(tmp_path: Path, family: str, lengths: tuple[i
 @pytest.mark.parametrize("size", [12, 13, 15])
 def test_no_chunk_cuts_an_image(tmp_path: Path, family: str, size: int) -> None:
     """Beside two texts that are generated meanwhile, and take 4 rows of every pass each."""
-    path, given = whole_dir(tmp_path, family), prompt((6, 3, 5))
-    expected = Oracle(path).extend(given, COUNT)
+    path, given = whole_dir(tmp_path, family), image_prompt((6, 3, 5))
+    expected = ImageOracle(path).extend(given, COUNT)
     llm = _llm(
         path,
         NGramDecodingConfig(max_draft_len=3),
@@ -219,8 +128,8 @@ def test_few_blocks_hold_nobody_up(tmp_path: Path, capacity: int) -> None:
 
 
 def test_preempted_requests_read_their_images_again(tmp_path: Path) -> None:
-    path, given = whole_dir(tmp_path, "gemma3_text"), prompt()
-    expected = Oracle(path).extend(given, 24)
+    path, given = whole_dir(tmp_path, "gemma3_text"), image_prompt()
+    expected = ImageOracle(path).extend(given, 24)
     llm = _llm(
         path, NGramDecodingConfig(max_draft_len=3), max_batch_size=3, max_num_tokens=14,
         enable_chunked_prefill=True,
@@ -232,12 +141,12 @@ def test_preempted_requests_read_their_images_again(tmp_path: Path) -> None:
 
 def test_sound_is_causal(tmp_path: Path) -> None:
     """Vectors that `mm_token_type_ids` does not call an image."""
-    path, given = whole_dir(tmp_path, "gemma4_text"), prompt()
+    path, given = whole_dir(tmp_path, "gemma4_text"), image_prompt()
     assert given.is_embed is not None
     kinds = given.is_embed.int() * 3
     kinds[:8].clamp_(max=2)  # the first are of a video
     said = EmbedsPrompt(given.prompt_token_ids, given.prompt_embeds, given.is_embed, None, kinds)
-    expected = Oracle(path).extend(given, COUNT, kinds.long())
+    expected = ImageOracle(path).extend(given, COUNT, kinds.long())
     assert _tokens(_llm(path), said) == [expected]
     assert _tokens(_llm(path), given) != [expected]
 
@@ -257,7 +166,7 @@ def test_which_layers_see_images_whole(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    given = prompt()
+    given = image_prompt()
     for types in (given.is_embed, torch.zeros(3, dtype=torch.int64), -given.is_embed.int()):  # type: ignore[union-attr]
         with pytest.raises(RequestError, match=r"give an int tensor \[16\]"):
             EmbedsPrompt(given.prompt_token_ids, given.prompt_embeds, given.is_embed, None, types)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
-from test_executor import Oracle
-from test_models import _logit_error, _prompts
-from tiny_gemma import assistant_dir, edit_config, gemma_dir
+from tiny_gemma import edit_config, gemma_dir
+from tiny_gemma_moe import MOE, gemma_moe_config, moe_dir
 
-from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, NGramDecodingConfig, SamplingParams
+from trtspec import LLM, KvCacheConfig, SamplingParams
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
@@ -22,23 +22,6 @@ from trtspec.errors import CheckpointError
 from trtspec.models.moe import MoEBesideMLP
 
 CPU = torch.device("cpu")
-MOE: dict[str, Any] = {
-    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24,
-}  # fmt: skip
-
-
-def moe_dir(tmp_path: Path, seed: int = 0, layers_weigh: float = 1, **overrides: Any) -> Path:
-    """As `gemma_dir`, with scales that make routers choose clearly and weigh experts apart."""
-    path = gemma_dir(tmp_path, "gemma4_text", seed=seed, layers_weigh=layers_weigh,
-                     **{**MOE, **overrides})  # fmt: skip
-    tensors = load_file(path / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("router.scale"):
-            tensors[name] = 4 + tensor
-        elif name.endswith("router.per_expert_scale"):
-            tensors[name] = 1 + tensor
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -50,29 +33,20 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("overrides", VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    error, spread = _logit_error(moe_dir(tmp_path, **overrides), _prompts(97))
+    error, spread = logit_error(moe_dir(tmp_path, **overrides), prompt_tensors(97))
     assert spread > 0.5
     assert error < 1e-4
 
 
 def test_whole_texts_at_once(tmp_path: Path) -> None:
     """What the doctor runs."""
-    path, ids = moe_dir(tmp_path), _prompts(97, [30])[0]
+    path, ids = moe_dir(tmp_path), prompt_tensors(97, [30])[0]
     model = load_decoder(path, torch.float32, CPU, TorchAttention())
     assert all(isinstance(layer.mlp, MoEBesideMLP) for layer in model.layers)
     with torch.no_grad():
         hidden = model(ids, torch.arange(30), DensePass(torch.zeros(1, 30, dtype=torch.int64)))
         expected = Oracle(path).model(ids[None]).logits[0]
         torch.testing.assert_close(model.compute_logits(hidden), expected, atol=1e-4, rtol=1e-4)
-
-
-def spec_of(mode: str, folder: Path) -> Any:
-    if mode == "ngram":
-        return NGramDecodingConfig(max_draft_len=3, min_matching_ngram_size=1)
-    if mode == "assistant":
-        head = assistant_dir(folder, "gemma4_text")
-        return MTPDecodingConfig(num_nextn_predict_layers=3, speculative_model=head)
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +63,11 @@ def test_greedy_equals_transformers(target: Any, tmp_path: Path, mode: str, chun
     """In chunks also with preemption."""
     path, oracle = target
     llm = LLM(
-        path, spec_of(mode, tmp_path), device="cpu", dtype="float32", max_batch_size=3,
+        path, gemma_moe_config(mode, tmp_path), device="cpu", dtype="float32", max_batch_size=3,
         max_seq_len=64, max_num_tokens=14 if chunked else 128, enable_chunked_prefill=chunked,
         kv_cache_config=KvCacheConfig(max_tokens=88 if chunked else 512, tokens_per_block=4),
     )  # fmt: skip
-    prompts = [prompt.tolist() for prompt in _prompts(97, [15, 24, 11])]
+    prompts = [prompt.tolist() for prompt in prompt_tensors(97, [15, 24, 11])]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 24)

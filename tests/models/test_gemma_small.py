@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Oracle
 from safetensors.torch import load_file, save_file
-from test_executor import Oracle
 from tiny import DEFAULTS
 from tiny_gemma import GEMMA, assistant_dir, edit_config, gemma_dir
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import logit_error, prompt_tensors
 from tiny import prefill_metadata, tiny_model_dir
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -34,7 +35,6 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
-LENGTHS = [5, 37, 1, 20]
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -60,30 +60,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _prompts(vocab_size: int, lengths: list[int] = LENGTHS) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
-
-
-def _logit_error(path: Path, prompts: list[torch.Tensor]) -> tuple[float, float]:
-    """Largest difference from transformers in fp32, and the standard deviation of its logits."""
-    reference = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
-    model = load_decoder(path, torch.float32, torch.device("cpu"), TorchAttention())
-    meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
-    with torch.no_grad():
-        hidden = model(torch.cat(prompts), positions, meta)
-        logits = model.compute_logits(hidden)
-        expected = torch.cat([reference(prompt[None]).logits[0] for prompt in prompts])
-    assert logits.shape == expected.shape and logits.dtype == torch.float32
-    return (logits - expected).abs().max().item(), expected.std().item()
-
-
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     path = tiny_model_dir(tmp_path, family, **overrides)
-    error, spread = _logit_error(path, _prompts(97))
+    error, spread = logit_error(path, prompt_tensors(97))
     assert spread > 0.5  # flat logits would agree whatever the model does
     assert error < 1e-4
 
@@ -92,7 +72,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
 def test_the_comparison_notices_config(tmp_path: Path, change: str) -> None:
     """What one config field does to the logits is far above the tolerance used above."""
     path = tiny_model_dir(tmp_path, "mistral", sliding_window=7)
-    prompts = torch.cat(_prompts(97, [37]))
+    prompts = torch.cat(prompt_tensors(97, [37]))
     logits = []
     for changed in (False, True):
         if changed:

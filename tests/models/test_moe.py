@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matrix import MTP, Drafters, config_of, covering, cpu_engine
+from naive_experts import (
+    BETWEEN,
+    ROUTES,
+    dense_weights,
+    naive_experts,
+    naive_route,
+    random_experts,
+)
+from oracle import VOCAB, Oracle, logit_error, prompt_tensors
 from safetensors.torch import load_file, save_file
-from test_executor import VOCAB, Oracle
-from test_models import _logit_error, _prompts
 from tiny import OF_FAMILY, tiny_model_dir
 from tiny_heads import mtp_model_dir
-from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec import LLM, MTPDecodingConfig, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
@@ -33,7 +39,6 @@ from trtspec.models.config import DecoderConfig, MoEConfig
 from trtspec.models.decoder import feed_forward
 from trtspec.models.drafters.mtp import mtp_decoder_config
 from trtspec.models.moe import MoE
-from trtspec.ops.layer.activation import gate_and_mul
 from trtspec.train.new_head import NewHead, create_head
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -56,48 +61,12 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     path = tiny_model_dir(tmp_path, family, **overrides)
     if "partial_rotary_factor" in overrides:
         assert load_config(path).rotary_dim == 16 * overrides["partial_rotary_factor"]
-    error, spread = _logit_error(path, _prompts(97))
+    error, spread = logit_error(path, prompt_tensors(97))
     assert spread > 0.5
     assert error < 1e-4
 
 
 # -- routing and experts -------------------------------------------------------------------------
-def _naive_route(
-    logits: Tensor, bias: Tensor | None, top_k: int, n_group: int, topk_group: int, **how: Any
-) -> Tensor:
-    """[T, E] float64: the weight of each expert, 0 where it was not chosen."""
-    scores = logits.double()
-    scores = scores.sigmoid() if how["scoring"] == "sigmoid" else scores.softmax(-1)
-    out = torch.zeros_like(scores)
-    size = scores.shape[1] // n_group
-    for row, own in zip(out, scores.tolist(), strict=True):
-        wanted = [s + (0 if bias is None else float(bias[e])) for e, s in enumerate(own)]
-        groups = [range(i, i + size) for i in range(0, len(own), size)]
-        groups.sort(key=lambda g: -sum(sorted((wanted[e] for e in g), reverse=True)[:2]))
-        chosen = sorted((e for g in groups[:topk_group] for e in g), key=lambda e: -wanted[e])
-        total = sum(own[e] for e in chosen[:top_k]) if how["normalize"] else 1.0
-        for e in chosen[:top_k]:
-            row[e] = own[e] / total * how["scale"]
-    return out
-
-
-_ROUTES = [  # experts, chosen, groups, searched groups, scoring, normalize, scale
-    (8, 2, 4, 2, "sigmoid", True, 2.5),
-    (8, 1, 2, 1, "sigmoid", False, 1.0),
-    (160, 8, 1, 1, "sigmoid", True, 1.0),
-    (256, 8, 8, 4, "sigmoid", True, 2.0),
-    (36, 5, 3, 2, "softmax", True, 1.0),
-    (6, 6, 1, 1, "softmax", False, 1.0),
-]
-_FIELDS = ("experts", "top_k", "n_group", "topk_group", "scoring", "normalize", "scale")
-ROUTES = [dict(zip(_FIELDS, values, strict=True)) for values in _ROUTES]
-
-
-def dense_weights(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
-    """[T, E]: what `route` returned, in one form whatever the order of its choices."""
-    assert all(len(set(row)) == len(row) for row in ids.tolist())
-    out = torch.zeros(len(ids), experts, dtype=weights.dtype, device=ids.device)
-    return out.scatter(1, ids, weights)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -109,7 +78,7 @@ def test_route_equals_a_loop(options: dict[str, Any], has_bias: bool) -> None:
     logits = torch.randn(40, experts, generator=generator)
     bias = torch.randn(experts, generator=generator) * 0.3 if has_bias else None
     ids, weights = route(logits, bias, top_k, **options)
-    expected = _naive_route(logits, bias, top_k, **options)
+    expected = naive_route(logits, bias, top_k, **options)
     torch.testing.assert_close(
         dense_weights(ids, weights, experts).double(), expected, atol=1e-6, rtol=1e-5
     )
@@ -176,52 +145,6 @@ def _moe_of(moe: MoEConfig, size: int) -> MoE:
     return layer
 
 
-def random_experts(
-    rows: int, count: int, top_k: int, size: int, inner: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[Experts, Tensor, Tensor, Tensor]:
-    """Experts, x [T, D], ids [T, k] and weights [T, k]; one expert is chosen by nobody."""
-    generator = torch.Generator().manual_seed(seed)
-    experts = Experts(count, size, inner)
-    for parameter in experts.parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
-        parameter.data = noise.to(dtype)
-    x = torch.randn(rows, size, generator=generator).to(dtype)
-    ids = torch.rand(rows, count, generator=generator)
-    ids[:, count // 2] = -1.0
-    return experts, x, ids.topk(top_k).indices, torch.rand(rows, top_k, generator=generator)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-
-
-BETWEEN: dict[str, tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = {  # ours, and of gate and up
-    "silu": (gate_and_mul("silu"), lambda gate, up: gate * gate.sigmoid() * up),
-    "gelu_tanh": (gate_and_mul("gelu_tanh"), lambda gate, up: _gelu_tanh(gate) * up),
-    "clamped": (
-        gate_and_mul("silu", 0.3),
-        lambda gate, up: (
-            (gate * gate.sigmoid()).minimum(torch.full_like(gate, 0.3))
-            * up.maximum(torch.full_like(up, -0.3)).minimum(torch.full_like(up, 0.3))
-        ),
-    ),
-}
-
-
-def naive_experts(
-    experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, between: str = "silu"
-) -> Tensor:
-    """One row and one choice at a time, float64."""
-    assert experts.gate_up_proj is not None and experts.down_proj is not None
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t, row in enumerate(x.double()):
-        for e, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
-            gate, up = (experts.gate_up_proj[e].double() @ row).chunk(2)
-            inner = BETWEEN[between][1](gate, up)
-            out[t] += weight * (experts.down_proj[e].double() @ inner)
-    return out
-
-
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 8, 2), (7, 8, 3), (30, 5, 1), (3, 40, 8)])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_experts_equal_a_loop(rows: int, count: int, top_k: int, between: str) -> None:
@@ -271,13 +194,6 @@ def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:
 
 
 # -- decoding ------------------------------------------------------------------------------------
-MTP: dict[str, dict[str, Any]] = {
-    "vanilla": {"use_mtp_vanilla": True},
-    "eagle": {},
-    "eagle_two_engine": {"mtp_eagle_one_model": False},
-}
-
-
 @pytest.fixture(scope="module", params=["glm", "qwen3_next"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = mtp_model_dir(
@@ -286,30 +202,21 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, Oracle(path)
 
 
-@pytest.mark.parametrize("mode", [None, *MTP])
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
+@covering(mode=["none", *MTP], chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
-    target: Any, mode: str | None, chunked: bool, overlap: bool, pool: str
+    target: Any, mode: str, chunk: int | None, overlap: bool, pool: int | None
 ) -> None:
     path, oracle = target
-    spec = None if mode is None else MTPDecodingConfig(num_nextn_predict_layers=3, **MTP[mode])
-    llm = LLM(
-        path, spec, device="cpu", dtype="float32", max_batch_size=4, max_seq_len=96,
-        max_num_tokens=24 if chunked else 256, enable_chunked_prefill=chunked,
-        kv_cache_config=KvCacheConfig(
-            max_tokens=1024 if pool == "roomy" else 112, tokens_per_block=8
-        ),
-        disable_overlap_scheduler=not overlap,
-    )  # fmt: skip
+    config = config_of(mode, 3, Drafters())
+    llm = cpu_engine(
+        path, config, chunk=chunk, overlap=overlap, pool=pool, max_num_tokens=chunk or 256
+    )
     rng = random.Random(0)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(5)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
-    if pool == "tight":
-        assert llm.executor.stats().num_preemptions > 0
+    assert pool is None or llm.executor.stats().num_preemptions > 0
     llm.executor.kv_cache.check_integrity()
 
 

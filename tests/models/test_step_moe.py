@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import run_random_schedule
 from safetensors.torch import load_file, save_file
-from test_drafting import _run_random_schedule
-from test_step_mtp import WINDOW, Case
 from tiny import prefill_metadata
 from tiny_step import (
     EXPERT_INNER,
@@ -26,7 +25,9 @@ from tiny_step import (
     SIZE,
     SLIDING,
     VOCAB,
+    WINDOW,
     NaiveStepMTP,
+    StepCase,
     StepOracle,
     step_config,
     step_dir,
@@ -106,8 +107,8 @@ def test_every_limit_is_applied(target: Path, tmp_path: Path, name: str, layer: 
 
 def test_draft_logits_equal_recomputation(target: Path, oracle: StepOracle) -> None:
     """The MTP layers are dense, the second with a limit of its own; see `test_step_mtp.py`."""
-    case: Any = Case(target, MTP, NaiveStepMTP(target, WINDOW), oracle)
-    compared, executor = _run_random_schedule(case, 3, seed=3)
+    case: Any = StepCase(target, MTP, NaiveStepMTP(target, WINDOW), oracle)
+    compared, executor = run_random_schedule(case, 3, seed=3)
     assert compared > 30 and set(executor._accepted_lens) == {0, 1, 2, 3}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from checkpoint import edit_tensors, set_config
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from torch import Tensor
@@ -26,17 +25,6 @@ INDEX = "model.safetensors.index.json"
 
 def _load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_decoder(path, dtype, CPU, TorchAttention())
-
-
-def _edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def _set_config(path: Path, **fields: Any) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, **fields}))
 
 
 def _shard(path: Path, parts: int = 3) -> dict[str, str]:
@@ -117,33 +105,33 @@ def test_allowed_surplus(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    _edit(path, add)
+    edit_tensors(path, add)
     assert torch.equal(_logits(_load(path)), expected)
-    _edit(path, lambda tensors: tensors["lm_head.weight"][5, 5].add_(1))
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"][5, 5].add_(1))
     with pytest.raises(CheckpointError, match=r"lm_head.weight differs .*tie_word_embeddings"):
         _load(path)
 
 
 def test_nan_weights_are_not_the_loader_s_business(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    edit_tensors(path, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
     assert _logits(_load(path)).isnan().all()
 
 
 def test_missing_tensors(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+    edit_tensors(path, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
     with pytest.raises(CheckpointError, match=r"lacks 1 of 30 .*layers.1.self_attn.k_proj.weight"):
         _load(path)
-    _edit(path, lambda t: [t.pop(name) for name in list(t) if "layers.2.mlp" in name])
-    _edit(path, lambda t: [t.pop(name) for name in list(t) if "layers.2.self" in name])
+    edit_tensors(path, lambda t: [t.pop(name) for name in list(t) if "layers.2.mlp" in name])
+    edit_tensors(path, lambda t: [t.pop(name) for name in list(t) if "layers.2.self" in name])
     with pytest.raises(CheckpointError, match=r"lacks 8 of 30 tensors: .* and 3 more"):
         _load(path)
 
 
 def test_missing_head_hints_at_tying(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda tensors: tensors.pop("lm_head.weight"))
+    edit_tensors(path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight.*tie_word_embeddings: true"):
         _load(path)
 
@@ -153,7 +141,7 @@ def test_missing_head_hints_at_tying(tmp_path: Path) -> None:
 )
 def test_surplus_tensors(tmp_path: Path, name: str) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda tensors: tensors.update({name: torch.zeros(3)}))
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.zeros(3)}))
     with pytest.raises(CheckpointError, match=rf"holds 1 tensors .*{name}"):
         _load(path)
 
@@ -172,7 +160,7 @@ def test_surplus_tensors(tmp_path: Path, name: str) -> None:
 )
 def test_wrong_shape(tmp_path: Path, name: str, shape: tuple[int, ...], fields: str) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    edit_tensors(path, lambda tensors: tensors.update({name: torch.zeros(shape)}))
     with pytest.raises(CheckpointError, match=rf"{name} .*Check {fields}") as caught:
         _load(path)
     assert str(list(shape)) in str(caught.value)
@@ -180,14 +168,14 @@ def test_wrong_shape(tmp_path: Path, name: str, shape: tuple[int, ...], fields: 
 
 def test_config_of_another_model(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    _set_config(path, num_key_value_heads=3)
+    set_config(path, num_key_value_heads=3)
     with pytest.raises(CheckpointError, match=r"\[16, 48\].*\[24, 48\].*num_key_value_heads"):
         _load(path)
 
 
 def test_quantised_tensors(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path)
-    _edit(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
     with pytest.raises(CheckpointError, match=r"lm_head.weight .*dtype I8.*F32"):
         _load(path)
 

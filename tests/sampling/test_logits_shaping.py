@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import NETWORKS, VOCAB, config_of, engine, make_models
+from matrix import NETWORKS
+from sampled import VOCAB, config_of, engine, make_models
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, DraftTargetDecodingConfig, KvCacheConfig, SamplingParams

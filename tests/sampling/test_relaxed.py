@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_executor import Oracle
+from oracle import Oracle
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams, SpecMetadata

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import NETWORKS
 from safetensors.torch import load_file, save_file
-from sampled import NETWORKS, VOCAB, K, config_of, engine, make_models, requests, texts
+from sampled import VOCAB, K, config_of, engine, make_models, requests, texts
 from tiny_heads import eagle3_dir
 from torch import Tensor
 

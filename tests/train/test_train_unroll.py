@@ -6,43 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_drafting import make_case
+from drafting import make_case
 from tiny import tiny_model_dir
 from torch import Tensor
+from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, load_target, padded_texts
 
 from trtspec import LLM, EagleDecodingConfig, MTPDecodingConfig, SamplingParams
 from trtspec.attention.dense import DensePass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
-from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import ConfigError
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
-from trtspec.train.unroll import Texts, conditional_acceptance, score, teach, unroll
-
-CPU, F32 = torch.device("cpu"), torch.float32
-CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3
-
-
-def _decoder(path: Path):
-    return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
-
-
-def _texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
-    """Rows of documents of these lengths, padded to `width`; a random tenth of tokens is unseen."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = len(lengths), width
-    ids = torch.randint(VOCAB, shape, generator=generator)
-    documents, positions = torch.full(shape, -1), torch.zeros(shape, dtype=torch.int64)
-    for n, row in enumerate(lengths):
-        start = 0
-        for i, length in enumerate(row):
-            documents[n, start : start + length] = i
-            positions[n, start : start + length] = torch.arange(length)
-            start += length
-    mask = (torch.rand(shape, generator=generator) < 0.9) & (documents >= 0)
-    return Texts(ids, mask, documents, positions)
-
+from trtspec.train.unroll import conditional_acceptance, score, teach, unroll
 
 CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",
          "mimo", "mtp_vanilla", "mtp_vanilla_own_ends", "mimo_vanilla"]  # fmt: skip
@@ -51,7 +27,7 @@ CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "m
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> None:
     case = make_case(name, tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8), tmp_path, STEPS)
-    target, config = _decoder(case.target), case.config
+    target, config = load_target(case.target), case.config
     vanilla = isinstance(config, MTPDecodingConfig) and config.use_mtp_vanilla
     assert isinstance(config, EagleDecodingConfig | MTPDecodingConfig)
     head = load_head(
@@ -64,7 +40,7 @@ def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> No
         ),
         LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
     )
-    texts = _texts([[9, 4, 6], [16], [2, 3]], 20)
+    texts = padded_texts([[9, 4, 6], [16], [2, 3]], 20)
     teacher = teach(target, head, texts)
     counted, width = 0, texts.input_ids.shape[1]
     steps = list(unroll(head, texts, teacher.hidden, STEPS))
@@ -94,10 +70,10 @@ def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> No
 @torch.no_grad()
 def test_the_loss_is_the_definition(tmp_path: Path) -> None:
     """Cross-entropy with the target's distribution over the draft vocabulary, in float64."""
-    target = _decoder(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
     ids = torch.tensor(sorted(range(0, VOCAB, 2)))
     head = create_head(NewHead(layers_to_capture=CAPTURED), target, ids, F32, seed=3)
-    texts = _texts([[12], [7, 5]], 12)
+    texts = padded_texts([[12], [7, 5]], 12)
     teacher = teach(target, head, texts)
     scores = []
     for step in unroll(head, texts, teacher.hidden, 2):
@@ -124,7 +100,7 @@ def test_the_loss_is_the_definition(tmp_path: Path) -> None:
 def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: str) -> None:
     """What the loader reads back proposes what the head proposed in training."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
-    target = _decoder(target_dir)
+    target = load_target(target_dir)
     spec = NewHead(kind=kind, layers_to_capture=CAPTURED if kind == "eagle3" else None)
     head = create_head(spec, target, torch.arange(0, VOCAB, 2), F32, seed=3)
     for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
@@ -142,7 +118,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
         LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1),
     )
     assert again.layers_to_capture == head.layers_to_capture
-    texts = _texts([[12]], 12)
+    texts = padded_texts([[12]], 12)
     hidden = teach(target, head, texts).hidden
     for ours, theirs in zip(unroll(head, texts, hidden, 3), unroll(again, texts, hidden, 3),
                             strict=True):  # fmt: skip
@@ -162,11 +138,11 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
 
 
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:
-    target = _decoder(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
     for spec, steps in ((NewHead(layers_to_capture=CAPTURED), 3), (NewHead(kind="mtp"), 3),
                         (NewHead(kind="mtp", num_layers=3), 3)):  # fmt: skip
         head = create_head(spec, target, torch.arange(VOCAB // 2), F32, seed=3)
-        texts = _texts([[12], [12]], 12)
+        texts = padded_texts([[12], [12]], 12)
         teacher = teach(target, head, texts)
         loss = sum(score(head, s, teacher).loss for s in unroll(head, texts, teacher.hidden, steps))
         assert isinstance(loss, Tensor)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from test_train_unroll import CAPTURED, F32, VOCAB, _decoder
 from tiny import tiny_model_dir
+from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_target
 
 from trtspec import LLM, EagleDecodingConfig, SamplingParams
 from trtspec.errors import CheckpointError, ConfigError
@@ -19,40 +18,6 @@ from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.trainer import TrainConfig, Trainer
-from trtspec.train.unroll import Texts
-
-CONFIG = TrainConfig(
-    max_steps=12, batch_size=4, num_steps=2, learning_rate=3e-3, warmup_steps=2, log_every=1,
-    evaluate_every=6, checkpoint_every=4,
-)  # fmt: skip
-
-
-class GreedyTexts:
-    """Texts that the tiny target writes, over and over."""
-
-    fingerprint = "greedy"
-
-    def __init__(self, target_dir: Path, count: int = 16, length: int = 24):
-        prompts = [[7 * i % VOCAB, i] for i in range(count)]
-        outputs = LLM(target_dir, device="cpu", dtype="float32").generate(
-            prompts, SamplingParams(max_tokens=length - 2, ignore_eos=True)
-        )
-        rows = [[*p, *o.outputs[0].token_ids] for p, o in zip(prompts, outputs, strict=True)]
-        ids = torch.tensor(rows)
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        mask[:, :2] = False
-        self.all = Texts(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
-
-    def take(self, rows: torch.Tensor) -> Texts:
-        return Texts(*(t[rows] for t in (
-            self.all.input_ids, self.all.loss_mask, self.all.document_ids, self.all.positions
-        )))  # fmt: skip
-
-    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
-        number = first
-        while True:
-            yield self.take((torch.arange(batch_size) + number * batch_size) % 12)
-            number += 1
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +31,9 @@ def data(target_dir: Path) -> GreedyTexts:
 
 
 def _trainer(
-    target_dir: Path, data: GreedyTexts, out: Path, config: TrainConfig = CONFIG
+    target_dir: Path, data: GreedyTexts, out: Path, config: TrainConfig = TRAIN_CONFIG
 ) -> Trainer:
-    target: Decoder = _decoder(target_dir)
+    target: Decoder = load_target(target_dir)
     spec = NewHead(layers_to_capture=CAPTURED)
     head = create_head(spec, target, torch.arange(VOCAB), F32, seed=5)
     return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
@@ -82,7 +47,9 @@ def _log(out: Path) -> list[dict[str, object]]:
 def test_it_learns_and_what_it_saves_drafts(
     target_dir: Path, data: GreedyTexts, tmp_path: Path
 ) -> None:
-    config = replace(CONFIG, max_steps=250, evaluate_every=125, log_every=20, checkpoint_every=250)
+    config = replace(
+        TRAIN_CONFIG, max_steps=250, evaluate_every=125, log_every=20, checkpoint_every=250
+    )
     seen: list[dict[str, object]] = []
     evaluation = _trainer(target_dir, data, tmp_path, config).train(progress=seen.append)
     log = _log(tmp_path)
@@ -132,13 +99,13 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
 def test_a_checkpoint_that_does_not_fit_is_refused(
     target_dir: Path, data: GreedyTexts, tmp_path: Path
 ) -> None:
-    _trainer(target_dir, data, tmp_path, replace(CONFIG, max_steps=4)).train()
+    _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).train()
     with pytest.raises(CheckpointError, match=r"another run: .*max_steps"):
         _trainer(target_dir, data, tmp_path).resume()
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="damaged"):
-        _trainer(target_dir, data, tmp_path, replace(CONFIG, max_steps=4)).resume()
+        _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(
@@ -225,7 +192,9 @@ def test_a_head_that_could_not_be_written_keeps_the_checkpoint_before(
 def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(
     target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _trainer(target_dir, data, tmp_path, replace(CONFIG, log_every=100, evaluate_every=100))
+    run = _trainer(
+        target_dir, data, tmp_path, replace(TRAIN_CONFIG, log_every=100, evaluate_every=100)
+    )
     real, calls = torch.nn.utils.clip_grad_norm_, []
 
     def clip(parameters: list[torch.Tensor], most: float) -> torch.Tensor:
@@ -238,7 +207,9 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(
     with pytest.raises(ConfigError, match=r"step 8 .*diverged"):
         run.train()
     monkeypatch.undo()
-    again = _trainer(target_dir, data, tmp_path, replace(CONFIG, log_every=100, evaluate_every=100))
+    again = _trainer(
+        target_dir, data, tmp_path, replace(TRAIN_CONFIG, log_every=100, evaluate_every=100)
+    )
     assert again.resume() and again.step == 4
     assert all(bool(m.isfinite().all()) for m in again.masters.values())
 

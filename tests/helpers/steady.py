@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from trtspec import PyExecutor, SamplingParams
+from trtspec import LLM, KvCacheConfig, PyExecutor, SamplingParams
+from trtspec.config import DecodingBaseConfig
 
 LENGTH = 150
+
+
+def engine(target: Path, config: DecodingBaseConfig | None, temperature: float = 0.0) -> LLM:
+    """Two requests in the middle of their texts, between two page boundaries."""
+    llm = LLM(
+        target, config, device="cuda", dtype="bfloat16", max_batch_size=2, max_seq_len=200,
+        kv_cache_config=KvCacheConfig(max_tokens=1024, tokens_per_block=128),
+    )  # fmt: skip
+    start(llm.executor, temperature)
+    return llm
 
 
 def start(executor: PyExecutor, temperature: float = 0.0) -> None:
