@@ -94,8 +94,8 @@ class LLM:
             cuda_graph_config=cuda_graph_config,
             attn_backend=attn_backend,
         )
-        self.tokenizer = load_tokenizer(self.model_dir)
-        self.executor.stop_check = self._hit_stop_string
+        self._texts = RequestTexts(load_tokenizer(self.model_dir))
+        self.executor.stop_check = self._texts.hit_stop_string
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
         self._lock = threading.RLock()
@@ -112,6 +112,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model's directory; None if it has none. Another may be set while nothing runs."""
+        return self._texts.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._texts.tokenizer = tokenizer
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -349,16 +358,6 @@ class LLM:
     def _enqueue(self, ids: list[int] | EmbedsPrompt, params: SamplingParams) -> Request:
         return self.executor.enqueue(ids, self._with_token_ids(params))
 
-    def _text_of(self, request: Request) -> TextStream:
-        if request.text is None:
-            request.text = TextStream(self.tokenizer, request.sampling_params.stop_strings)
-        return request.text
-
-    def _hit_stop_string(self, request: Request) -> bool:
-        if not request.sampling_params.stop_strings:
-            return False
-        return self._text_of(request).extend(request.output_token_ids)
-
     def snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
     ) -> RequestOutput:
@@ -369,7 +368,7 @@ class LLM:
     def _snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int, seen_text: int
     ) -> RequestOutput:
-        stream = self._text_of(request)
+        stream = self._texts.text_of(request)
         stream.extend(request.output_token_ids)
         full = stream.final() if request.is_finished else stream.safe_text()
         completion = CompletionOutput(
@@ -391,6 +390,25 @@ class LLM:
             finished=request.is_finished,
             error=request.error,
         )
+
+
+class RequestTexts:
+    """The text of each request's tokens. It knows no engine, so that the executor, which asks it
+    for stop strings, does not hold the `LLM` that holds the executor."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def text_of(self, request: Request) -> TextStream:
+        if request.text is None:
+            request.text = TextStream(self.tokenizer, request.sampling_params.stop_strings)
+        return request.text
+
+    def hit_stop_string(self, request: Request) -> bool:
+        """A `StopCheck`."""
+        if not request.sampling_params.stop_strings:
+            return False
+        return self.text_of(request).extend(request.output_token_ids)
 
 
 class RequestStream(Iterator[RequestOutput]):

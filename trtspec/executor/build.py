@@ -41,6 +41,7 @@ from ..workers import create_worker
 from .cache_size import CacheNeeds, longest_text, size_cache
 from .mask_token import find_mask_token
 from .py_executor import PyExecutor
+from .runner import DraftVocab, EngineParts, StepRunner
 from .saving import HiddenStatesSaver
 
 logger = logging.getLogger(__name__)
@@ -245,10 +246,17 @@ def build_executor(
             speculative_config.tokens_per_file, _fingerprint(target),
         )  # fmt: skip
         saver = HiddenStatesSaver(writer, config.hidden_size)
-    executor = PyExecutor(
-        target, worker, draft_model, kv_cache, executor_config, mode, where,
-        layers_to_capture=capture, saver=saver,
-    )  # fmt: skip
+    parts = EngineParts(
+        target=target,
+        worker=worker,
+        draft_model=draft_model,
+        draft_vocab=_draft_vocab(draft_model, config.vocab_size),
+        kv_cache=kv_cache,
+        mode=mode,
+        device=where,
+        layers_to_capture=capture,
+    )
+    executor = PyExecutor(StepRunner(parts, executor_config), executor_config, saver)
     forced = executor.forced_acceptance
     if forced is not None:
         logger.warning(
@@ -389,6 +397,15 @@ def _load_head(
                 "out."
             )
     return head
+
+
+def _draft_vocab(draft_model: Decoder | DraftHead | None, target_vocab_size: int) -> DraftVocab:
+    if isinstance(draft_model, DraftHead):
+        size = min(draft_model.config.draft_vocab_size, target_vocab_size)
+        return DraftVocab(size=size, d2t=draft_model.d2t)
+    if draft_model is not None:  # a draft model, whose logits are cut to the target's tokens
+        return DraftVocab(size=min(draft_model.config.vocab_size, target_vocab_size))
+    return DraftVocab(size=target_vocab_size)
 
 
 def _settle_mtp_layers(spec: MTPDecodingConfig, head: DraftHead) -> MTPDecodingConfig:

@@ -1,8 +1,9 @@
 """`SpeculativeDecodingMode`: the TensorRT-LLM enum, every predicate read from one table.
 
 A mode is a row of data (DESIGN, decision D4). The predicates keep TensorRT-LLM's names so that
-its users find their way; `drafts_in_step`, `drafts_on_host` and `drafts_in_passes` are ours. Where
-a predicate differs from TensorRT-LLM's because our mode can do more, `docs/modes.md` says so.
+its users find their way; `drafts_in_step`, `drafts_on_host`, `drafts_in_passes` and
+`drafts_with_network` are ours. Where a predicate differs from TensorRT-LLM's because our mode can
+do more, `docs/modes.md` says so.
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class SpeculativeDecodingMode(IntEnum):
     def drafts_in_passes(self) -> bool:
         """Ours: the step only verifies; the executor then launches each draft pass by itself."""
         return self.traits.drafts_in_passes
+
+    def drafts_with_network(self) -> bool:
+        """Ours: a head or a model drafts; looking up n-grams may well find nothing."""
+        return self.traits.one_engine or self.traits.draft_model
 
     def extend_ctx(self, attention_backend: Any) -> bool:
         """Multi-token generation rows run as chunked context.
