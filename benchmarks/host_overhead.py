@@ -36,18 +36,18 @@ def main() -> None:
     for i in range(args.batch):
         params = SamplingParams(max_tokens=args.steps + 20, ignore_eos=True)
         executor.enqueue([3 + i % 50, 5, 7], params)
-    while any(not r.is_generation for r in executor._requests.values()):
+    while any(not r.is_generation for r in executor.book.live.values()):
         executor.step()
 
     def constant(inputs: StepInputs, draft_len: int) -> StepOutputs:
         count = len(inputs.slot_ids)
         return StepOutputs(
-            torch.full((count, 1), 7, dtype=torch.int32),
-            torch.ones(count, dtype=torch.int32),
-            torch.zeros(count, dtype=torch.bool),
+            new_tokens=torch.full((count, 1), 7, dtype=torch.int32),
+            new_tokens_lens=torch.ones(count, dtype=torch.int32),
+            bad_requests=torch.zeros(count, dtype=torch.bool),
         )
 
-    executor._step = constant  # type: ignore[method-assign]
+    executor.runner.step.run = constant  # type: ignore[method-assign]
     times = []
     for _ in range(args.steps):
         started = time.perf_counter()

@@ -241,13 +241,13 @@ class SteadyBatch:
     def _eager_parts(self) -> list[Run]:
         executor = self.executor
         batch = ScheduledBatch([], self.requests)
-        num_drafts = executor._num_drafts_to_verify(batch)
+        num_drafts = executor.runner.num_drafts_to_verify(batch.generations)
         inputs = build_inputs(batch, executor.kv_cache, num_drafts, self.device)
-        draft_len = executor._draft_len_of(batch)
+        step, draft_len = executor.runner.step, executor.runtime_draft_len
 
         def whole() -> StepOutputs:
-            outputs = executor._step(inputs, draft_len)
-            for _ in executor._draft_passes(outputs):
+            outputs = step.run(inputs, draft_len)
+            for _ in step.draft_passes(outputs):
                 pass
             return outputs
 
@@ -318,7 +318,7 @@ def _first_parts(executor: PyExecutor, inputs: StepInputs, draft_len: int, accep
 
     with patch.object(executor.worker, "verify", stop):
         try:
-            executor._step(inputs, draft_len)
+            executor.runner.step.run(inputs, draft_len)
         except _Stop:
             return
     raise RuntimeError("The step did not call worker.verify: it cannot be split there.")

@@ -44,8 +44,8 @@ class LLM:
         self.model_dir = resolve_model(engine.model)
         """HF-format directory in use; `AutoModelForCausalLM.from_pretrained` loads it."""
         self.executor = build_executor(replace(engine, model=self.model_dir))
-        self.tokenizer = load_tokenizer(self.model_dir)
-        self.executor.stop_check = self._hit_stop_string
+        self._texts = RequestTexts(load_tokenizer(self.model_dir))
+        self.executor.stop_check = self._texts.hit_stop_string
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
         self._lock = threading.RLock()
@@ -62,6 +62,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model's directory; None if it has none. Another may be set while nothing runs."""
+        return self._texts.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._texts.tokenizer = tokenizer
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -299,16 +308,6 @@ class LLM:
     def _enqueue(self, ids: list[int] | EmbedsPrompt, params: SamplingParams) -> Request:
         return self.executor.enqueue(ids, self._with_token_ids(params))
 
-    def _text_of(self, request: Request) -> TextStream:
-        if request.text is None:
-            request.text = TextStream(self.tokenizer, request.sampling_params.stop_strings)
-        return request.text
-
-    def _hit_stop_string(self, request: Request) -> bool:
-        if not request.sampling_params.stop_strings:
-            return False
-        return self._text_of(request).extend(request.output_token_ids)
-
     def snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
     ) -> RequestOutput:
@@ -319,7 +318,7 @@ class LLM:
     def _snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int, seen_text: int
     ) -> RequestOutput:
-        stream = self._text_of(request)
+        stream = self._texts.text_of(request)
         stream.extend(request.output_token_ids)
         full = stream.final() if request.is_finished else stream.safe_text()
         completion = CompletionOutput(
@@ -341,6 +340,25 @@ class LLM:
             finished=request.is_finished,
             error=request.error,
         )
+
+
+class RequestTexts:
+    """The text of each request's tokens. It knows no engine, so that the executor, which asks it
+    for stop strings, does not hold the `LLM` that holds the executor."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def text_of(self, request: Request) -> TextStream:
+        if request.text is None:
+            request.text = TextStream(self.tokenizer, request.sampling_params.stop_strings)
+        return request.text
+
+    def hit_stop_string(self, request: Request) -> bool:
+        """A `StopCheck`."""
+        if not request.sampling_params.stop_strings:
+            return False
+        return self.text_of(request).extend(request.output_token_ids)
 
 
 class RequestStream(Iterator[RequestOutput]):

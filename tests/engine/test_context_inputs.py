@@ -25,7 +25,7 @@ from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
-from trtspec.executor.request import ContextChunk, ScheduledBatch
+from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
@@ -70,18 +70,17 @@ class Uncaptured:
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
-    def run_contexts(
-        self, shape: ContextInputs, chunks: Sequence[ContextChunk], num_drafts: int,
-        draft_len: int, num_logprobs: int | None,
-    ) -> StepOutputs:  # fmt: skip
+    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> StepOutputs:
+        chunks = plan.batch.contexts
         shape.fill(chunks)
         params = [chunk.request.sampling_params for chunk in chunks]
         inputs = shape.step_inputs(
-            num_drafts, all(p.is_greedy for p in params), any(p.has_filters for p in params)
+            plan.num_drafts, all(p.is_greedy for p in params), any(p.has_filters for p in params)
         )
         self.passes += 1
-        inputs = replace(inputs, num_logprobs=num_logprobs)
-        return first_rows(self.executor._step(inputs, draft_len), len(chunks), 1)
+        inputs = replace(inputs, num_logprobs=plan.batch.num_logprobs)
+        outputs = self.executor.runner.step.run(inputs, plan.draft_len)
+        return first_rows(outputs, len(chunks), 1)
 
 
 def _llm(
@@ -106,7 +105,7 @@ def test_padding_changes_no_token(
     arguments = {"enable_chunked_prefill": True, "max_num_tokens": 40} if chunked else {}
     llm = _llm(target_dir, config_of(mode, 2, drafters), monkeypatch, **arguments)
     graphs = Uncaptured(llm.executor, (24, 40) if chunked else (24, 96))
-    llm.executor.graphs = graphs  # type: ignore[assignment]
+    llm.executor.runner.graphs = graphs  # type: ignore[assignment]
     prompts = [*random_prompts(4), [1] * 70]
     params = [SamplingParams(max_tokens=4, ignore_eos=True) for _ in prompts]
     outputs = llm.generate(prompts, params)
@@ -141,7 +140,8 @@ def test_a_pass_is_what_the_host_would_send(
     cache, device = executor.kv_cache, executor.device
     ours, fixed = build_inputs(batch, cache, 2, device), shape.step_inputs(2, True, False)
     step, padded = (
-        assemble(inputs, executor.state, cache, executor._shape) for inputs in (ours, fixed)
+        assemble(inputs, executor.state, cache, executor.runner.step.shape)
+        for inputs in (ours, fixed)
     )
     count = len(chunks)
     meta, other = step.attn_metadata, padded.attn_metadata
@@ -167,7 +167,7 @@ def test_a_failed_pass_over_prompts_loses_no_step_of_the_others(
     """As when memory runs out: the generations launched before it are computed again."""
     executor = _llm(target_dir, None, monkeypatch).executor
     graphs = Uncaptured(executor, (64,))
-    executor.graphs = graphs  # type: ignore[assignment]
+    executor.runner.graphs = graphs  # type: ignore[assignment]
     prompts = random_prompts(3)[1:]
     first = executor.enqueue(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True))
     for _ in range(3):

@@ -45,7 +45,9 @@ def test_draft_logits_equal_recomputation(
     case = make_case(name, target_dir, tmp_path, k)
     compared, executor = run_random_schedule(case, k, seed=k)
     assert compared > 30
-    assert set(executor._accepted_lens) == set(range(k + 1)), "every length must have been accepted"
+    assert set(executor.statistics.accepted_lens) == set(range(k + 1)), (
+        "every length must have been accepted"
+    )
 
 
 def test_the_schedules_preempt(target_dir: Path, tmp_path: Path) -> None:

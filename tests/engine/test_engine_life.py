@@ -142,7 +142,7 @@ def test_streams_that_end_before_any_step_are_not_held(llm: LLM, how: str) -> No
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 100_000
-    assert len(executor._requests) <= 2 and len(executor._finished) <= 1
+    assert len(executor.book.live) <= 2 and len(executor.book.finished) <= 1
     assert len(executor._cancel_later) <= 2
 
 
@@ -224,13 +224,13 @@ def test_a_request_that_an_interrupt_kept_from_the_queue_leaves_nothing(
             raise KeyboardInterrupt
 
     executor = llm.executor
-    monkeypatch.setattr(executor, "_requests", Interrupted())
+    monkeypatch.setattr(executor.book, "live", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         llm.generate([1, 2])
     monkeypatch.undo()
     assert llm.generate([5, 6], SamplingParams(max_tokens=2)).outputs[0].token_ids
     executor.run_until_done()
-    assert not executor.has_work and not executor._requests
+    assert not executor.has_work and not executor.book.live
     executor.kv_cache.check_integrity()
 
 

@@ -245,7 +245,7 @@ def test_random_schedules(engines: dict[Any, LLM], oracle: Oracle, data: st.Data
     mode = data.draw(st.sampled_from(MODES))
     llm = engines[mode, data.draw(st.booleans()), data.draw(st.booleans())]
     executor, live, done = llm.executor, [], []
-    for request_id in list(executor._requests):  # what a failed example left behind
+    for request_id in list(executor.book.live):  # what a failed example left behind
         executor.cancel(request_id)
     executor.run_until_done()
     for _ in range(data.draw(st.integers(1, 25))):
@@ -303,7 +303,7 @@ def test_thousands_of_operations_leak_nothing(engines: dict[Any, LLM]) -> None:
     tracemalloc.stop()
     executor.kv_cache.check_integrity()
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
-    assert not executor._requests
+    assert not executor.book.live
     assert after - before < 100_000
 
 

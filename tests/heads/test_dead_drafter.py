@@ -116,5 +116,5 @@ def test_steps_that_were_asked_for_no_draft_do_not_count(tmp_path: Path) -> None
     llm = LLM(target, config, device="cpu", dtype="float32")
     llm.executor.runtime_draft_len = 0
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=60, ignore_eos=True))
-    watch = llm.executor.dead_drafter_watch
+    watch = llm.executor.statistics.dead_drafter_watch
     assert watch is not None and watch._proposed == 0

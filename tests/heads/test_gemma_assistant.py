@@ -215,7 +215,7 @@ def test_draft_logits_equal_recomputation(
     """At every step of random schedules: chunks, preemption, rejections of every length."""
     compared, executor = run_random_schedule(assistant_case(pairs[family], k, one_model), k, seed=k)
     assert compared > 30
-    assert set(executor._accepted_lens) == set(range(k + 1))
+    assert set(executor.statistics.accepted_lens) == set(range(k + 1))
 
 
 def test_draft_logits_up_to_the_maximum_length(pairs: dict[str, tuple[Path, Path]]) -> None:

@@ -43,7 +43,9 @@ def test_draft_logits_equal_recomputation(
     case = make_masked_case(name, target_dir, tmp_path, k)
     compared, executor = run_random_schedule(case, k, k, MaskedScript)
     assert compared > 30
-    assert set(executor._accepted_lens) == set(range(k + 1)), "every length must have been accepted"
+    assert set(executor.statistics.accepted_lens) == set(range(k + 1)), (
+        "every length must have been accepted"
+    )
     assert k != 4 or executor.stats().num_preemptions > 0
 
 
@@ -272,6 +274,6 @@ def test_a_worker_that_drafts_one_by_one_refuses_the_head(target_dir: Path, tmp_
     """In a loop of one's own; the builder chooses the right one."""
     config = _p_eagle(tmp_path)
     llm = _engine(target_dir, config)
-    llm.executor.worker = create_worker(config)
+    llm.executor.runner.step.worker = create_worker(config)
     with pytest.raises(ConfigError, match=r"make the worker with create_worker\(config, head"):
         llm.generate([1, 2, 3], SamplingParams(max_tokens=4))

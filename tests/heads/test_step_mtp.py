@@ -71,7 +71,7 @@ def test_draft_logits_equal_recomputation(
     config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=True)
     case: Any = StepCase(target, config, NaiveStepMTP(target, WINDOW), oracle)
     compared, executor = run_random_schedule(case, k, seed=k, max_seq_len=max_seq_len)
-    assert compared > 30 and set(executor._accepted_lens) == set(range(k + 1))
+    assert compared > 30 and set(executor.statistics.accepted_lens) == set(range(k + 1))
     assert executor.kv_cache.windows == (None, WINDOW, *([WINDOW] if k == 1 else [WINDOW, None]))
 
 

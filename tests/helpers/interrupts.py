@@ -92,5 +92,5 @@ def check(llm: LLM, requests: list[Request], expected: list[Request], where: obj
                 assert got[token].logprob == pytest.approx(entry.logprob, abs=1e-4), where
     executor.kv_cache.check_integrity()
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, where
-    assert not executor._requests and not executor._pending and not executor.has_work, where
+    assert not executor.book.live and not executor._pending and not executor.has_work, where
     assert sorted(executor.scheduler._free_slots) == [0, 1, 2, 3], where

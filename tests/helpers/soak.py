@@ -391,7 +391,7 @@ def check_nothing_left(executor: PyExecutor) -> None:
     assert not cache._tables and not cache._versions
     assert sorted(scheduler._free_slots) == list(range(MAX_BATCH))
     assert not scheduler.waiting and not scheduler.running
-    assert not executor._requests and not executor._pending and not executor._finished
+    assert not executor.book.live and not executor.book.finished and not executor._pending
     assert not executor._cancel_later and not executor.has_work
 
 

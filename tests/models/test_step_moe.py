@@ -109,7 +109,7 @@ def test_draft_logits_equal_recomputation(target: Path, oracle: StepOracle) -> N
     """The MTP layers are dense, the second with a limit of its own; see `test_step_mtp.py`."""
     case: Any = StepCase(target, MTP, NaiveStepMTP(target, WINDOW), oracle)
     compared, executor = run_random_schedule(case, 3, seed=3)
-    assert compared > 30 and set(executor._accepted_lens) == {0, 1, 2, 3}
+    assert compared > 30 and set(executor.statistics.accepted_lens) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -1,9 +1,12 @@
-"""What is refused before it is queued: prompts and parameters that this model cannot serve."""
+"""`Admission`: refuses what this engine cannot serve, and makes requests of the rest."""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ..api.embeds_prompt import EmbedsPrompt
 from ..api.sampling_params import SamplingParams
@@ -13,7 +16,8 @@ from ..metadata.logits import MAX_ENDS
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from .embeds import check_embeds
+from .embeds import check_embeds, kept_embeds
+from .request import Request
 
 
 def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
@@ -21,87 +25,115 @@ def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
     return params.ends(model.eos_token_ids)
 
 
-def check_params(params: SamplingParams, model: DecoderConfig) -> None:
-    """Raises RequestError: token ids that are not the model's, too many end tokens held back,
-    several completions in one request."""
-    if params.n > 1:
-        raise RequestError(
-            f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
-            "and LLM.chat take n; for streams and executors queue n requests."
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What an engine can serve: the model's vocabulary and positions, the executor's limits."""
+
+    target: Decoder
+    config: ExecutorConfig
+    mode: SpeculativeDecodingMode
+    max_draft_len: int
+
+    ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def make_request(self, prompt: Sequence[int] | EmbedsPrompt, params: SamplingParams) -> Request:
+        """A request that waits. Raises RequestError as the checks do."""
+        token_ids = self.check_prompt(prompt, params.max_tokens)
+        self.check_params(params)
+        embeds = kept_embeds(prompt, self.target) if isinstance(prompt, EmbedsPrompt) else None
+        reads_images_whole = self.target.config.reads_images_whole
+        return Request(
+            request_id=next(self.ids),
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            max_total_tokens=min(len(token_ids) + params.max_tokens, self.config.max_seq_len),
+            embeds=embeds,
+            images=embeds.images if embeds is not None and reads_images_whole else (),
         )
-    vocab, words = model.vocab_size, params.bad_words or ()
-    if any(isinstance(word, str) for word in words):
-        raise RequestError(
-            f"SamplingParams.bad_words={shown(words)}: an executor has no tokenizer. Give token "
-            "ids, or text to LLM.generate."
-        )
-    for name, ids in (
-        ("logit_bias", [token for token, _ in params.logit_bias_items]),
-        ("bad_token_ids", params.bad_token_ids or ()),
-        ("bad_words", [int(token) for word in words for token in word]),
-    ):
-        largest = max(ids, default=0)
-        if largest >= vocab:
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises RequestError: token ids that are not the model's, too many end tokens held back,
+        several completions in one request."""
+        if params.n > 1:
             raise RequestError(
-                f"SamplingParams.{name} has token {shown(largest)}: ids must be in 0 … {vocab - 1}."
+                f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
+                "and LLM.chat take n; for streams and executors queue n requests."
             )
-    if params.bad_token_ids and len(params.bad_token_ids) == vocab:
-        raise RequestError(
-            f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
-        )
-    count = sum(token < vocab for token in end_ids(params, model))
-    if params.min_tokens and count > MAX_ENDS:
-        raise RequestError(
-            f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
-            f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
-        )
-
-
-def check_prompt(
-    given: Sequence[int] | EmbedsPrompt, max_tokens: int, target: Decoder, config: ExecutorConfig,
-    mode: SpeculativeDecodingMode, max_draft_len: int,
-) -> list[int]:  # fmt: skip
-    """The prompt's tokens as ints.
-
-    Raises:
-        RequestError: it is empty, too long, or holds an id outside the vocabulary; its embeddings
-            do not fit the model or the mode.
-    """
-    vocab = target.config.vocab_size
-    if isinstance(given, EmbedsPrompt):
-        embeds, ids = given, given.prompt_token_ids
-    else:
-        embeds, ids = None, given
-    if embeds is not None and mode.is_save_hidden_states():
-        raise RequestError(
-            f"Mode {mode.name} keeps a prompt's tokens and not its vectors, without which a head "
-            "cannot be trained on it: an EmbedsPrompt needs another mode."
-        )
-    prompt = list(ids)
-    if not prompt:
-        raise RequestError("The prompt is empty: give at least one token.")
-    for position, token in enumerate(prompt):
-        try:
-            prompt[position] = operator.index(token)
-        except TypeError:
-            raise RequestError(f"Prompt token {position} is {shown(token)}, not an int.") from None
-        if not 0 <= prompt[position] < vocab:
+        vocab, words = self.target.config.vocab_size, params.bad_words or ()
+        if any(isinstance(word, str) for word in words):
             raise RequestError(
-                f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
+                f"SamplingParams.bad_words={shown(words)}: an executor has no tokenizer. Give "
+                "token ids, or text to LLM.generate."
             )
-    if len(prompt) >= config.max_seq_len:
-        raise RequestError(
-            f"The prompt has {len(prompt)} tokens; max_seq_len={config.max_seq_len} "
-            "leaves room for fewer, so that one can be generated. Shorten it, or raise "
-            "max_seq_len / KvCacheConfig.max_tokens."
-        )
-    if len(prompt) > config.max_num_tokens and not config.enable_chunked_prefill:
-        raise RequestError(
-            f"The prompt has {len(prompt)} tokens, a pass takes "
-            f"max_num_tokens={config.max_num_tokens}. Set enable_chunked_prefill=True or "
-            "raise max_num_tokens."
-        )
-    if embeds is not None:
-        total = min(len(prompt) + max_tokens, config.max_seq_len)
-        check_embeds(embeds, target, total, config.max_num_tokens - max_draft_len - 1)
-    return prompt
+        for name, ids in (
+            ("logit_bias", [token for token, _ in params.logit_bias_items]),
+            ("bad_token_ids", params.bad_token_ids or ()),
+            ("bad_words", [int(token) for word in words for token in word]),
+        ):
+            largest = max(ids, default=0)
+            if largest >= vocab:
+                raise RequestError(
+                    f"SamplingParams.{name} has token {shown(largest)}: ids must be in 0 … "
+                    f"{vocab - 1}."
+                )
+        if params.bad_token_ids and len(params.bad_token_ids) == vocab:
+            raise RequestError(
+                f"SamplingParams.bad_token_ids has all {vocab} tokens: nothing could come out."
+            )
+        count = sum(token < vocab for token in end_ids(params, self.target.config))
+        if params.min_tokens and count > MAX_ENDS:
+            raise RequestError(
+                f"SamplingParams.min_tokens={params.min_tokens} with {count} end tokens: at most "
+                f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
+            )
+
+    def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
+        """The prompt's tokens as ints.
+
+        Raises:
+            RequestError: it is empty, too long, or holds an id outside the vocabulary; its
+                embeddings do not fit the model or the mode.
+        """
+        vocab = self.target.config.vocab_size
+        if isinstance(given, EmbedsPrompt):
+            embeds, ids = given, given.prompt_token_ids
+        else:
+            embeds, ids = None, given
+        if embeds is not None and self.mode.is_save_hidden_states():
+            raise RequestError(
+                f"Mode {self.mode.name} keeps a prompt's tokens and not its vectors, without which "
+                "a head cannot be trained on it: an EmbedsPrompt needs another mode."
+            )
+        prompt = list(ids)
+        if not prompt:
+            raise RequestError("The prompt is empty: give at least one token.")
+        for position, token in enumerate(prompt):
+            try:
+                prompt[position] = operator.index(token)
+            except TypeError:
+                raise RequestError(
+                    f"Prompt token {position} is {shown(token)}, not an int."
+                ) from None
+            if not 0 <= prompt[position] < vocab:
+                raise RequestError(
+                    f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
+                )
+        if len(prompt) >= self.config.max_seq_len:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens; max_seq_len={self.config.max_seq_len} "
+                "leaves room for fewer, so that one can be generated. Shorten it, or raise "
+                "max_seq_len / KvCacheConfig.max_tokens."
+            )
+        if len(prompt) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens, a pass takes "
+                f"max_num_tokens={self.config.max_num_tokens}. Set enable_chunked_prefill=True or "
+                "raise max_num_tokens."
+            )
+        if embeds is not None:
+            total = min(len(prompt) + max_tokens, self.config.max_seq_len)
+            check_embeds(
+                embeds, self.target, total, self.config.max_num_tokens - self.max_draft_len - 1
+            )
+        return prompt

@@ -26,6 +26,7 @@ from .cache_size import CacheNeeds, longest_sequence, size_cache
 from .device import attention_backend, resolve_device, resolve_dtype
 from .drafters import LoadedTarget, drafter_loader
 from .py_executor import PyExecutor
+from .runner import DraftVocab, EngineParts, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,17 @@ def build_executor(
         is_cuda=device.type == "cuda",
         cuda_graph=graph_config(engine.cuda_graph_config, backend, device, drafter.mode),
     )
-    executor = PyExecutor(
-        target.model,
-        worker,
-        drafter.model,
-        KVCacheManager(specs, num_blocks, needs.page_size, device),
-        config,
-        drafter.mode,
-        device,
+    parts = EngineParts(
+        target=target.model,
+        worker=worker,
+        draft_model=drafter.model,
+        draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
+        kv_cache=KVCacheManager(specs, num_blocks, needs.page_size, device),
+        mode=drafter.mode,
+        device=device,
         layers_to_capture=drafter.layers_to_capture,
-        saver=loader.saver(target),
     )
+    executor = PyExecutor(StepRunner(parts, config), config, loader.saver(target))
     if executor.forced_acceptance is not None:
         logger.warning(
             "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "

@@ -23,11 +23,6 @@ def is_dead(proposed: int, accepted: int) -> bool:
     return proposed > 0 and accepted < DEAD_RATE * proposed
 
 
-def has_network(mode: SpeculativeDecodingMode) -> bool:
-    """Whether a head or a model drafts; looking up n-grams may well find nothing."""
-    return mode.traits.one_engine or mode.traits.draft_model
-
-
 class DeadDrafterWatch:
     """Counts the first drafts of `window` steps, judges them, and begins anew; warns once."""
 
@@ -38,7 +33,7 @@ class DeadDrafterWatch:
 
     @classmethod
     def for_mode(cls, mode: SpeculativeDecodingMode) -> DeadDrafterWatch | None:
-        return cls() if has_network(mode) else None
+        return cls() if mode.drafts_with_network() else None
 
     def see(self, accepted: bool, temperature: float = 0.0) -> None:
         """One step that verified a first draft."""

@@ -13,34 +13,29 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..config import CudaGraphConfig
+from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
 from ..ops.layer import cublaslt
-from ..state.kv_cache import KVCacheManager
-from ..state.slots import SlotState
-from .context_inputs import ContextInputs
+from .context_inputs import ContextInputs, most_worth_capturing
+from .device_step import DeviceStep
 from .forward_step import StepOutputs
 from .inputs import ContextRows, StepInputs
-from .request import ContextChunk, Request
+from .request import ContextChunk, Request, StepPlan
 
 logger = logging.getLogger(__name__)
 
-Step = Callable[[StepInputs, int], StepOutputs]
-"""Runs one step: inputs, and the drafts to propose."""
-Passes = Callable[[StepOutputs], Iterator[None]]
-"""The draft passes that follow a step in a two-engine mode, one for each item; else none."""
 
+class GraphKey(NamedTuple):
+    """What a graph is captured for."""
 
-@dataclass(frozen=True)
-class GraphKey:
     batch_size: int  # of a context pass: its shape's contexts
     num_drafts: int  # K', verified
     draft_len: int  # proposed
@@ -51,8 +46,7 @@ class GraphKey:
     shapes_logits: bool = False
 
 
-@dataclass
-class _Captured:
+class _Captured(NamedTuple):
     graphs: list[torch.cuda.CUDAGraph]  # the step; in two-engine modes also each draft pass
     outputs: StepOutputs
 
@@ -62,30 +56,27 @@ class CudaGraphs:
 
     def __init__(
         self,
-        config: CudaGraphConfig,
-        context_sizes: Sequence[int],
-        max_batch_size: int,
-        max_seq_len: int,
-        kv_cache: KVCacheManager,
-        state: SlotState,
+        step: DeviceStep,
+        config: ExecutorConfig,
+        graph_config: CudaGraphConfig,
         device: torch.device,
-        step: Step,
-        passes: Passes,
     ):
-        self.kv_cache, self.state, self.device = kv_cache, state, device
-        self.step, self.passes = step, passes
-        self.enable_padding, self.enable_autotuner = config.enable_padding, config.enable_autotuner
-        self.max_seq_len, self.scratch_slot = max_seq_len, max_batch_size
-        self.batch_sizes = config.buckets(max_batch_size)
-        pages = kv_cache.blocks_for(max_seq_len)
-        self.widths = [pages] * len(kv_cache.groups)
+        self.step, self.kv_cache, self.device = step, step.kv_cache, device
+        self.enable_padding = graph_config.enable_padding
+        self.enable_autotuner = graph_config.enable_autotuner
+        self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
+        self.batch_sizes = graph_config.buckets(config.max_batch_size)
+        pages = self.kv_cache.blocks_for(config.max_seq_len)
+        self.widths = [pages] * len(self.kv_cache.groups)
         shape = self.batch_sizes[-1], 1 + sum(self.widths)
         # Per row: slot, then the block table of each group. What the host sends, and nothing else.
         self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inputs[:, 0] = self.scratch_slot
         self._sent: list[tuple[int, int, int]] = []
+        most_worth = most_worth_capturing(step.target)
         self.contexts = [
-            ContextInputs(n, max_batch_size, max_seq_len, kv_cache, device) for n in context_sizes
+            ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
+            for n in graph_config.context_sizes(config.max_num_tokens, most_worth)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -97,19 +88,13 @@ class CudaGraphs:
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
-    def run(
-        self, requests: list[Request], num_drafts: int, draft_len: int, num_logprobs: int | None
-    ) -> StepOutputs | None:
-        """One generation step of these requests, or None where no bucket holds them."""
+    def run(self, plan: StepPlan) -> StepOutputs | None:
+        """One step of generations alone, or None where no bucket holds them."""
+        requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
-        key = GraphKey(
-            bucket, num_drafts, draft_len,
-            all(r.sampling_params.is_greedy for r in requests),
-            any(r.sampling_params.has_filters for r in requests), num_logprobs=num_logprobs,
-            shapes_logits=any(r.sampling_params.shapes_logits for r in requests),
-        )  # fmt: skip
+        key = _key_of(plan, batch_size=bucket)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         self._send(requests, bucket)
@@ -119,22 +104,11 @@ class CudaGraphs:
         """The smallest captured shape that holds these parts of prompts, if there is one."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
-    def run_contexts(
-        self,
-        inputs: ContextInputs,
-        chunks: Sequence[ContextChunk],
-        num_drafts: int,
-        draft_len: int,
-        num_logprobs: int | None,
-    ) -> StepOutputs | None:
-        """One pass over these parts of prompts, alone. None if it cannot be captured: then the
-        shape is given up, and such passes run eagerly."""
-        params = [chunk.request.sampling_params for chunk in chunks]
-        key = GraphKey(
-            inputs.num_contexts, num_drafts, draft_len, all(p.is_greedy for p in params),
-            any(p.has_filters for p in params), inputs.num_tokens, num_logprobs,
-            any(p.shapes_logits for p in params),
-        )  # fmt: skip
+    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepOutputs | None:
+        """One pass over parts of prompts alone. None if it cannot be captured: then the shape is
+        given up, and such passes run eagerly."""
+        chunks = plan.batch.contexts
+        key = _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
         if key not in self._graphs and not self._capture_contexts(inputs, key):
             return None
         inputs.fill(chunks)
@@ -161,16 +135,11 @@ class CudaGraphs:
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
         for size in reversed(self.batch_sizes):
-            for all_greedy in (True, False):
-                key = GraphKey(size, num_drafts, num_drafts, all_greedy, has_filters=False)
+            for key in _keys_at_start(num_drafts, batch_size=size):
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
         for inputs in self.contexts[::-1]:
-            for all_greedy in (True, False):
-                key = GraphKey(
-                    inputs.num_contexts, num_drafts, num_drafts, all_greedy, False,
-                    inputs.num_tokens,
-                )  # fmt: skip
+            for key in _keys_at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):
                 if not self._capture_contexts(inputs, key):
                     break
 
@@ -219,22 +188,22 @@ class CudaGraphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
-                num_passes = sum(1 for _ in self.passes(self._run_step(key)))
+                num_passes = sum(1 for _ in self.step.draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + num_passes)]
         with _no_garbage_collection():
             with torch.cuda.graph(graphs[0], pool=self._pool, stream=self._stream):
                 outputs = self._run_step(key)
-            passes = self.passes(outputs)
+            passes = self.step.draft_passes(outputs)
             for graph in graphs[1:]:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                     next(passes)
-        return _Captured(graphs, outputs)
+        return _Captured(graphs=graphs, outputs=outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs:
         # The scratch slot's text would grow by every step it stands in for.
-        self.state.past_lens[self.scratch_slot :].zero_()
-        return self.step(replace(self._step_inputs(key), is_cuda_graph=True), key.draft_len)
+        self.step.state.past_lens[self.scratch_slot :].zero_()
+        return self.step.run(replace(self._step_inputs(key), is_cuda_graph=True), key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
         if key.context_tokens:
@@ -265,6 +234,35 @@ class CudaGraphs:
         return len(self._graphs)
 
 
+def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:
+    params = [request.sampling_params for request in plan.batch.requests]
+    return GraphKey(
+        batch_size=batch_size,
+        num_drafts=plan.num_drafts,
+        draft_len=plan.draft_len,
+        all_greedy=all(p.is_greedy for p in params),
+        has_filters=any(p.has_filters for p in params),
+        context_tokens=context_tokens,
+        num_logprobs=plan.batch.num_logprobs,
+        shapes_logits=plan.batch.shapes_logits,
+    )
+
+
+def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
+    """Greedy and sampled, without filters."""
+    return [
+        GraphKey(
+            batch_size=batch_size,
+            num_drafts=num_drafts,
+            draft_len=num_drafts,
+            all_greedy=all_greedy,
+            has_filters=False,
+            context_tokens=context_tokens,
+        )
+        for all_greedy in (True, False)
+    ]
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Of all captures of all engines: cuBLAS keeps 32 MiB for each stream, for good."""
@@ -286,12 +284,11 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
     """The outputs of the requests, of `rows` logits each, without those that fill the bucket."""
-    logprobs = outputs.logprobs
-    hidden: Tensor | None = outputs.hidden_states
+    hidden, logprobs = outputs.hidden_states, outputs.logprobs
     return StepOutputs(
-        outputs.new_tokens[:count],
-        outputs.new_tokens_lens[:count],
-        outputs.bad_requests[:count],
-        None if hidden is None else hidden[:count],
+        new_tokens=outputs.new_tokens[:count],
+        new_tokens_lens=outputs.new_tokens_lens[:count],
+        bad_requests=outputs.bad_requests[:count],
+        hidden_states=None if hidden is None else hidden[:count],
         logprobs=None if logprobs is None else logprobs.rows(count * rows),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -107,10 +107,32 @@ class Request:
         self.state, self.slot = RequestState.FINISHED, -1
         self.embeds, self.num_in_flight = None, 0
 
+    def append(
+        self, tokens: Sequence[int], ends: frozenset[int], stop_check: StopCheck | None
+    ) -> str | None:
+        """Adds a step's tokens; returns why the request ends, if it does.
+
+        One by one, so that a stop inside an accepted run cuts the output where it would have ended
+        without speculation. Whatever the stop check raises comes through.
+        """
+        for token in tokens:
+            self.output_token_ids.append(token)
+            if token in ends or (stop_check is not None and stop_check(self)):
+                return "stop"
+            if self.num_tokens >= self.max_total_tokens:
+                return "length"
+            if self.is_finished:  # cancelled by its stop check
+                break
+        return None
+
     def record_step(self, num_accepted_tokens: int) -> None:
         """Counts one generation step: accepted drafts plus the bonus."""
         self.num_steps += 1
         self.accepted_lens[num_accepted_tokens - 1] += 1
+
+
+StopCheck = Callable[[Request], bool]
+"""Asked after every appended token; True ends the request with finish_reason "stop"."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +179,25 @@ class ScheduledBatch:
 
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A step as the host knows it: upper bounds, never an accepted count."""
+
+    batch: ScheduledBatch
+    num_drafts: int  # K', drafts that each generation verifies
+    draft_len: int  # drafts to propose for the next step
+
+    def count_as_launched(self) -> None:
+        """Brings the requests' bounds to where they are once the step is launched."""
+        for chunk in self.batch.contexts:
+            request = chunk.request
+            request.num_computed = request.past_upper = chunk.end
+            if chunk.is_last:  # also of a preempted request, whose last token is known
+                request.state = RequestState.GENERATION
+        for request in self.batch.generations:
+            request.past_upper += self.num_drafts + 1
+        for request in self.batch.requests:
+            request.num_drafts = self.draft_len
+            request.num_in_flight += 1

@@ -169,6 +169,10 @@ class Scheduler:
         all_idle = all(r.num_in_flight == 0 for r in self.running)
         return self.running[-1:] if all_idle and len(self.running) > 1 else []
 
+    def trim(self, request: Request) -> None:
+        """Gives back the blocks that a generation turned out not to need."""
+        self.kv_cache.trim(request.request_id, request.past_upper + self.extra_kv)
+
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:
         """Takes back slot and blocks; the request starts over with prompt and output so far."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
 from ..errors import ConfigError
-from ..executor.dead_drafter import DOCTOR, has_network, is_dead
+from ..executor.dead_drafter import DOCTOR, is_dead
 from .advice import Advice
 from .collect import Encode, Progress, Sample, collect_samples
 from .statistics import (
@@ -129,7 +129,7 @@ def measure_acceptance(
         "forced_acceptance": forced,
     }
     warning = None
-    if has_network(llm.mode) and not forced:
+    if llm.mode.drafts_with_network() and not forced:
         warning = _warning(overall[0])
     return AcceptanceReport(
         settings, k, tuple(overall), tuple(by_category), tuple(by_context), tuple(samples), warning

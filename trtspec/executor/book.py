@@ -1,0 +1,133 @@
+"""`RequestBook`: the requests that live, what steps bring them, and how each of them ends."""
+
+from __future__ import annotations
+
+import logging
+
+from .request import Request, StopCheck
+from .results import RequestResult
+from .saving import NOT_WHOLE, HiddenStatesSaver
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class RequestBook:
+    """Holds live requests by id, and finished ones until a step returns them.
+
+    Args:
+        eos_token_ids: of the model.
+        saver: where hidden states are saved: a request that ends is a whole sample or none.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        eos_token_ids: tuple[int, ...],
+        saver: HiddenStatesSaver | None,
+    ):
+        self.scheduler, self.eos_token_ids, self.saver = scheduler, eos_token_ids, saver
+        self.live: dict[int, Request] = {}
+        self.finished: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        # In this order: one that only waits, for an interrupt came between, runs for nobody.
+        self.scheduler.waiting.append(request)
+        self.live[request.request_id] = request
+
+    def add_tokens(self, result: RequestResult, num_rows: int, stop_check: StopCheck | None) -> int:
+        """Gives a request its tokens of one step, and ends it where they say so. Returns how many
+        it took. A stop check that raises fails its request alone.
+
+        Args:
+            num_rows: K'+1, of each generation in the step.
+        """
+        request, reason, before = result.request, None, result.request.num_tokens
+        if result.is_generation:
+            request.past_upper -= num_rows - len(result.tokens)
+        try:
+            ends = request.sampling_params.ends(self.eos_token_ids)
+            reason = request.append(result.tokens, ends, stop_check)
+        except Exception as error:  # the stop check is the caller's code
+            logger.exception("The stop check of request %d raised.", request.request_id)
+            self.fail(request, f"the stop check raised {said(error)}")
+        num_appended = request.num_tokens - before
+        if result.logprobs is not None:
+            if request.logprobs is None:
+                request.logprobs = []
+            request.logprobs += result.logprobs[:num_appended]
+        self.save_rows(result)
+        if reason is not None:
+            self.finish(request, reason)
+        request.num_read = len(request.output_token_ids)  # what came before can come again
+        if not request.is_finished:
+            self.scheduler.trim(request)
+        return num_appended
+
+    def save_rows(self, result: RequestResult) -> None:
+        """Hands rows to the saver, now that the token after them is known. A request that its stop
+        check cancelled has no sample any more."""
+        if result.hidden is not None and result.request.finish_reason not in NOT_WHOLE:
+            assert self.saver is not None
+            self.saver.add(result.request, result.hidden.start, result.hidden.states)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """Ends a request, if it lives: takes back its slot, and its blocks when no step in flight
+        writes to them."""
+        if request.is_finished:
+            return
+        request.finish_reason = reason
+        if self.saver is not None:
+            self.saver.finish(request)
+        self.scheduler.finish(request)
+        request.embeds = None
+        self.finished.append(request)
+        self.live.pop(request.request_id, None)
+
+    def fail(self, request: Request, error: str) -> None:
+        """Ends one request with finish_reason "error"; the others go on."""
+        if request.is_finished:
+            return
+        logger.error("Request %d failed: %s", request.request_id, error)
+        request.error = error
+        self.finish(request, "error")
+
+    def fail_poisoned(self, request: Request) -> None:
+        self.fail(
+            request,
+            "the model's logits are NaN, or nothing is above -inf, for this request. Its KV "
+            "blocks are cleared; other requests go on. Check the weights and dtype, or what "
+            "bans tokens (bad_token_ids, logit_bias, min_tokens, a guided decoder).",
+        )
+
+    def take_finished(self) -> list[Request]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def flush_when_idle(self) -> None:
+        """Samples are on disk when the last request is done, also if nobody steps again. What is
+        in flight then belongs to requests that have ended."""
+        if self.saver is not None and not (self.scheduler.waiting or self.scheduler.running):
+            self.saver.flush()
+
+    def start_over(self) -> None:
+        """After an exception in the middle of a step: every request waits again, with what was
+        read of it. One whose sample is begun ends with an error, for a sample must be whole."""
+        live = sorted(self.live.values(), key=lambda request: request.request_id)
+        if self.saver is not None:
+            dropped = self.saver.start_over()
+            for request in live:
+                if request.request_id in dropped:
+                    request.finish_reason = "error"
+                    request.error = "interrupted: its sample is not whole and is dropped"
+        self.scheduler.start_over([r for r in live if r.finish_reason is None])
+        for request in live:
+            if request.finish_reason is not None:
+                request.end()
+                if request not in self.finished:
+                    self.finished.append(request)
+                del self.live[request.request_id]
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,170 @@
+"""`StepReader`: copies what a step made to the host without waiting, and reads it once it is there.
+
+It returns one `RequestResult` for each request of the step. What becomes of a request is the
+executor's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api.outputs import Logprob
+from ..ops.tokens.logprobs import TokenLogprobs
+from .forward_step import StepOutputs
+from .request import Request, ScheduledBatch, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step whose results the host has not read. Tensors are on the host, once `ready`."""
+
+    batch: ScheduledBatch
+    yields_token: list[bool]  # per request: False for a chunk inside the prompt
+    num_drafts: int  # K', drafts that each generation verifies
+    num_asked: list[int]  # per request: drafts its step before was asked for, at most K'
+    num_proposed: Tensor | None  # [G] drafts that it then had, if recorded
+    new_tokens: Tensor  # this and what follows as in StepOutputs
+    new_tokens_lens: Tensor
+    bad_requests: Tensor
+    hidden_states: Tensor | None
+    logprobs: TokenLogprobs | None
+    ready: torch.cuda.Event | None  # None on CPU
+
+
+class HiddenRows(NamedTuple):
+    """Captured and final states of a request's tokens from position `start` on."""
+
+    start: int
+    states: Tensor  # [n, (layers + 1) * D]
+
+
+class RequestResult(NamedTuple):
+    """What a step brought one request."""
+
+    request: Request
+    is_generation: bool  # else a part of its prompt
+    is_bad: bool  # its logits held NaN, or nothing above -inf
+    yields_token: bool  # False for a chunk inside the prompt
+    tokens: list[int]  # accepted drafts, then the bonus
+    num_asked: int  # drafts that its step before was asked for, at most K'
+    num_proposed: int | None  # drafts that it verified, if recorded
+    logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
+    hidden: HiddenRows | None  # if states are saved
+
+
+class StepReader:
+    """Copies the results of launched steps to the host, and reads them."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+
+    def copy(
+        self, plan: StepPlan, outputs: StepOutputs, num_proposed: Tensor | None
+    ) -> LaunchedStep:
+        """Starts the copies; on CUDA the host does not wait for them.
+
+        Args:
+            plan: of the step, not yet counted as launched.
+            num_proposed: [G] drafts that there are to verify; None if nobody records them.
+        """
+        batch, logprobs = plan.batch, outputs.logprobs
+        yields_token = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
+        yields_token += [True] * len(batch.generations)
+        return LaunchedStep(
+            batch=batch,
+            yields_token=yields_token,
+            num_drafts=plan.num_drafts,
+            num_asked=[min(request.num_drafts, plan.num_drafts) for request in batch.requests],
+            num_proposed=None if num_proposed is None else self._to_host(num_proposed),
+            new_tokens=self._to_host(outputs.new_tokens),
+            new_tokens_lens=self._to_host(outputs.new_tokens_lens),
+            bad_requests=self._to_host(outputs.bad_requests),
+            hidden_states=(
+                None if outputs.hidden_states is None else self._to_host(outputs.hidden_states)
+            ),
+            logprobs=logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs,
+            ready=self._record_event(),  # after all copies
+        )
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True) if self.on_gpu else tensor
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if not self.on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def read(self, launched: LaunchedStep) -> list[RequestResult]:
+        """One result per request of the step, contexts first. Waits for the copies."""
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        tokens, lens = launched.new_tokens.tolist(), launched.new_tokens_lens.tolist()
+        is_bad, num_proposed = launched.bad_requests.tolist(), _num_proposed(launched)
+        hidden, first_generation = _hidden_rows(launched), len(launched.batch.contexts)
+        return [
+            RequestResult(
+                request=request,
+                is_generation=row >= first_generation,
+                is_bad=is_bad[row],
+                yields_token=launched.yields_token[row],
+                tokens=tokens[row][: lens[row]],
+                num_asked=launched.num_asked[row],
+                num_proposed=num_proposed[row],
+                logprobs=_logprobs(launched, row, tokens[row][: lens[row]]),
+                hidden=hidden[row],
+            )
+            for row, request in enumerate(launched.batch.requests)
+        ]
+
+
+def _num_proposed(launched: LaunchedStep) -> Sequence[int | None]:
+    """Per request."""
+    if launched.num_proposed is None:
+        return [None] * len(launched.batch.requests)
+    return [None] * len(launched.batch.contexts) + launched.num_proposed.tolist()
+
+
+def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
+    """Per request. A generation's one row is that of its last token, for nothing is drafted."""
+    batch, states = launched.batch, launched.hidden_states
+    if states is None:
+        return [None] * len(batch.requests)
+    spans = [(chunk.start, chunk.end - chunk.start) for chunk in batch.contexts]
+    spans += [(request.num_tokens - 1, 1) for request in batch.generations]
+    ends = accumulate(count for _, count in spans)
+    return [
+        HiddenRows(start=start, states=states[end - count : end])
+        for (start, count), end in zip(spans, ends, strict=True)
+    ]
+
+
+def _logprobs(
+    launched: LaunchedStep, row: int, tokens: list[int]
+) -> list[dict[int, Logprob]] | None:
+    """What is known of the tokens that one request of the step got; None if it did not ask."""
+    known, batch = launched.logprobs, launched.batch
+    if known is None or not launched.yields_token[row]:
+        return None
+    count, num_contexts = batch.requests[row].sampling_params.logprobs, len(batch.contexts)
+    if count is None:
+        return None
+    if row < num_contexts:
+        first = row
+    else:
+        first = num_contexts + (row - num_contexts) * (launched.num_drafts + 1)
+    entries = []
+    for i, token in enumerate(tokens, start=first):
+        entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
+        pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
+        for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):
+            entry.setdefault(other, Logprob(logprob, rank))
+        entries.append(entry)
+    return entries

@@ -1,0 +1,226 @@
+"""`StepRunner`: launches a scheduled step on one device, eagerly or as CUDA graphs.
+
+It owns the models, the slots and the graphs, and is the one object that a second GPU would have a
+copy of. It knows no queue and finishes no request; it reads nothing back that the host would have
+to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import ExecutorConfig
+from ..metadata.logits import LogitsState
+from ..metadata.mode import SpeculativeDecodingMode
+from ..metadata.sampling import RequestSampling
+from ..metadata.spec import CapturedHiddenStates
+from ..models.decoder import Decoder
+from ..state.kv_cache import KVCacheManager
+from ..state.slots import SlotState
+from ..workers.base import SpecWorkerBase
+from ..workers.protocols import DraftModel, LanguageModel
+from .admission import end_ids
+from .context_inputs import ContextInputs
+from .device_step import DeviceStep
+from .forward_step import StepOutputs
+from .graphs import CudaGraphs
+from .inputs import EngineShape, build_inputs
+from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+
+
+class DraftVocab(NamedTuple):
+    """The tokens that a drafter proposes."""
+
+    size: int  # of its logits
+    d2t: Tensor | None = None  # [size] int64 offsets, target id = draft id + d2t[draft id]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What a runner is made of, as the builder loaded it."""
+
+    target: Decoder
+    worker: SpecWorkerBase
+    draft_model: DraftModel | LanguageModel | None
+    draft_vocab: DraftVocab  # without a network that drafts, the target's
+    kv_cache: KVCacheManager
+    mode: SpeculativeDecodingMode
+    device: torch.device
+    layers_to_capture: tuple[int, ...] = ()  # whose hidden states a head reads, or are saved
+
+
+class StepRunner:
+    """Admits requests to slots and launches steps of them."""
+
+    def __init__(self, parts: EngineParts, config: ExecutorConfig):
+        self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
+        self.max_batch_size = config.max_batch_size
+        self.max_draft_len = parts.worker.max_draft_len
+        target, worker = parts.target, parts.worker
+        self.step = DeviceStep(
+            target=target,
+            worker=worker,
+            draft_model=parts.draft_model,
+            kv_cache=parts.kv_cache,
+            state=_allocate_slots(parts, config),
+            shape=EngineShape(
+                mode=parts.mode,
+                max_draft_len=self.max_draft_len,
+                max_seq_len=config.max_seq_len,
+                num_layers=target.config.num_layers,
+                num_extra_kv_tokens=worker.num_extra_kv_tokens,
+            ),
+        )
+        worker.remember_drafts(
+            config.max_batch_size,
+            vocab_size=parts.draft_vocab.size,
+            target_vocab_size=target.config.vocab_size,
+            d2t=parts.draft_vocab.d2t,
+            device=parts.device,
+            dtype=target.norm.weight.dtype,
+        )
+        self.graphs: CudaGraphs | None = None
+        if parts.device.type == "cuda" and config.cuda_graph is not None:
+            self.graphs = CudaGraphs(self.step, config, config.cuda_graph, parts.device)
+            if config.cuda_graph.capture_at_start:
+                self.graphs.capture_all(self.max_draft_len)
+
+    @property
+    def forced_acceptance(self) -> float | None:
+        """Draft tokens accepted by force in every step (bonus not counted), fewer where fewer are
+        verified; None if none are."""
+        forced = min(self.step.worker.force_num_accepted_tokens, self.max_draft_len)
+        return forced if forced > 0 else None
+
+    # -- slots ---------------------------------------------------------------------------------
+    def admit(self, request: Request) -> None:
+        """Writes what steps read of the request into its slot."""
+        step, params = self.step, request.sampling_params
+        delta = 0 if request.embeds is None else request.embeds.rope_delta
+        step.state.admit(request.slot, RequestSampling.of(params, request.seed), delta)
+        if step.state.logits is None and params.shapes_logits:
+            step.state.logits = LogitsState.allocate(
+                self.max_batch_size, step.target.config.vocab_size, self.device
+            )
+        if step.state.logits is not None:
+            step.state.logits.admit(
+                request.slot, params, request.prompt_token_ids, request.output_token_ids,
+                sorted(end_ids(params, step.target.config)),
+            )  # fmt: skip
+        step.worker.admit(
+            step.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)
+        )
+
+    def set_drafts(self, drafts: dict[int, list[int]]) -> None:
+        """Overwrites the drafts of some slots, each list filled up with -1 to K."""
+        k = self.max_draft_len
+        rows = [proposal + [-1] * (k - len(proposal)) for proposal in drafts.values()]
+        if rows:
+            self.step.state.set_drafts(list(drafts), rows)
+
+    def num_drafts_to_verify(self, generations: Sequence[Request]) -> int:
+        """K' <= K, the drafts that the requests' last steps were asked for. On CPU, where reading
+        a tensor waits for nothing, rows that hold no draft in any request are left out too."""
+        if self.max_draft_len == 0 or not generations:
+            return self.max_draft_len
+        asked = max(request.num_drafts for request in generations)
+        if self.device.type != "cpu" or self.step.worker.force_num_accepted_tokens > 0:
+            return asked
+        slots = torch.tensor([request.slot for request in generations])
+        return min(asked, int((self.step.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
+
+    def count_proposed(self, generations: Sequence[Request], num_drafts: int) -> Tensor | None:
+        """[G] int64, the drafts that the slots hold; None where no request records it."""
+        if all(request.steps is None for request in generations):
+            return None
+        slots = torch.tensor([request.slot for request in generations], device=self.device)
+        return (self.step.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)
+
+    # -- steps ---------------------------------------------------------------------------------
+    def split_for_graphs(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
+        """The batch as it is; or, where prompts have a graph, generations and prompts apart."""
+        if not batch:
+            return []
+        if batch.contexts and batch.generations and self._shape_for(batch.contexts):
+            assert self.graphs is not None
+            if self.graphs.bucket(len(batch.generations)) is not None:
+                return [replace(batch, contexts=[]), replace(batch, generations=[])]
+        return [batch]
+
+    def run(self, plan: StepPlan) -> StepOutputs:
+        """Launches one step, as graphs where some hold it."""
+        outputs = self._replay(plan)
+        if outputs is not None:
+            return outputs
+        worker = self.step.worker
+        inputs = build_inputs(
+            plan.batch, self.kv_cache, plan.num_drafts, self.device, worker.num_rewritten_tokens
+        )
+        outputs = self.step.run(inputs, plan.draft_len)
+        for _ in self.step.draft_passes(outputs):
+            pass
+        return outputs
+
+    def _replay(self, plan: StepPlan) -> StepOutputs | None:
+        """None where no graph holds the step."""
+        if self.graphs is None or not self._can_replay:
+            return None
+        if not plan.batch.contexts:
+            return self.graphs.run(plan)
+        if plan.batch.generations:
+            return None
+        shape = self._shape_for(plan.batch.contexts)
+        return None if shape is None else self.graphs.run_contexts(shape, plan)
+
+    def _shape_for(self, chunks: list[ContextChunk]) -> ContextInputs | None:
+        """The graphs' inputs for these parts of prompts, if graphs serve them."""
+        if self.graphs is None or not self._can_replay:
+            return None
+        if any(chunk.request.embeds is not None for chunk in chunks):
+            return None
+        return self.graphs.shape_for(chunks)
+
+    @property
+    def _can_replay(self) -> bool:
+        """A guided decoder is host code, which a replay would not run again."""
+        return self.step.worker.guided_decoder is None
+
+    # -- the end -------------------------------------------------------------------------------
+    def start_over(self) -> None:
+        """Takes nothing that was sent to the device for granted: an exception came between."""
+        logits = self.step.state.logits
+        if logits is not None:
+            logits.shaped_slots.update(range(self.max_batch_size))
+        if self.graphs is not None:
+            self.graphs.send_again()
+
+    def release_memory(self) -> None:
+        """Gives models, cache, slots and graphs back at once, for good."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.step.release_memory()
+        vars(self).pop("graphs", None)
+
+
+def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
+    target, worker = parts.target, parts.worker
+    size, dtype = target.config.hidden_size, target.norm.weight.dtype
+    state = SlotState.allocate(
+        config.max_batch_size,
+        worker.max_draft_len,
+        parts.device,
+        has_rope_deltas=target.rope_tables.has_axes,
+    )
+    state.worker = worker.allocate_state(
+        config.max_batch_size, config.max_seq_len, parts.device, hidden_size=size, dtype=dtype
+    )
+    if parts.layers_to_capture:
+        shape = config.max_num_tokens, len(parts.layers_to_capture) * size
+        buffer = torch.zeros(shape, dtype=dtype, device=parts.device)
+        state.captured = CapturedHiddenStates(parts.layers_to_capture, buffer)
+    return state

@@ -1,0 +1,72 @@
+"""What the executor counts: tokens, accepted drafts, seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..api.outputs import EngineStats, acceptance_stats
+from ..metadata.mode import SpeculativeDecodingMode
+from .dead_drafter import DeadDrafterWatch
+from .request import StepRecord
+from .results import RequestResult
+
+
+class Statistics:
+    """Totals since the engine started or `reset`, and the watch over a dead drafter."""
+
+    def __init__(self, mode: SpeculativeDecodingMode, max_draft_len: int):
+        self.max_draft_len = max_draft_len
+        self.dead_drafter_watch = DeadDrafterWatch.for_mode(mode)
+        self.reset()
+
+    def reset(self) -> None:
+        self.generated_tokens = self.decoded_tokens = self.num_preemptions = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.accepted_lens: Counter[int] = Counter()  # accepted drafts -> generation steps
+
+    def add_seconds(self, seconds: float, *, is_prefill: bool) -> None:
+        if is_prefill:
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
+
+    def add_result(
+        self, result: RequestResult, num_tokens: int, kv_len: int, *, is_forced: bool
+    ) -> None:
+        """Counts what one step brought one request.
+
+        Args:
+            num_tokens: that the request took.
+            kv_len: tokens in its KV cache before the step.
+            is_forced: drafts were accepted by force, which says nothing of the drafter.
+        """
+        self.generated_tokens += num_tokens
+        if result.is_generation:
+            self.decoded_tokens += num_tokens
+            self._add_generation(result, kv_len, is_forced)
+
+    def _add_generation(self, result: RequestResult, kv_len: int, is_forced: bool) -> None:
+        request, accepted = result.request, len(result.tokens) - 1
+        request.record_step(len(result.tokens))
+        self.accepted_lens[accepted] += 1
+        if request.steps is not None and result.num_proposed is not None:
+            # Forced acceptance takes drafts that were never made.
+            proposed = max(result.num_proposed, accepted)
+            request.steps.append(StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted))
+        if self.dead_drafter_watch is not None and not is_forced and result.num_asked:
+            self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
+
+    def summary(self, forced_acceptance: float | None) -> EngineStats:
+        acceptance = acceptance_stats(self.accepted_lens, self.max_draft_len)
+        seconds = self.decode_seconds
+        return EngineStats(
+            generated_tokens=self.generated_tokens,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=seconds,
+            tokens_per_second=self.decoded_tokens / seconds if seconds > 0 else 0.0,
+            acceptance_length=acceptance.acceptance_length,
+            acceptance_per_position=acceptance.acceptance_per_position,
+            num_steps=acceptance.num_steps,
+            num_preemptions=self.num_preemptions,
+            forced_acceptance=forced_acceptance,
+        )
