@@ -89,7 +89,7 @@ def _llm(
 ) -> LLM:  # fmt: skip
     """With Triton's attention, in its interpreter."""
     backend = triton_paged.TritonAttention()
-    monkeypatch.setattr(build, "_attention_backend", lambda name, device: backend)
+    monkeypatch.setattr(build, "attention_backend", lambda name, device: backend)
     return LLM(
         target_dir, config, device="cpu", dtype="float32",
         max_batch_size=3, max_seq_len=96,
