@@ -64,7 +64,7 @@ class Judged:
     """A rule's verdict."""
 
     tokens: Tensor  # [B, K'+1] int32, what comes out at each position if it is reached
-    lens: Tensor  # [B] int32, 1 … K'+1
+    lens: Tensor  # [B] int32, 1 … K'+1: the accepted path (`metadata/accepted_path.py`)
     bad_rows: Tensor  # [C + G*(K'+1)] bool, the row held NaN
 
 

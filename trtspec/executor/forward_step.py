@@ -57,9 +57,9 @@ def forward_step(
     else:
         outputs = worker(*arguments)
     lens = outputs["new_tokens_lens"]
-    # A context's KV now ends with this chunk; a generation's with its last accepted token but
-    # the bonus, which is the next step's input. A chunk inside the prompt leaves a next token
-    # that nobody reads: the following chunk overwrites it.
+    # A context's KV now ends with this chunk; a generation's with the last row of its accepted
+    # path (`metadata/accepted_path.py`): the bonus is the next step's input. A chunk inside the
+    # prompt leaves a next token that nobody reads: the following chunk overwrites it.
     contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
     save_step(
         tensors.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],

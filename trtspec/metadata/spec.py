@@ -214,12 +214,12 @@ class SpecMetadata:
             max_draft_len, device: the worker's K, and where its logits are.
         """
         outer, rows = self._step, self._rows
-        if outer is None or outer.sizes != sizes:
-            self._step = StepContext.of(self, sizes, max_draft_len, device)
-            self._rows = self._step.sampling if self._step.has_sampling else None
-        assert self._step is not None
+        step = outer
+        if step is None or step.sizes != sizes:
+            step = StepContext.of(self, sizes, max_draft_len, device)
+            self._step, self._rows = step, step.sampling if step.has_sampling else None
         try:
-            yield self._step
+            yield step
         finally:
             self._step, self._rows = outer, rows
 

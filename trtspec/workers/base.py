@@ -371,17 +371,6 @@ def keep_first_rows_of_contexts(
     return replace(step, slot_mappings=tuple(mappings))
 
 
-def certain_rows(meta: AttentionMetadata) -> Tensor:
-    """[B] int64: a context's last row, a generation's first: the last token known to be right
-    before this step's choice."""
-    if not meta.context_lens:  # nothing to send: the device counts by itself
-        end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
-        return torch.arange(0, end, meta.rows_per_generation, device=device)
-    ends = meta.ends_of_contexts()
-    firsts = torch.arange(meta.num_generations, device=ends.device) * meta.rows_per_generation
-    return torch.cat([ends, firsts + meta.num_context_tokens])
-
-
 @cache
 def _warn_of_exact_match(rule: str) -> None:
     logger.warning(

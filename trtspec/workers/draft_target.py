@@ -15,8 +15,9 @@ from typing import cast
 
 from torch import Tensor
 
+from ..metadata.accepted_path import certain_rows
 from ..ops.step.rows import draft_step, finish_drafts, last_two_tokens
-from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .base import SpecWorkerBase, keep_first_rows_of_contexts
 from .heads import draft_network
 from .protocols import DraftInputs, LanguageModel
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
+from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from ..utils import renamed
-from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .base import SpecWorkerBase, keep_first_rows_of_contexts
 from .heads import draft_network, draft_source, merged_embeds, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 

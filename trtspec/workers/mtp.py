@@ -78,12 +78,11 @@ class MTPWorker(SpecWorkerBase):
         rows = _Rows(meta, self.window, None if reread is None else reread.rope_positions)
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
-        # [B]: the row of the last accepted token, which proposes.
-        last = rows.certain + inputs.num_accepted_tokens - 1
+        last = inputs.path.last_rows(rows.certain)  # [B], they propose
         update_window(hidden, ids, last, slots, window_hidden, window_tokens)
 
         # [B], of the last accepted token
-        positions = rows.metadata.position_ids[rows.certain] + inputs.num_accepted_tokens
+        positions = inputs.path.next_positions(rows.metadata.position_ids[rows.certain])
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
         vectors = (given.next_inputs_embeds,) if reread is None else reread.of_depths
