@@ -50,10 +50,10 @@ def forward_step(
     arguments = (
         tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
     )  # fmt: skip
-    to_draft = None
+    draft_inputs = None
     if mode.drafts_in_passes():  # the executor launches the drafter after this
-        to_draft = worker.verify(*arguments)
-        outputs = worker.outputs(logits, to_draft, worker.no_drafts(to_draft))
+        draft_inputs = worker.verify(*arguments)
+        outputs = worker.outputs(logits, draft_inputs, worker.no_drafts(draft_inputs))
     else:
         outputs = worker(*arguments)
     lens = outputs["new_tokens_lens"]
@@ -80,6 +80,6 @@ def forward_step(
         new_tokens_lens=lens,
         bad_requests=spec.marked_requests(),
         hidden_states=saved,
-        draft_inputs=to_draft,
+        draft_inputs=draft_inputs,
         logprobs=logprobs,
     )
