@@ -161,10 +161,16 @@ def sampled_kernel(
         return None
     memory = given.memory if is_remembered else None
     return kernels.accept_sampled(
-        given.logits, given.drafts, given.num_contexts, given.max_draft_len, sampling,
-        forced_len=forced_len, memory=memory,
-        slots=None if memory is None else given.step.slot_ids, is_block=is_block,
-    )  # fmt: skip
+        given.logits,
+        given.drafts,
+        given.num_contexts,
+        given.max_draft_len,
+        sampling,
+        forced_len=forced_len,
+        memory=memory,
+        slots=None if memory is None else given.step.slot_ids,
+        is_block=is_block,
+    )
 
 
 def per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:

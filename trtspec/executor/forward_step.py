@@ -48,8 +48,14 @@ def forward_step(
     # A step without contexts has logits at every row: nothing to gather.
     logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
     arguments = (
-        tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
-    )  # fmt: skip
+        tensors.input_ids,
+        meta.position_ids,
+        hidden,
+        logits,
+        meta,
+        spec,
+        draft_model,
+    )
     draft_inputs = None
     if mode.drafts_in_passes():  # the executor launches the drafter after this
         draft_inputs = worker.verify(*arguments)
@@ -62,9 +68,13 @@ def forward_step(
     # prompt leaves a next token that nobody reads: the following chunk overwrites it.
     contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
     save_step(
-        tensors.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],
-        new_tokens[contexts:], state.past_lens, state.next_tokens,
-    )  # fmt: skip
+        tensors.slot_ids[contexts:],
+        meta.position_ids[meta.num_context_tokens :],
+        lens[contexts:],
+        new_tokens[contexts:],
+        state.past_lens,
+        state.next_tokens,
+    )
     if contexts:
         slots = tensors.slot_ids[:contexts]
         state.past_lens[slots] = meta.position_ids[tensors.gather_ids[:contexts]] + 1

@@ -278,10 +278,12 @@ class SpecMetadata:
         if self.positions is not None:
             positions = of_step(self.positions)
         return SamplingMetadata(
-            of_step(temperatures), of_step(top_ks), of_step(top_ps),
-            drawn() if self.seeds is None else of_step(self.seeds),
-            drawn() if positions is None else positions,
-        )  # fmt: skip
+            temperatures=of_step(temperatures),
+            top_ks=of_step(top_ks),
+            top_ps=of_step(top_ps),
+            seeds=drawn() if self.seeds is None else of_step(self.seeds),
+            positions=drawn() if positions is None else positions,
+        )
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.

@@ -102,9 +102,14 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 model(ids, standing.position_ids, projected, standing, step=0)
             )
         chain = DraftChain(
-            model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),
-            sampler=self.draft_sampler(inputs), standing=standing,
-        )  # fmt: skip
+            model=model,
+            meta=meta,
+            positions=positions,
+            hidden=hidden,
+            proposals=(),
+            sampler=self.draft_sampler(inputs),
+            standing=standing,
+        )
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
@@ -115,9 +120,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         else:
             # The row of pass 1 stands where the last accepted token does, and reads what follows.
             ids, meta = draft_step(
-                chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
-                self.max_draft_len, advance=passes - 1,
-            )  # fmt: skip
+                chain.meta,
+                chain.proposals[-1][:, None],
+                chain.positions[:, None],
+                self.max_draft_len,
+                advance=passes - 1,
+            )
         out, fed_on = both_outputs(
             chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         )

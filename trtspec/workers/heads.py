@@ -65,7 +65,10 @@ def shifted_input_ids(
         return following
     last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}
     ids = worker.prepare_context_input_ids(
-        inputs.input_ids[:tokens], inputs.accepted_tokens[:contexts], meta.context_lens,
-        inputs.step.next_prompt_tokens, **last_rows,
-    )  # fmt: skip
+        inputs.input_ids[:tokens],
+        inputs.accepted_tokens[:contexts],
+        meta.context_lens,
+        inputs.step.next_prompt_tokens,
+        **last_rows,
+    )
     return torch.cat([ids.to(torch.int64), following])

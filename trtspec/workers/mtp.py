@@ -56,9 +56,14 @@ class MTPWorker(SpecWorkerBase):
         return self.window
 
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device,
-        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        num_slots: int,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         state = super().allocate_state(num_slots, max_seq_len, device)
         rows, width = num_slots + 1, self.window
         state["window_hidden"] = torch.zeros(rows, width, hidden_size, dtype=dtype, device=device)
@@ -141,9 +146,13 @@ class _Rows:
         return torch.cat([windows.flatten(0, 1), own])[self.order]
 
     def _metadata(
-        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_context: list[int],
+        self,
+        meta: AttentionMetadata,
+        window: int,
+        firsts: Tensor,
+        per_context: list[int],
         rope_positions: Tensor | None,
-    ) -> AttentionMetadata:  # fmt: skip
+    ) -> AttentionMetadata:
         before = torch.arange(-window, 0, device=firsts.device)
         positions = meta.position_ids[firsts][:, None] + before  # [B, W]
         inside = positions >= 0
