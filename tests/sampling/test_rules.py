@@ -24,9 +24,11 @@ def test_every_name_that_a_config_takes_is_in_the_table() -> None:
 def test_a_relaxed_rule_draws_as_the_one_it_relaxes() -> None:
     for name, rule in RULES.items():
         config = MTPDecodingConfig(
-            use_relaxed_acceptance_for_thinking=True, relaxed_topk=2, relaxed_delta=0.5,
+            use_relaxed_acceptance_for_thinking=True,
+            relaxed_topk=2,
+            relaxed_delta=0.5,
             acceptance=name,
-        )  # fmt: skip
+        )
         relaxed = rule_of(config)
         assert isinstance(relaxed, Relaxed) and relaxed.drawn is rule.drawn
 

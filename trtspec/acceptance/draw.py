@@ -59,9 +59,15 @@ class DraftSampler:
         kernels = sampling_kernels(logits)
         if kernels is not None:
             return kernels.draw_drafts(
-                logits, d2t, self.temperatures, self.seeds, last_positions, depth,
-                None if self.memory is None else self.slots, self.memory,
-            )  # fmt: skip
+                logits,
+                d2t,
+                self.temperatures,
+                self.seeds,
+                last_positions,
+                depth,
+                None if self.memory is None else self.slots,
+                self.memory,
+            )
         logits = torch.where(logits.isnan(), float("-inf"), logits)
         scaled, best = scaled_logits(logits, self.temperatures)
         log_sum = scaled.logsumexp(-1)

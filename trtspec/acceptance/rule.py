@@ -64,7 +64,7 @@ class Judged:
     """A rule's verdict."""
 
     tokens: Tensor  # [B, K'+1] int32, what comes out at each position if it is reached
-    lens: Tensor  # [B] int32, 1 … K'+1
+    lens: Tensor  # [B] int32, 1 … K'+1: the accepted path (`metadata/accepted_path.py`)
     bad_rows: Tensor  # [C + G*(K'+1)] bool, the row held NaN
 
 
@@ -161,10 +161,16 @@ def sampled_kernel(
         return None
     memory = given.memory if is_remembered else None
     return kernels.accept_sampled(
-        given.logits, given.drafts, given.num_contexts, given.max_draft_len, sampling,
-        forced_len=forced_len, memory=memory,
-        slots=None if memory is None else given.step.slot_ids, is_block=is_block,
-    )  # fmt: skip
+        given.logits,
+        given.drafts,
+        given.num_contexts,
+        given.max_draft_len,
+        sampling,
+        forced_len=forced_len,
+        memory=memory,
+        slots=None if memory is None else given.step.slot_ids,
+        is_block=is_block,
+    )
 
 
 def per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:

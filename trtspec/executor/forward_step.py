@@ -48,23 +48,33 @@ def forward_step(
     # A step without contexts has logits at every row: nothing to gather.
     logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
     arguments = (
-        tensors.input_ids, meta.position_ids, hidden, logits, meta, spec, draft_model,
-    )  # fmt: skip
-    to_draft = None
+        tensors.input_ids,
+        meta.position_ids,
+        hidden,
+        logits,
+        meta,
+        spec,
+        draft_model,
+    )
+    draft_inputs = None
     if mode.drafts_in_passes():  # the executor launches the drafter after this
-        to_draft = worker.verify(*arguments)
-        outputs = worker.outputs(logits, to_draft, worker.no_drafts(to_draft))
+        draft_inputs = worker.verify(*arguments)
+        outputs = worker.outputs(logits, draft_inputs, worker.no_drafts(draft_inputs))
     else:
         outputs = worker(*arguments)
     lens = outputs["new_tokens_lens"]
-    # A context's KV now ends with this chunk; a generation's with its last accepted token but
-    # the bonus, which is the next step's input. A chunk inside the prompt leaves a next token
-    # that nobody reads: the following chunk overwrites it.
+    # A context's KV now ends with this chunk; a generation's with the last row of its accepted
+    # path (`metadata/accepted_path.py`): the bonus is the next step's input. A chunk inside the
+    # prompt leaves a next token that nobody reads: the following chunk overwrites it.
     contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
     save_step(
-        tensors.slot_ids[contexts:], meta.position_ids[meta.num_context_tokens :], lens[contexts:],
-        new_tokens[contexts:], state.past_lens, state.next_tokens,
-    )  # fmt: skip
+        tensors.slot_ids[contexts:],
+        meta.position_ids[meta.num_context_tokens :],
+        lens[contexts:],
+        new_tokens[contexts:],
+        state.past_lens,
+        state.next_tokens,
+    )
     if contexts:
         slots = tensors.slot_ids[:contexts]
         state.past_lens[slots] = meta.position_ids[tensors.gather_ids[:contexts]] + 1
@@ -80,6 +90,6 @@ def forward_step(
         new_tokens_lens=lens,
         bad_requests=spec.marked_requests(),
         hidden_states=saved,
-        draft_inputs=to_draft,
+        draft_inputs=draft_inputs,
         logprobs=logprobs,
     )

@@ -50,9 +50,13 @@ class ContextRows:
         """Of a pass over generations alone."""
         empty = torch.empty(0, dtype=torch.int64, device=device)
         return ContextRows(
-            ids=empty, positions=empty, owners=empty, ends=empty, last_rows=empty,
+            ids=empty,
+            positions=empty,
+            owners=empty,
+            ends=empty,
+            last_rows=empty,
             next_prompt_tokens=empty,
-        )  # fmt: skip
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -90,9 +94,12 @@ class EngineShape:
 
 
 def build_inputs(
-    batch: ScheduledBatch, kv_cache: KVCacheManager, num_drafts: int, device: torch.device,
+    batch: ScheduledBatch,
+    kv_cache: KVCacheManager,
+    num_drafts: int,
+    device: torch.device,
     num_rewritten: int = 0,
-) -> StepInputs:  # fmt: skip
+) -> StepInputs:
     """Host half.
 
     Args:

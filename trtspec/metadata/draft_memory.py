@@ -26,9 +26,14 @@ class DraftMemory:
 
     @staticmethod
     def allocate(
-        num_slots: int, max_draft_len: int, vocab_size: int, target_vocab_size: int,
-        d2t: Tensor | None, device: torch.device, dtype: torch.dtype,
-    ) -> DraftMemory:  # fmt: skip
+        num_slots: int,
+        max_draft_len: int,
+        vocab_size: int,
+        target_vocab_size: int,
+        d2t: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> DraftMemory:
         """
         Args:
             vocab_size: Vd <= V. target_vocab_size: V.

@@ -215,12 +215,12 @@ class SpecMetadata:
             max_draft_len, device: the worker's K, and where its logits are.
         """
         outer, rows = self._step, self._rows
-        if outer is None or outer.sizes != sizes:
-            self._step = StepContext.of(self, sizes, max_draft_len, device)
-            self._rows = self._step.sampling if self._step.has_sampling else None
-        assert self._step is not None
+        step = outer
+        if step is None or step.sizes != sizes:
+            step = StepContext.of(self, sizes, max_draft_len, device)
+            self._step, self._rows = step, step.sampling if step.has_sampling else None
         try:
-            yield self._step
+            yield step
         finally:
             self._step, self._rows = outer, rows
 
@@ -279,10 +279,12 @@ class SpecMetadata:
         if self.positions is not None:
             positions = of_step(self.positions)
         return SamplingMetadata(
-            of_step(temperatures), of_step(top_ks), of_step(top_ps),
-            drawn() if self.seeds is None else of_step(self.seeds),
-            drawn() if positions is None else positions,
-        )  # fmt: skip
+            temperatures=of_step(temperatures),
+            top_ks=of_step(top_ks),
+            top_ps=of_step(top_ps),
+            seeds=drawn() if self.seeds is None else of_step(self.seeds),
+            positions=drawn() if positions is None else positions,
+        )
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.

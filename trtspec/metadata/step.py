@@ -137,9 +137,14 @@ def no_sampling(device: torch.device) -> SamplingMetadata:
     """Parameters of no rows: every request is greedy."""
     none = torch.empty(0, device=device)
     return SamplingMetadata(
-        temperatures=none, top_ks=none, top_ps=none, seeds=none, positions=none, all_greedy=True,
+        temperatures=none,
+        top_ks=none,
+        top_ps=none,
+        seeds=none,
+        positions=none,
+        all_greedy=True,
         has_filters=False,
-    )  # fmt: skip
+    )
 
 
 def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:

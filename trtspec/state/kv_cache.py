@@ -8,7 +8,8 @@ knows an upper bound `past` of the tokens whose KV is valid; the device knows th
     [past + K + 1, past + 2K + 1) written by drafting, for drafters with a KV group of their own
 
 `reserve` covers the last bound before a step is launched, `trim` gives whole blocks back when the
-accepted count arrives. Rejected rows are never cleared, only overwritten.
+accepted count arrives. Rejected rows are never cleared, only overwritten. The accepted rows' KV is
+where the text wants it, because their path is a chain (`metadata/accepted_path.py`).
 
 Behind a sliding window of W, blocks are given back while the text grows. With `first` the lowest
 position of any row that a pass launched from now on can have:

@@ -101,10 +101,13 @@ __all__ = [
     "get_force_num_accepted_tokens",
 ]
 
-__getattr__ = renamed(__name__, {
-    "PARALLEL_WORKER_OF_MODE": "MASKED_WORKER_OF_MODE",
-    "ParallelDraftModel": "MaskedDraftModel",
-    "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
-    "ParallelEagle3Worker": "MaskedEagle3Worker",
-    "ParallelWorker": "MaskedWorker",
-})  # fmt: skip
+__getattr__ = renamed(
+    __name__,
+    {
+        "PARALLEL_WORKER_OF_MODE": "MASKED_WORKER_OF_MODE",
+        "ParallelDraftModel": "MaskedDraftModel",
+        "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
+        "ParallelEagle3Worker": "MaskedEagle3Worker",
+        "ParallelWorker": "MaskedWorker",
+    },
+)

@@ -76,9 +76,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     # -- per-slot state ------------------------------------------------------------------------
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device,
-        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        num_slots: int,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         """Tensors with a leading slot dimension (the last slot is scratch): the acceptance rule's,
         to which a worker adds its own.
 
@@ -105,9 +110,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return self.drafts_with_network and self.rule.drawn is Drawn.REMEMBERED
 
     def remember_drafts(
-        self, num_slots: int, vocab_size: int, target_vocab_size: int, d2t: Tensor | None,
-        device: torch.device, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        num_slots: int,
+        vocab_size: int,
+        target_vocab_size: int,
+        d2t: Tensor | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         """Makes room for what drafts are drawn from, if the acceptance rule asks for it.
 
         Without this call room is made when the first draft is drawn, which no graph may capture.
@@ -148,9 +158,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             `next_new_tokens` [B, K+1] int32, the last accepted token and the next drafts.
         """
         inputs = self.verify(
-            input_ids, position_ids, hidden_states, logits, attn_metadata, spec_metadata,
+            input_ids,
+            position_ids,
+            hidden_states,
+            logits,
+            attn_metadata,
+            spec_metadata,
             draft_model,
-        )  # fmt: skip
+        )
         return self.outputs(logits, inputs, self.draft(inputs))
 
     def verify(
@@ -224,8 +239,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def no_drafts(self, inputs: DraftInputs) -> Tensor:
         """[B, K] int32 of -1."""
         lens = inputs.num_accepted_tokens
-        return torch.full((lens.shape[0], self.max_draft_len), -1, dtype=torch.int32,
-                          device=lens.device)  # fmt: skip
+        return torch.full(
+            (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
+        )
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Proposals for the next step, [B, K] int32, -1 where there is none. Each worker's own."""
@@ -269,9 +285,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return DraftSampler.of(step, self.draft_memory)
 
     def propose(
-        self, logits: Tensor, d2t: Tensor | None, sampler: DraftSampler | None,
-        last_positions: Tensor, depth: int,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        sampler: DraftSampler | None,
+        last_positions: Tensor,
+        depth: int,
+    ) -> Tensor:
         """Draft logits [B, Vd] -> target ids [B] int32: drawn, or the best ones.
 
         Args:
@@ -297,9 +317,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 "the drafter's to the target's tokens (Decoder.keep_logits)."
             )
         self.draft_memory = DraftMemory.allocate(
-            num_slots, self.max_draft_len, logits.shape[-1], target_vocab_size, d2t,
-            logits.device, logits.dtype,
-        )  # fmt: skip
+            num_slots,
+            self.max_draft_len,
+            logits.shape[-1],
+            target_vocab_size,
+            d2t,
+            logits.device,
+            logits.dtype,
+        )
         return self.draft_memory
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
@@ -317,9 +342,13 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens)
 
     def prepare_context_input_ids(
-        self, input_ids: Tensor, accepted_tokens: Tensor, context_lens: Sequence[int],
-        next_prompt_tokens: Tensor | None = None, last_rows: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        input_ids: Tensor,
+        accepted_tokens: Tensor,
+        context_lens: Sequence[int],
+        next_prompt_tokens: Tensor | None = None,
+        last_rows: Tensor | None = None,
+    ) -> Tensor:
         """Context ids shifted left by one, for drafters that read the *next* token's embedding.
 
         Args:
@@ -369,17 +398,6 @@ def keep_first_rows_of_contexts(
         rows[: meta.num_contexts, 0] = -1
         mappings.append(rows.flatten())
     return replace(step, slot_mappings=tuple(mappings))
-
-
-def certain_rows(meta: AttentionMetadata) -> Tensor:
-    """[B] int64: a context's last row, a generation's first: the last token known to be right
-    before this step's choice."""
-    if not meta.context_lens:  # nothing to send: the device counts by itself
-        end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
-        return torch.arange(0, end, meta.rows_per_generation, device=device)
-    ends = meta.ends_of_contexts()
-    firsts = torch.arange(meta.num_generations, device=ends.device) * meta.rows_per_generation
-    return torch.cat([ends, firsts + meta.num_context_tokens])
 
 
 @cache

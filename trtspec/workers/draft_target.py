@@ -15,8 +15,9 @@ from typing import cast
 
 from torch import Tensor
 
+from ..metadata.accepted_path import certain_rows
 from ..ops.step.rows import draft_step, finish_drafts, last_two_tokens
-from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .base import SpecWorkerBase, keep_first_rows_of_contexts
 from .heads import draft_network
 from .protocols import DraftInputs, LanguageModel
 
@@ -34,13 +35,19 @@ class DraftTargetWorker(SpecWorkerBase):
         network, meta = draft_network(inputs)
         model, num_tokens = cast(LanguageModel, network), meta.num_context_tokens
         if num_tokens:  # the draft model reads the prompt as the target did
-            model(inputs.input_ids[:num_tokens], inputs.position_ids[:num_tokens],
-                  meta.contexts_only())  # fmt: skip
+            model(
+                inputs.input_ids[:num_tokens],
+                inputs.position_ids[:num_tokens],
+                meta.contexts_only(),
+            )
 
         tokens, positions = last_two_tokens(
-            inputs.input_ids, inputs.position_ids, inputs.accepted_tokens,
-            inputs.num_accepted_tokens, certain_rows(meta),
-        )  # fmt: skip
+            inputs.input_ids,
+            inputs.position_ids,
+            inputs.accepted_tokens,
+            inputs.num_accepted_tokens,
+            certain_rows(meta),
+        )
         last = positions[:, -1:]  # [B, 1], of the bonus
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ..acceptance.draw import DraftSampler
 from ..errors import ConfigError
+from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
-from .base import SpecWorkerBase, certain_rows
+from .base import SpecWorkerBase
 from .heads import draft_source, merged_embeds, shifted_input_ids
 from .protocols import DraftInputs, DraftModel, both_outputs
 
@@ -74,15 +75,17 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 "The head drafts in parallel and was not trained to read its own proposals: make "
                 "the worker with create_worker(config, head.config.mask_token_id)."
             )
-        accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
         # `rows` [B] read the last accepted tokens and propose; `positions` are those tokens' own.
         if meta.num_contexts:
             certain = certain_rows(meta)
-            ids, rows = shifted_input_ids(self, inputs, meta), certain + lens - 1
-            positions = meta.position_ids[certain] + lens
-        else:
+            ids, rows = shifted_input_ids(self, inputs, meta), inputs.path.last_rows(certain)
+            positions = inputs.path.next_positions(meta.position_ids[certain])
+        else:  # the same in one launch
             ids, rows, positions = shift_for_drafting(
-                accepted, lens, meta.position_ids, meta.rows_per_generation
+                inputs.accepted_tokens,
+                inputs.num_accepted_tokens,
+                meta.position_ids,
+                meta.rows_per_generation,
             )
         standing = None
         if model.advances_positions:
@@ -99,9 +102,14 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 model(ids, standing.position_ids, projected, standing, step=0)
             )
         chain = DraftChain(
-            model=model, meta=meta, positions=positions, hidden=hidden, proposals=(),
-            sampler=self.draft_sampler(inputs), standing=standing,
-        )  # fmt: skip
+            model=model,
+            meta=meta,
+            positions=positions,
+            hidden=hidden,
+            proposals=(),
+            sampler=self.draft_sampler(inputs),
+            standing=standing,
+        )
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
@@ -112,9 +120,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         else:
             # The row of pass 1 stands where the last accepted token does, and reads what follows.
             ids, meta = draft_step(
-                chain.meta, chain.proposals[-1][:, None], chain.positions[:, None],
-                self.max_draft_len, advance=passes - 1,
-            )  # fmt: skip
+                chain.meta,
+                chain.proposals[-1][:, None],
+                chain.positions[:, None],
+                self.max_draft_len,
+                advance=passes - 1,
+            )
         out, fed_on = both_outputs(
             chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         )

@@ -58,14 +58,17 @@ def shifted_input_ids(
     At a chunk's end inside the prompt it is the true next prompt token. Rows past a generation's
     last accepted one get no token of interest.
     """
-    tokens = meta.num_context_tokens
-    accepted, contexts = inputs.accepted_tokens, meta.num_contexts
-    following = accepted[contexts:, : meta.rows_per_generation].flatten().to(torch.int64)
+    tokens, contexts = meta.num_context_tokens, meta.num_contexts
+    generations = slice(contexts, None)
+    following = inputs.path.tokens_after_rows(generations, meta.rows_per_generation)
     if not contexts:
         return following
     last_rows = {} if meta.last_context_rows is None else {"last_rows": meta.last_context_rows}
     ids = worker.prepare_context_input_ids(
-        inputs.input_ids[:tokens], accepted[:contexts], meta.context_lens,
-        inputs.step.next_prompt_tokens, **last_rows,
-    )  # fmt: skip
+        inputs.input_ids[:tokens],
+        inputs.accepted_tokens[:contexts],
+        meta.context_lens,
+        inputs.step.next_prompt_tokens,
+        **last_rows,
+    )
     return torch.cat([ids.to(torch.int64), following])

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
+from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from ..utils import renamed
-from .base import SpecWorkerBase, certain_rows, keep_first_rows_of_contexts
+from .base import SpecWorkerBase, keep_first_rows_of_contexts
 from .heads import draft_network, draft_source, merged_embeds, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
@@ -60,9 +61,15 @@ class MaskedWorker(SpecWorkerBase):
         accepted_rows = meta.rows_per_generation if meta.num_generations else 1
         num_rows = accepted_rows + proposals - 1
         rows = masked_rows(
-            inputs.accepted_tokens, inputs.num_accepted_tokens, meta.position_ids,
-            certain_rows(meta), num_rows, proposals, self.mask_token_id, self.first_row_offset,
-        )  # fmt: skip
+            inputs.accepted_tokens,
+            inputs.num_accepted_tokens,
+            meta.position_ids,
+            certain_rows(meta),
+            num_rows,
+            proposals,
+            self.mask_token_id,
+            self.first_row_offset,
+        )
         # A prompt's rows lie past its end, which may be what bounds max_kv_len.
         ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
         if self.first_row_offset == 0:
@@ -70,9 +77,13 @@ class MaskedWorker(SpecWorkerBase):
         return rows, ids, step
 
     def drafts(
-        self, inputs: DraftInputs, meta: AttentionMetadata, rows: MaskedRows, logits: Tensor,
+        self,
+        inputs: DraftInputs,
+        meta: AttentionMetadata,
+        rows: MaskedRows,
+        logits: Tensor,
         d2t: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """logits [P * B, Vd] -> [B, K] int32."""
         batch, sampler = rows.last_positions.shape[0], self.draft_sampler(inputs)
         if sampler is None:
@@ -104,9 +115,13 @@ class MaskedEagle3Worker(MaskedWorker):
         if tokens:
             ids = shifted_input_ids(self, inputs, meta)[:tokens]
             model(
-                ids, meta.position_ids[:tokens], hidden[:tokens], meta.contexts_only(), step=0,
+                ids,
+                meta.position_ids[:tokens],
+                hidden[:tokens],
+                meta.contexts_only(),
+                step=0,
                 **merged_embeds(inputs),
-            )  # fmt: skip
+            )
         rows, ids, step = self.rows_of_pass(inputs, meta)
         states = torch.cat([hidden, mask_hidden[None]])  # row T is the masks'
         (hidden,) = gather_rows(rows.sources, states)
@@ -130,8 +145,11 @@ class MaskedDraftTargetWorker(MaskedWorker):
         return self.drafts(inputs, meta, rows, model.compute_logits(proposing), None)
 
 
-__getattr__ = renamed(__name__, {
-    "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
-    "ParallelEagle3Worker": "MaskedEagle3Worker",
-    "ParallelWorker": "MaskedWorker",
-})  # fmt: skip
+__getattr__ = renamed(
+    __name__,
+    {
+        "ParallelDraftTargetWorker": "MaskedDraftTargetWorker",
+        "ParallelEagle3Worker": "MaskedEagle3Worker",
+        "ParallelWorker": "MaskedWorker",
+    },
+)

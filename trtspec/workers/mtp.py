@@ -56,9 +56,14 @@ class MTPWorker(SpecWorkerBase):
         return self.window
 
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device,
-        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        num_slots: int,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         state = super().allocate_state(num_slots, max_seq_len, device)
         rows, width = num_slots + 1, self.window
         state["window_hidden"] = torch.zeros(rows, width, hidden_size, dtype=dtype, device=device)
@@ -78,12 +83,11 @@ class MTPWorker(SpecWorkerBase):
         rows = _Rows(meta, self.window, None if reread is None else reread.rope_positions)
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
-        # [B]: the row of the last accepted token, which proposes.
-        last = rows.certain + inputs.num_accepted_tokens - 1
+        last = inputs.path.last_rows(rows.certain)  # [B], they propose
         update_window(hidden, ids, last, slots, window_hidden, window_tokens)
 
         # [B], of the last accepted token
-        positions = rows.metadata.position_ids[rows.certain] + inputs.num_accepted_tokens
+        positions = inputs.path.next_positions(rows.metadata.position_ids[rows.certain])
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
         vectors = (given.next_inputs_embeds,) if reread is None else reread.of_depths
@@ -142,9 +146,13 @@ class _Rows:
         return torch.cat([windows.flatten(0, 1), own])[self.order]
 
     def _metadata(
-        self, meta: AttentionMetadata, window: int, firsts: Tensor, per_context: list[int],
+        self,
+        meta: AttentionMetadata,
+        window: int,
+        firsts: Tensor,
+        per_context: list[int],
         rope_positions: Tensor | None,
-    ) -> AttentionMetadata:  # fmt: skip
+    ) -> AttentionMetadata:
         before = torch.arange(-window, 0, device=firsts.device)
         positions = meta.position_ids[firsts][:, None] + before  # [B, W]
         inside = positions >= 0

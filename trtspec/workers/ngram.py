@@ -21,9 +21,14 @@ class NGramWorker(SpecWorkerBase):
     state_names = ("history", "history_lens")
 
     def allocate_state(
-        self, num_slots: int, max_seq_len: int, device: torch.device,
-        *, hidden_size: int = 0, dtype: torch.dtype = torch.float32,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        num_slots: int,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
         # Columns past max_seq_len take the overshoot of a last step and, at the very end, the
         # writes of masked entries; neither is ever read as text.
         columns = max_seq_len + self.max_draft_len + 2
@@ -54,8 +59,8 @@ class NGramWorker(SpecWorkerBase):
         added = step.text_lens(inputs.num_accepted_tokens).to(torch.int64)
         tokens = inputs.accepted_tokens  # [B, K+1]
         trash = history.shape[1] - 1
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        columns = torch.where(places < added[:, None], lens[:, None] + places, trash)
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        columns = torch.where(offsets < added[:, None], lens[:, None] + offsets, trash)
         columns = columns.clamp(max=trash)
         history[slots[:, None], columns] = tokens
         lens = (lens + added).clamp(max=trash)

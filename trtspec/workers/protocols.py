@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..metadata.accepted_path import AcceptedPath
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..metadata.protocols import GuidedDecoder
@@ -88,6 +89,11 @@ class DraftInputs:
     num_contexts: int = 0  # C
     step: StepContext = field(default=None, repr=False)  # type: ignore[assignment]
     """`spec_metadata` with every field there; made of it where it is not given."""
+
+    @property
+    def path(self) -> AcceptedPath:
+        """The rows that were accepted."""
+        return AcceptedPath(self.accepted_tokens, self.num_accepted_tokens)
 
     def __post_init__(self) -> None:
         if self.step is None:

@@ -42,9 +42,13 @@ class TensorRTLLMNames:
                 )
 
     def _sample_and_accept_draft_tokens_base(
-        self: Any, logits: Tensor, draft_tokens: Tensor | None, num_contexts: int, batch_size: int,
+        self: Any,
+        logits: Tensor,
+        draft_tokens: Tensor | None,
+        num_contexts: int,
+        batch_size: int,
         spec_metadata: SpecMetadata,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """`sample_and_accept_draft_tokens`, without the guided decoder: that is called by name.
 
         Returns:
@@ -80,9 +84,12 @@ class TensorRTLLMNames:
         return tokens
 
     def _apply_force_accepted_tokens(
-        self: Any, num_accepted_tokens: Tensor, num_contexts: int,
-        runtime_draft_len: int | None = None, spec_metadata: SpecMetadata | None = None,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        num_accepted_tokens: Tensor,
+        num_contexts: int,
+        runtime_draft_len: int | None = None,
+        spec_metadata: SpecMetadata | None = None,
+    ) -> Tensor:
         """`apply_forced_acceptance`: lens [B] int32 -> [B] int32, a new tensor where it is on.
 
         Args:
@@ -103,9 +110,13 @@ class TensorRTLLMNames:
         self.execute_guided_decoder(logits)
 
     def _prepare_next_new_tokens(
-        self: Any, accepted_tokens: Tensor, next_draft_tokens: Tensor,
-        batch_indices_cuda: Tensor | None, batch_size: int, num_accepted_tokens: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        accepted_tokens: Tensor,
+        next_draft_tokens: Tensor,
+        batch_indices_cuda: Tensor | None,
+        batch_size: int,
+        num_accepted_tokens: Tensor,
+    ) -> Tensor:
         """`build_next_new_tokens`: [B, K+1] int32.
 
         Args:
@@ -118,9 +129,13 @@ class TensorRTLLMNames:
         return self.build_next_new_tokens(accepted, num_accepted_tokens, next_draft_tokens)
 
     def _prepare_context_input_ids(
-        self: Any, input_ids: Tensor, num_ctx_tokens: int, gather_ids: Tensor,
-        accepted_tokens: Tensor, num_contexts: int,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        input_ids: Tensor,
+        num_ctx_tokens: int,
+        gather_ids: Tensor,
+        accepted_tokens: Tensor,
+        num_contexts: int,
+    ) -> Tensor:
         """`prepare_context_input_ids`: the contexts' ids shifted left by one.
 
         Args:
@@ -131,9 +146,11 @@ class TensorRTLLMNames:
             [num_ctx_tokens], of input_ids' dtype (TensorRT-LLM's is int32).
         """
         return self.prepare_context_input_ids(
-            input_ids[:num_ctx_tokens], accepted_tokens, [0] * num_contexts,
+            input_ids[:num_ctx_tokens],
+            accepted_tokens,
+            [0] * num_contexts,
             last_rows=gather_ids[:num_contexts],
-        )  # fmt: skip
+        )
 
     def _prepare_attn_metadata_for_spec_dec(self, attn_metadata: Any) -> None:
         """Before drafting: what restoring is to bring back.

@@ -3,7 +3,8 @@
 First the operations of vLLM's drafting kernels (padded acceptance, length guard, parallel
 drafting), then those of our own workers' generation step. The code in each function is the torch
 twin: the CPU path, and the oracle of the kernel in `triton.py`. Nothing reads a value on
-the host and no shape depends on data, so all of it can be captured.
+the host and no shape depends on data, so all of it can be captured. Counts of accepted tokens stand
+for rows by the contract of `metadata/accepted_path.py`.
 
 Sizes: B requests, R rows of each in a pass, K drafts, G requests that generate.
 """

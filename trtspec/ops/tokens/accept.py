@@ -1,4 +1,7 @@
-"""Strict acceptance: how many drafts agree with the target, and the rows that come out."""
+"""Strict acceptance: how many drafts agree with the target, and the rows that come out.
+
+A count tells the accepted path, because it is a chain (`metadata/accepted_path.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,97 @@
+"""What a worker reads of a step: every field there, whatever a loop has set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trtspec import MTPDecodingConfig, NGramDecodingConfig, SpecMetadata
+from trtspec.errors import ConfigError
+from trtspec.metadata.accepted_path import AcceptedPath
+from trtspec.metadata.sampling import SamplingMetadata
+from trtspec.metadata.step import StepContext, StepNeeds, StepSizes
+from trtspec.ops.step.rows import shift_for_drafting
+from trtspec.workers import MTPEagleWorker, NGramWorker
+
+CPU, SIZES = torch.device("cpu"), StepSizes(1, 2, 3)
+
+
+def _spec(k: int = 3, **fields: object) -> SpecMetadata:
+    return SpecMetadata(4, k, k, **fields)  # type: ignore[arg-type]
+
+
+def _step(spec: SpecMetadata, sizes: StepSizes) -> StepContext:
+    return StepContext.of(spec, sizes, 3, CPU)
+
+
+def test_what_a_loop_leaves_out_is_neutral() -> None:
+    step = _step(_spec(), SIZES)
+    assert step.draft_len == 3 and not step.has_slots and not step.has_sampling
+    assert step.sampling.all_greedy and step.next_prompt_tokens.tolist() == [-1]
+    lens = torch.tensor([1, 3, 2], dtype=torch.int32)
+    assert step.text_lens(lens).tolist() == [1, 3, 2]
+    assert _step(_spec(runtime_draft_len=1), SIZES).draft_len == 1
+
+
+def test_a_sample_inside_the_prompt_is_no_text() -> None:
+    step = _step(
+        _spec(next_prompt_tokens=torch.tensor([7, -1], dtype=torch.int32)), StepSizes(2, 1, 3)
+    )
+    assert step.text_lens(torch.tensor([1, 1, 4])).tolist() == [0, 1, 4]
+
+
+def test_rows_of_parameters_are_drawn_once_in_a_step() -> None:
+    spec = _spec(allow_advanced_sampling=True, device="cpu")
+    spec.temperatures, spec.top_ks = torch.ones(9), torch.zeros(9, dtype=torch.int32)
+    spec.top_ps = torch.ones(9)
+    with spec.step(StepSizes(1, 2, 3), 3, CPU) as outer:
+        with spec.step(StepSizes(1, 2, 3), 3, CPU) as inner:
+            assert inner is outer
+        rows = spec.sampling_rows(9)
+        assert rows is outer.sampling
+        with spec.step(StepSizes(1, 2, 1), 3, CPU) as fewer:  # K' is another
+            assert fewer.sampling.temperatures.shape == (5,)
+        assert spec.sampling_rows(9) is rows
+    assert spec.sampling_rows(9) is not rows
+
+
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_what_is_read_by_slot_is_asked_for_at_the_door(has_slots: bool) -> None:
+    slots = {"slot_ids": torch.tensor([0])} if has_slots else {}
+    ids = torch.zeros(1, dtype=torch.int64)
+    relaxing = MTPDecodingConfig(
+        use_relaxed_acceptance_for_thinking=True, relaxed_topk=2, relaxed_delta=0.5
+    )
+    for worker, names in (
+        (NGramWorker(NGramDecodingConfig(max_draft_len=3)), "history, history_lens"),
+        (MTPEagleWorker(relaxing), "thinking_deltas"),
+    ):
+        spec = _spec(request_ids=[0], **slots)
+        message = rf"kept by slot \({names}\): set spec_metadata\.slot_ids .*allocate_state"
+        with pytest.raises(ConfigError, match=message):
+            worker(ids, ids, None, torch.zeros(1, 9), None, spec)
+
+
+def test_a_memory_of_drafts_needs_slots_where_requests_are_sampled() -> None:
+    rows = torch.ones(1)
+    for all_greedy in (True, False):
+        sampling = SamplingMetadata(
+            rows, rows.to(torch.int32), rows, rows.long(), rows.long(), all_greedy=all_greedy
+        )
+        step = _step(_spec(sampling=sampling), StepSizes(1, 0, 3))
+        if all_greedy:
+            step.require(StepNeeds(has_draft_memory=True))
+            continue
+        with pytest.raises(ConfigError, match="what drafts were drawn from"):
+            step.require(StepNeeds(has_draft_memory=True))
+
+
+def test_a_path_is_what_the_kernels_twin_takes_it_for() -> None:
+    tokens = torch.tensor([[5, 6, 7, -1], [8, -1, -1, -1], [1, 2, 3, 4]], dtype=torch.int32)
+    path = AcceptedPath(tokens, torch.tensor([3, 1, 4], dtype=torch.int32))
+    positions = torch.cat([start + torch.arange(4) for start in (10, 0, 77)])
+    certain = torch.tensor([0, 4, 8])
+    ids, rows, following = shift_for_drafting(tokens, path.lens, positions, 4)
+    assert path.last_rows(certain).tolist() == rows.tolist() == [2, 4, 11]
+    assert path.next_positions(positions[certain]).tolist() == following.tolist() == [13, 1, 81]
+    assert path.tokens_after_rows(slice(None), 4).tolist() == ids.tolist()
