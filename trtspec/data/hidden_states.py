@@ -14,7 +14,6 @@ random and the index is brought up to date under a lock, so several runs may wri
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -66,7 +66,7 @@ class HiddenStatesWriter:
         target: str = "",
     ):
         self.directory, self.rows_per_file = Path(directory), rows_per_file
-        self._lock_file: IO[str] | None = None
+        self._lock = FileLock(self.directory / LOCK, thread_local=False)
         self._kind = {
             **_FORMAT, "layers": list(layers), "hidden_size": hidden_size,
             "dtype": str(dtype).removeprefix("torch."), "target": target,
@@ -185,14 +185,11 @@ class HiddenStatesWriter:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # One file for good: a lock that an interrupt left behind is then still ours to take.
-        if self._lock_file is None:
-            self._lock_file = open(self.directory / LOCK, "w")  # noqa: SIM115
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        self._lock.acquire()
         try:
             yield
         finally:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+            self._lock.release(force=True)  # also what an interrupt left behind
 
     def _index(self) -> dict[str, Any]:
         """The index as it is on disk, checked to be of this kind; a new one if there is none."""
