@@ -191,9 +191,14 @@ def _check_num_layers(count: Any, where: Path) -> None:
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
     """Sizes are ints >= 1; RoPE's numbers are positive and finite."""
     for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-    ):  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
         checked_int(where, name, getattr(hf, name), range(1, MAX_SIZE + 1))
     _check_rope_numbers(rope, where)
     eps = hf.rms_norm_eps
@@ -285,9 +290,11 @@ def _check_sections(sections: Any, head_dim: int, where: Path) -> None:
     if sections is None:
         return
     good = isinstance(sections, list) and len(sections) == 3
-    if not good or not all(isinstance(n, int) and n >= 0 for n in sections) or (
-        2 * sum(sections) != head_dim
-    ):  # fmt: skip
+    if (
+        not good
+        or not all(isinstance(n, int) and n >= 0 for n in sections)
+        or (2 * sum(sections) != head_dim)
+    ):
         raise CheckpointError(
             f"{where}: mrope_section={sections!r}; it must be three ints that sum to head_dim / 2 "
             f"= {head_dim // 2}. Copy the file again from the model's source."

@@ -68,9 +68,12 @@ class HiddenStatesWriter:
         self.directory, self.rows_per_file = Path(directory), rows_per_file
         self._lock = FileLock(self.directory / LOCK, thread_local=False)
         self._kind = {
-            **_FORMAT, "layers": list(layers), "hidden_size": hidden_size,
-            "dtype": str(dtype).removeprefix("torch."), "target": target,
-        }  # fmt: skip
+            **_FORMAT,
+            "layers": list(layers),
+            "hidden_size": hidden_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "target": target,
+        }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -87,9 +90,14 @@ class HiddenStatesWriter:
         self._begin_shard()
 
     def add(
-        self, sample: int, start: int, tokens: Sequence[int], following: Sequence[int],
-        hidden: Tensor, last_hidden: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        sample: int,
+        start: int,
+        tokens: Sequence[int],
+        following: Sequence[int],
+        hidden: Tensor,
+        last_hidden: Tensor,
+    ) -> None:
         """Rows of a sample from position `start` on, on the CPU.
 
         Rows at positions that the sample already has (a preempted request computes its text
@@ -126,13 +134,15 @@ class HiddenStatesWriter:
         state = self._open.get(sample)
         if state is None:
             return
-        self._done.append({
-            "prompt_sha256": prompt_digest(prompt),
-            "num_prompt_tokens": len(prompt),
-            "num_rows": state.next_position,
-            "finish_reason": finish_reason,
-            "segments": state.segments,
-        })  # fmt: skip
+        self._done.append(
+            {
+                "prompt_sha256": prompt_digest(prompt),
+                "num_prompt_tokens": len(prompt),
+                "num_rows": state.next_position,
+                "finish_reason": finish_reason,
+                "segments": state.segments,
+            }
+        )
         del self._open[sample]
 
     def drop(self, sample: int) -> None:

@@ -108,26 +108,49 @@ class Attention(nn.Module):
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
     def _attend_cached(
-        self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata,
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        rope: Rope,
+        meta: AttentionMetadata,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         group = meta.kv_groups[self.kv_group]
         k_slots, v_slots = group.layer_slots[self.cache_layer]
         q = qkv_rope_and_write(
-            inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
-            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
-            qk_norms=qk_norms, norms_values=self.norms_values, keeps_finite=self.keeps_kv_finite,
-        )  # fmt: skip
+            inputs,
+            self.qkv_proj,
+            norms,
+            rope,
+            self.num_heads,
+            k_slots,
+            v_slots,
+            meta.slot_mappings[self.kv_group],
+            SCRATCH_BLOCK * group.page_size,
+            qk_norms=qk_norms,
+            norms_values=self.norms_values,
+            keeps_finite=self.keeps_kv_finite,
+        )
         return attend(
-            self.backend, q, meta, kv_group=self.kv_group, layer=self.cache_layer,
-            window=self.window, scale=self.scale, softcap=self.softcap,
+            self.backend,
+            q,
+            meta,
+            kv_group=self.kv_group,
+            layer=self.cache_layer,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
             images_both_ways=self.images_attend_both_ways,
-        )  # fmt: skip
+        )
 
     def _attend_densely(
-        self, inputs: Inputs, norms: Norms, rope: Rope, texts: DensePass,
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        rope: Rope,
+        texts: DensePass,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         qkv = linear(inputs, self.qkv_proj, norms).view(
             -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim
         )

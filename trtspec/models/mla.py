@@ -95,16 +95,25 @@ class MLAttention(nn.Module):
         w_uk, w_uv = self._up_projections()
         queries = q.new_empty(q.shape[0], self.num_heads, m.latent_dim)
         rope_and_write_latent(
-            q[..., m.qk_nope_head_dim :], latent, self.kv_a_layernorm, rope,
-            queries[..., m.kv_lora_rank :], group.layer_slots[self.cache_layer][0],
-            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
+            q[..., m.qk_nope_head_dim :],
+            latent,
+            self.kv_a_layernorm,
+            rope,
+            queries[..., m.kv_lora_rank :],
+            group.layer_slots[self.cache_layer][0],
+            meta.slot_mappings[self.kv_group],
+            SCRATCH_BLOCK * group.page_size,
             keeps_finite=self.keeps_kv_finite,
-        )  # fmt: skip
+        )
         multiply_heads(q[..., : m.qk_nope_head_dim], w_uk, queries[..., : m.kv_lora_rank])
         attended = self.backend.attend(
-            queries, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
+            queries,
+            meta,
+            kv_group=self.kv_group,
+            layer=self.cache_layer,
+            window=self.window,
             scale=m.softmax_scale,
-        )  # fmt: skip
+        )
         out = q.new_empty(q.shape[0], self.num_heads, m.v_head_dim)
         multiply_heads(attended, w_uv, out)
         return out.flatten(1)

@@ -54,8 +54,14 @@ class QueryAttention(nn.Module):
             out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
         else:
             out = attend(
-                self.backend, rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
-                layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
+                self.backend,
+                rope_queries(q, rope, self.q_norm),
+                meta,
+                kv_group=self.kv_group,
+                layer=self.cache_layer,
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
                 images_both_ways=self.images_attend_both_ways,
-            )  # fmt: skip
+            )
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)

@@ -113,9 +113,11 @@ def _sharing(hf: Any, where: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` with types of their own for the last layers, which keep no keys and values."""
     shared, types = getattr(hf, "num_kv_shared_layers", None) or 0, fields["layer_types"]
     first = len(types) - shared if is_int(shared) else -1
-    if not is_int(shared) or not 0 < first <= len(types) or (
-        not set(types[first:]) <= set(types[:first])
-    ):  # fmt: skip
+    if (
+        not is_int(shared)
+        or not 0 < first <= len(types)
+        or (not set(types[first:]) <= set(types[:first]))
+    ):
         raise CheckpointError(
             f"{where}: num_kv_shared_layers={shared!r} of {len(types)} layers; those read the keys "
             f"and values of the layers before, where each of their types must be: {list(types)}. "

@@ -21,8 +21,11 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
     Raises:
         CheckpointError: a number is out of its range, or a variant is named that is not computed.
     """
-    for name, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"),
-                       ("topk_method", "noaux_tc")):  # fmt: skip
+    for name, only in (
+        ("moe_layer_freq", 1),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+    ):
         said = getattr(hf, name, None)
         if said not in (None, only):
             raise CheckpointError(
@@ -95,9 +98,10 @@ def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
         shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
         has_correction_bias=bool(raw.get("use_moe_router_bias")),
         routed_scaling_factor=_scale(hf, "moe_router_scaling_factor", where),
-        names=MoENames("moe.gate.weight", "moe.router_bias", "moe.{part}.weight",
-                       shared="share_expert"),
-    )  # fmt: skip
+        names=MoENames(
+            "moe.gate.weight", "moe.router_bias", "moe.{part}.weight", shared="share_expert"
+        ),
+    )
 
 
 def gemma_moe(hf: Any, where: Path) -> MoEConfig | None:

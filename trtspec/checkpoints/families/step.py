@@ -20,13 +20,22 @@ from .moe import step_moe
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "head_dim",
-)  # fmt: skip
+)
 _COPIED = (
-    "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
-    "torch_dtype", "num_nextn_predict_layers",
-)  # fmt: skip
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "num_nextn_predict_layers",
+)
 
 
 def step3p5_as_qwen3(raw: dict[str, Any], where: Path) -> dict[str, Any]:
@@ -130,9 +139,11 @@ def _limits(
     """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
     said = raw.get(name)
     limits = [None] * count if said is None else said
-    if not isinstance(limits, list) or len(limits) < count or any(
-        n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits
-    ):  # fmt: skip
+    if (
+        not isinstance(limits, list)
+        or len(limits) < count
+        or any(n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits)
+    ):
         raise CheckpointError(
             f"{where}: {name}={said!r}; it must be null or a list of at least {count} numbers, "
             "one a layer: what it clamps at, 0 or null for nothing. Copy the file again from the "
@@ -143,8 +154,13 @@ def _limits(
 
 def _refuse(raw: dict[str, Any], where: Path) -> None:
     """What these layers are not computed with."""
-    for name, needed in (("use_qk_norm", True), ("zero_centered", True), ("sink", False),
-                         ("use_mfa", False), ("attention_bias", False)):  # fmt: skip
+    for name, needed in (
+        ("use_qk_norm", True),
+        ("zero_centered", True),
+        ("sink", False),
+        ("use_mfa", False),
+        ("attention_bias", False),
+    ):
         if bool(raw.get(name, needed)) is not needed:
             raise CheckpointError(
                 f"{where}: {name}={raw[name]!r}; allowed is {needed}. Use another model."
@@ -166,8 +182,9 @@ def _fields_of(
     kv_heads = other.get("num_attention_groups", hf.num_key_value_heads)
     head_dim = other.get("head_dim", hf.head_dim)
     theta = _of_kind("rope_theta", raw.get("rope_theta", 10000.0), kind, types, where)
-    factor = _of_kind("partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind,
-                      types, where)  # fmt: skip
+    factor = _of_kind(
+        "partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind, types, where
+    )
     sizes = heads, kv_heads, head_dim
     if not all(is_int(n, 1, 2**24) for n in sizes):
         raise CheckpointError(

@@ -141,8 +141,9 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
         return 0, 0
     count, active = raw.get("num_centroids", 2048), raw.get("centroid_intermediate_top_k", 32)
     for name, value, most in (
-        ("num_centroids", count, vocab_size), ("centroid_intermediate_top_k", active, count),
-    ):  # fmt: skip
+        ("num_centroids", count, vocab_size),
+        ("centroid_intermediate_top_k", active, count),
+    ):
         if not is_int(value, 1, most):
             raise CheckpointError(
                 f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "

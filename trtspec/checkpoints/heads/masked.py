@@ -26,9 +26,12 @@ _TRAINED_LENGTHS = ("parallel_draft_step", "num_depths", "para_depths")
 
 
 def parse_masked(
-    raw: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, TensorSource],
-    where: Path, vocab_size: int,
-) -> tuple[int | None, int | None]:  # fmt: skip
+    raw: Mapping[str, Any],
+    nested: Mapping[str, Any],
+    tensors: Mapping[str, TensorSource],
+    where: Path,
+    vocab_size: int,
+) -> tuple[int | None, int | None]:
     """Of an EAGLE-3 head.
 
     Args:
