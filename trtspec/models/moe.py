@@ -144,12 +144,12 @@ def _beside(name: str, tensor: str) -> str:
 
 def _router_places(router: Router, module: str, name: str) -> dict[str, Placement]:
     names, shape = router.config.names, tuple(router.weight.shape)
-    kept = {_beside(name, names.router): ("weight", shape)}
+    found = {_beside(name, names.router): ("weight", shape)}
     if router.e_score_correction_bias is not None:
-        kept[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
+        found[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
     return {
         source: Placement(module, leaf, 0, shape, dtype=torch.float32)
-        for source, (leaf, shape) in kept.items()
+        for source, (leaf, shape) in found.items()
     }
 
 

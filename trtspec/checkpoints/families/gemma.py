@@ -6,8 +6,8 @@ Gemma 2 caps attention's scores and the logits; Gemma 3 norms queries and keys i
 each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention have other heads
 (whose values may be the keys' projection), does not scale scores, scales each layer's output, and
 may have experts beside its MLPs. In its small models the last layers read an earlier layer's keys
-and values (`reads_kv_of`), behind an MLP that may be twice as wide, and all are told of the token
-(`per_layer.py`).
+and values (`reads_kv_of`), and their MLP may be twice as wide. All layers of those receive an
+embedding of the token (`per_layer.py`).
 
 Within an image attention goes both ways: in Gemma 3 in all layers, in the larger Gemma 4 in those
 with windows, in the others in none.
@@ -149,7 +149,7 @@ def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
     if not is_int(pad, 0, hf.vocab_size - 1):
         raise CheckpointError(
             f"{where}: pad_token_id={pad!r}; with hidden_size_per_layer_input it must be a token "
-            f"id, 0 … {hf.vocab_size - 1}: what layers are told of at an image's places. The "
+            f"id, 0 … {hf.vocab_size - 1}: whose layer inputs an image's positions have. The "
             "family's is 0."
         )
     return {"per_layer_input_size": size, "per_layer_pad_id": pad}
