@@ -31,7 +31,7 @@ from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import placements
 from trtspec.models.config import DecoderConfig
 from trtspec.models.decoder import Decoder
-from trtspec.models.kv_layout import kv_group_specs, kv_places
+from trtspec.models.kv_layout import kv_group_specs, kv_locations
 
 Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
@@ -199,7 +199,7 @@ class Model:
         layers = range(c.num_layers) if num_layers is None else [c.num_layers - 1] * num_layers
         total = 0.0
         for layer in layers:
-            spec, window = specs[kv_places(c)[layer].group], c.window(layer)
+            spec, window = specs[kv_locations(c)[layer].group], c.window(layer)
             tokens = num_tokens if window is None or num_layers else min(num_tokens, window)
             total += tokens * spec.bytes_per_token() / spec.num_layers
         return total

@@ -142,14 +142,14 @@ def test_vectors_without_axes_and_what_a_head_reads(tmp_path: Path) -> None:
         missing = [i for i, row in enumerate(wanted) if not (seen == row).all(1).any()]
         assert not missing
         if chunk == 64:
-            places = prompt.places - 1
+            places = prompt.positions - 1
             assert torch.equal(firsts[0][places], wanted)
 
 
 def test_refusals(vl_dir: Path, tmp_path: Path) -> None:
     vectors = torch.zeros(int(MASK.sum()), SIZE)
     for changes, said in (
-        ({"prompt_embeds": vectors[:3]}, "3 rows for 8 places"),
+        ({"prompt_embeds": vectors[:3]}, "3 rows for 8 tokens"),
         ({"prompt_token_ids": None}, "list of token ids"),
         ({"prompt_embeds": vectors.long()}, "float tensor"),
         ({"is_embed": MASK[:4]}, "bool tensor"),
@@ -240,7 +240,7 @@ def test_each_depth_of_vanilla_mtp_reads_the_vectors_ahead(tmp_path: Path, num_l
         drafted.append(torch.cat(logits)[-num_layers * steps :])
         if chunk == 64:
             for depth in range(num_layers):
-                rows = prompt.places - depth - 1
+                rows = prompt.positions - depth - 1
                 is_row = rows >= 0
                 assert torch.equal(read[depth][0][rows[is_row]], prompt.prompt_embeds[is_row])
     for other in drafted[1:]:

@@ -187,8 +187,8 @@ def test_a_drafter_that_overflows_leaves_no_nan_behind(tmp_path: Path, guarded: 
     )  # fmt: skip
     for module in llm.executor.draft_model.modules():
         if isinstance(module, MLAttention):
-            assert module.keeps_kv_finite
-            module.keeps_kv_finite = guarded
+            assert module.sanitize_kv
+            module.sanitize_kv = guarded
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
     assert llm.executor.kv_cache.groups[-1].k_cache.isfinite().all() == guarded
 

@@ -31,7 +31,7 @@ from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, RequestError
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
-from trtspec.models.kv_layout import KVPlace, kv_group_specs, kv_places
+from trtspec.models.kv_layout import KVLocation, kv_group_specs, kv_locations
 
 SMALL, SIZE = "gemma4_small", DEFAULTS["hidden_size"]
 IMAGE = 91  # the placeholder's id; greedy text below has none
@@ -44,8 +44,8 @@ def test_layers_over_shared_kv_take_no_memory(tmp_path: Path) -> None:
     """Of six layers three keep keys: 0 and 2 with a window (heads of 8), 1 without (of 16)."""
     path = gemma_dir(tmp_path, SMALL)
     config = load_config(path)
-    own = [KVPlace(0, 0), KVPlace(1, 0), KVPlace(0, 1)]
-    assert kv_places(config) == (*own, own[2], own[2], own[1])
+    own = [KVLocation(0, 0), KVLocation(1, 0), KVLocation(0, 1)]
+    assert kv_locations(config) == (*own, own[2], own[2], own[1])
     assert [config.kv_layer(i) for i in range(6)] == [0, 1, 2, 2, 2, 1]
     assert [config.of_layer(i).intermediate_size for i in range(6)] == [80] * 3 + [160] * 3
     specs = kv_group_specs(config, torch.float32)

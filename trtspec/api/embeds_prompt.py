@@ -1,7 +1,8 @@
-"""A prompt that is not all text: vectors in place of some tokens' embeddings."""
+"""A prompt that is not all text: the embeddings of some tokens are given."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,21 +14,22 @@ from ..errors import RequestError
 
 @dataclass(frozen=True, eq=False)
 class EmbedsPrompt:
-    """Token ids with the vectors that an encoder made, as a multimodal model's processor gives
-    them. Target and draft heads read the vectors; whoever looks at ids (penalties, n-grams, a draft
-    model of its own) reads the placeholders. Within an image attention goes both ways in models
-    that were trained so (Gemma 3, the larger Gemma 4), and is causal in the others.
+    """Token ids and embeddings from an encoder, as a multimodal model's processor gives them.
+
+    Target and draft heads read the embeddings. Penalties, n-grams and draft models read the ids of
+    the placeholders. Within an image attention goes both ways in models that were trained so
+    (Gemma 3, the larger Gemma 4), and is causal in the others.
 
     Args:
-        prompt_token_ids: n ids; at an image's places its placeholder.
+        prompt_token_ids: n ids; at an image's positions its placeholder.
         prompt_embeds: [m, D] of any float dtype, D the model's hidden size, in the prompt's order.
-        is_embed: [n] bool, the m places the vectors stand at; None is all of them, which a model
-            with per-layer inputs refuses: its layers read ids too, the padding token's here.
+        is_embed: [n] bool, the m positions of the embeddings; None is all of them. A model with
+            per-layer inputs refuses None: its layers read ids too, the padding token's here.
         mrope_positions: [3, n] int, time, height and width of each token, for models with M-RoPE
             (transformers' `get_rope_index`); None counts the tokens. Output follows the largest.
-        mm_token_type_ids: [n] int, what stands at each place: 0 text, 1 image, 2 video, 3 sound, as
+        mm_token_type_ids: [n] int, what a token stands for: 0 text, 1 image, 2 video, 3 sound, as
             transformers' processors say (Gemma 3's says `token_type_ids`). Only attention within
-            images asks, of which each run of 1 and 2 is one. None: each run of vectors.
+            images asks, of which each run of 1 and 2 is one. None: each run of embeddings.
 
     Raises:
         RequestError: shapes or dtypes do not fit each other.
@@ -56,11 +58,11 @@ class EmbedsPrompt:
             raise RequestError(
                 f"is_embed={_form(mask)}: give a bool tensor [{count}], one for each token."
             )
-        places = count if mask is None else int(mask.sum())
-        if places != len(embeds):
+        num_positions = count if mask is None else int(mask.sum())
+        if num_positions != len(embeds):
             raise RequestError(
-                f"prompt_embeds has {len(embeds)} rows for {places} places: give one for each "
-                "token, or say with is_embed where they stand."
+                f"prompt_embeds has {len(embeds)} rows for {num_positions} tokens: give one for "
+                "each token, or say with is_embed where they stand."
             )
         types = self.mm_token_type_ids
         if types is not None and not (_is_int_tensor(types, (count,)) and bool((types >= 0).all())):
@@ -77,15 +79,28 @@ class EmbedsPrompt:
             )
 
     @property
-    def places(self) -> Tensor:
-        """[m] int64, the tokens that the vectors stand for."""
+    def positions(self) -> Tensor:
+        """Returns the positions in the prompt of the embeddings, [m] int64."""
         if self.is_embed is None:
             return torch.arange(len(self.prompt_token_ids))
         return self.is_embed.cpu().nonzero().flatten()
 
     @property
+    def places(self) -> Tensor:
+        """The old name of `positions`."""
+        warnings.warn(
+            "EmbedsPrompt.places is deprecated: read EmbedsPrompt.positions.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.positions
+
+    @property
     def images(self) -> tuple[tuple[int, int], ...]:
-        """First place and end of each; none without `is_embed` and `mm_token_type_ids`."""
+        """Returns the first position and the end of each image.
+
+        There are none without `is_embed` and `mm_token_type_ids`.
+        """
         kinds, mask = self.mm_token_type_ids, self.is_embed
         if kinds is not None:
             mask = (kinds == 1) | (kinds == 2)
@@ -98,7 +113,7 @@ class EmbedsPrompt:
 
     @property
     def rope_delta(self) -> int:
-        """Rotary position of the first output token, less its place in the text."""
+        """Returns the rotary position of the first output token, less its position."""
         if self.mrope_positions is None:
             return 0
         return int(self.mrope_positions.max()) + 1 - len(self.prompt_token_ids)

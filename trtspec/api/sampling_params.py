@@ -82,9 +82,9 @@ class SamplingParams:
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            if own.init:
-                object.__setattr__(self, own.name, _plain(getattr(self, own.name)))
+        for entry in fields(self):
+            if entry.init:
+                object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
         _check(
             is_int(self.max_tokens, 1, MAX_TOKENS),
             "max_tokens",

@@ -51,8 +51,11 @@ class TextStream:
             text = text[: min(found)]
         # At once: an interrupt leaves all of it or nothing.
         self._prefix, self._read, self._text, self._stopped = (
-            self._read, len(self._ids), text, bool(found)
-        )  # fmt: skip
+            self._read,
+            len(self._ids),
+            text,
+            bool(found),
+        )
 
     def safe_text(self) -> str:
         """The text that no later token can take back: without a tail that may start a stop."""

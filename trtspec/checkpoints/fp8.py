@@ -56,7 +56,7 @@ def dequantized(
         raw: config.json, as in `block_size`. where: its path, for messages.
 
     Raises:
-        CheckpointError: a scale is missing, of another shape or dtype, or nobody's.
+        CheckpointError: a scale is missing, of another shape or dtype, or of no weight.
     """
     size = block_size(raw, where)
     if size is None:

@@ -159,8 +159,8 @@ def _corrected(loaded: Any, fields: dict[str, Any], context: int, path: Path) ->
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import PreTrainedTokenizerFast
 
-    own = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
-    backend, split = loaded.backend_tokenizer, own.get("pre")
+    tokenizer_fields = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items()}
+    backend, split = loaded.backend_tokenizer, tokenizer_fields.get("pre")
     if split == "smollm":  # also changes how the spaces before a digit are cut
         digits = Digits(individual_digits=True)
         backend.pre_tokenizer = Sequence([digits, ByteLevel(add_prefix_space=False)])
@@ -173,14 +173,16 @@ def _corrected(loaded: Any, fields: dict[str, Any], context: int, path: Path) ->
             split,
         )
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {short: own.get(f"{name}_token_id") for short, name in names.items()}
+    ids = {short: tokenizer_fields.get(f"{name}_token_id") for short, name in names.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=fields.get("tokenizer.chat_template"),
         model_max_length=context,
         clean_up_tokenization_spaces=False,
-        add_bos_token=own.get("add_bos_token", own.get("model") == "llama"),  # as llama.cpp
-        add_eos_token=own.get("add_eos_token", False),
+        add_bos_token=tokenizer_fields.get(
+            "add_bos_token", tokenizer_fields.get("model") == "llama"
+        ),  # as llama.cpp
+        add_eos_token=tokenizer_fields.get("add_eos_token", False),
         **{f"{short}_token": backend.id_to_token(i) for short, i in ids.items() if i is not None},
     )
 

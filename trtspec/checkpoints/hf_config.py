@@ -82,8 +82,9 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
     )
     config = replace(config, **_fields_of_family(raw["model_type"], hf, where))
     for layer in range(config.num_layers):
-        own = config.of_layer(layer)
-        _check_heads(own.num_heads, own.num_kv_heads, own.head_dim, where)
+        layer_config = config.of_layer(layer)
+        heads = layer_config.num_heads, layer_config.num_kv_heads, layer_config.head_dim
+        _check_heads(*heads, where)
     _check_rotation(config, where)
     return config
 
@@ -147,14 +148,14 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
     for part in (raw, inner if isinstance(inner, dict) else {}):
         types = part.get("layer_types")
         types = types if isinstance(types, list) else []
-        said = f"{types.count('linear_attention')} of {len(types)} layer_types are"
+        found = f"{types.count('linear_attention')} of {len(types)} layer_types are"
         if "linear_attention" not in types:
             interval = part.get("full_attention_interval")
             if types or interval in (None, 1):
                 continue
-            said = f"full_attention_interval={interval!r}: the layers between are"
+            found = f"full_attention_interval={interval!r}: the layers between are"
         raise CheckpointError(
-            f"{where}: {said} 'linear_attention' (Qwen3-Next, Qwen3.5); allowed are "
+            f"{where}: {found} 'linear_attention' (Qwen3-Next, Qwen3.5); allowed are "
             "'full_attention' and 'sliding_attention'. Use a model whose layers are all of these; "
             "MTP layers in Qwen3-Next's layout work over a Qwen3 target."
         )
@@ -191,9 +192,14 @@ def _check_num_layers(count: Any, where: Path) -> None:
 def _check_numbers(hf: Any, rope: dict[str, Any], where: Path) -> None:
     """Sizes are ints >= 1; RoPE's numbers are positive and finite."""
     for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-    ):  # fmt: skip
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ):
         checked_int(where, name, getattr(hf, name), range(1, MAX_SIZE + 1))
     _check_rope_numbers(rope, where)
     eps = hf.rms_norm_eps
@@ -285,9 +291,11 @@ def _check_sections(sections: Any, head_dim: int, where: Path) -> None:
     if sections is None:
         return
     good = isinstance(sections, list) and len(sections) == 3
-    if not good or not all(isinstance(n, int) and n >= 0 for n in sections) or (
-        2 * sum(sections) != head_dim
-    ):  # fmt: skip
+    if (
+        not good
+        or not all(isinstance(n, int) and n >= 0 for n in sections)
+        or (2 * sum(sections) != head_dim)
+    ):
         raise CheckpointError(
             f"{where}: mrope_section={sections!r}; it must be three ints that sum to head_dim / 2 "
             f"= {head_dim // 2}. Copy the file again from the model's source."

@@ -27,8 +27,12 @@ TEXT_TYPES = {
 """`model_type` of the whole -> of its text model."""
 
 _OF_BOTH = (
-    "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config",
-)  # fmt: skip
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _OTHER_PARTS = re.compile(
     r"^(?:model\.)?(?:vision_tower|vision_embedder|multi_modal_projector|audio_tower|embed_vision"
@@ -66,8 +70,9 @@ def text_tensors(sources: dict[str, Source], model_dir: Path) -> dict[str, Sourc
     if others:
         logger.warning(
             "%s also reads images or sound: its text model is used alone, %d tensors are left out.",
-            model_dir, len(others),
-        )  # fmt: skip
+            model_dir,
+            len(others),
+        )
     return {
         re.sub(r"^language_model\.lm_head\.", "lm_head.", _PREFIX.sub("model.", name)): source
         for name, source in sources.items()

@@ -60,11 +60,13 @@ def token_problem(
             "and there are no two tokenizers to show that this is padding. Put each model's "
             f"tokenizer beside it. {cure}"
         )
-    ours, theirs = draft.get_vocab(), target.get_vocab()
-    if ours == theirs:
+    draft_ids, target_ids = draft.get_vocab(), target.get_vocab()
+    if draft_ids == target_ids:
         return None
-    other = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-    examples = ", ".join(f"{t!r} {ours.get(t)} and {theirs.get(t)}" for t in other[:3])
+    other = sorted(
+        t for t in draft_ids.keys() | target_ids.keys() if draft_ids.get(t) != target_ids.get(t)
+    )
+    examples = ", ".join(f"{t!r} {draft_ids.get(t)} and {target_ids.get(t)}" for t in other[:3])
     return (
         f"The tokenizers of the draft model and the target map {len(other)} tokens to different "
         f"ids ({examples}). {cure}"

@@ -163,12 +163,12 @@ def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placemen
         skip: top-level modules whose parameters come from elsewhere.
     """
     places: dict[str, Placement] = {}
-    own = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
-    for name, inner in own.items():
+    special = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
+    for name, inner in special.items():
         places |= inner.placements(name)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, leaf = name.rsplit(".", 1)
-        if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in own):
+        if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in special):
             continue
         parent, _, last = module.rpartition(".")
         start = 0
@@ -208,9 +208,9 @@ def place_tensors(
 ) -> None:
     """Allocates the parameters that `places` names and copies the checked sources into them."""
     dtypes = {(place.module, place.leaf): place.dtype or dtype for place in places.values()}
-    for (module, leaf), own_dtype in dtypes.items():
+    for (module, leaf), leaf_dtype in dtypes.items():
         parameter = getattr(model.get_submodule(module), leaf)
-        empty = torch.empty(parameter.shape, dtype=own_dtype, device=device)
+        empty = torch.empty(parameter.shape, dtype=leaf_dtype, device=device)
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
     for name, place in places.items():
         parameter = getattr(model.get_submodule(place.module), place.leaf)
@@ -327,12 +327,12 @@ def _values_from_keys(
             sources[name] = sources[keys]
 
 
-def _tie(model: Decoder, own: TensorSource | None, model_dir: Path) -> None:
+def _tie(model: Decoder, lm_head: TensorSource | None, model_dir: Path) -> None:
     weight = model.embed_tokens.weight
     assert isinstance(weight, nn.Parameter)
-    if own is not None:
-        same = own.shape == tuple(weight.shape)
-        if not same or not torch.equal(own.read().to(weight), weight):
+    if lm_head is not None:
+        same = lm_head.shape == tuple(weight.shape)
+        if not same or not torch.equal(lm_head.read().to(weight), weight):
             raise CheckpointError(
                 f"{model_dir} says tie_word_embeddings: true, but its lm_head.weight differs from "
                 "model.embed_tokens.weight. Set tie_word_embeddings to false to use both, or "

@@ -6,7 +6,6 @@ sees all of it or nothing; a lock keeps two processes from doing the same work.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock
 
 from ..errors import CheckpointError, ConfigError
 from ..utils import cache_dir
@@ -138,7 +139,7 @@ def _cached(
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f".{key}.lock"):
+        with FileLock(root / f".{key}.lock"):  # the system drops it if the process dies
             if _complete(final, sha256):  # another process was faster
                 return final
             if final.exists():
@@ -226,11 +227,3 @@ def _work_folder(path: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the system drops it if the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -14,7 +14,6 @@ random and the index is brought up to date under a lock, so several runs may wri
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -66,11 +66,14 @@ class HiddenStatesWriter:
         target: str = "",
     ):
         self.directory, self.rows_per_file = Path(directory), rows_per_file
-        self._lock_file: IO[str] | None = None
+        self._lock = FileLock(self.directory / LOCK, thread_local=False)
         self._kind = {
-            **_FORMAT, "layers": list(layers), "hidden_size": hidden_size,
-            "dtype": str(dtype).removeprefix("torch."), "target": target,
-        }  # fmt: skip
+            **_FORMAT,
+            "layers": list(layers),
+            "hidden_size": hidden_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "target": target,
+        }
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -87,9 +90,14 @@ class HiddenStatesWriter:
         self._begin_shard()
 
     def add(
-        self, sample: int, start: int, tokens: Sequence[int], following: Sequence[int],
-        hidden: Tensor, last_hidden: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        sample: int,
+        start: int,
+        tokens: Sequence[int],
+        following: Sequence[int],
+        hidden: Tensor,
+        last_hidden: Tensor,
+    ) -> None:
         """Rows of a sample from position `start` on, on the CPU.
 
         Rows at positions that the sample already has (a preempted request computes its text
@@ -126,13 +134,15 @@ class HiddenStatesWriter:
         state = self._open.get(sample)
         if state is None:
             return
-        self._done.append({
-            "prompt_sha256": prompt_digest(prompt),
-            "num_prompt_tokens": len(prompt),
-            "num_rows": state.next_position,
-            "finish_reason": finish_reason,
-            "segments": state.segments,
-        })  # fmt: skip
+        self._done.append(
+            {
+                "prompt_sha256": prompt_digest(prompt),
+                "num_prompt_tokens": len(prompt),
+                "num_rows": state.next_position,
+                "finish_reason": finish_reason,
+                "segments": state.segments,
+            }
+        )
         del self._open[sample]
 
     def drop(self, sample: int) -> None:
@@ -185,14 +195,11 @@ class HiddenStatesWriter:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # One file for good: a lock that an interrupt left behind is then still ours to take.
-        if self._lock_file is None:
-            self._lock_file = open(self.directory / LOCK, "w")  # noqa: SIM115
-        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+        self._lock.acquire()
         try:
             yield
         finally:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+            self._lock.release(force=True)  # also what an interrupt left behind
 
     def _index(self) -> dict[str, Any]:
         """The index as it is on disk, checked to be of this kind; a new one if there is none."""

@@ -30,9 +30,15 @@ UNCERTAIN = 2.0
 MAP_MAY_BE_WRONG = 0.25
 """A head whose first draft is accepted more often than this has the right vocabulary map."""
 _CHANGEABLE = (
-    "config", "rope_tables", "d2t", "norm_before_residual", "mask_hidden", "embedding_scale",
-    "mask_token_id", "layers",
-)  # fmt: skip
+    "config",
+    "rope_tables",
+    "d2t",
+    "norm_before_residual",
+    "mask_hidden",
+    "embedding_scale",
+    "mask_token_id",
+    "layers",
+)
 """Attributes that a trial may change, of any module of a drafter, besides its weights."""
 
 
@@ -115,9 +121,13 @@ class HeadExam(Exam):
     """
 
     def __init__(
-        self, target: Decoder, head: DraftHead, texts: Texts, mask_hidden: Tensor | None,
+        self,
+        target: Decoder,
+        head: DraftHead,
+        texts: Texts,
+        mask_hidden: Tensor | None,
         special_tokens: Mapping[int, str],
-    ):  # fmt: skip
+    ):
         super().__init__(head)
         self.target, self.head, self.texts = target, head, texts
         self.captures = bool(head.layers_to_capture)

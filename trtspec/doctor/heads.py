@@ -137,9 +137,7 @@ def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
     for name, layers in candidates:
         if layers not in tried and all(0 <= i < target.num_layers for i in layers):
             cure = f"eagle3_layers_to_capture={list(layers)} (0-based outputs), now {list(now)}"
-            trials.append(
-                Trial(name, cure, sets={"layers": layers}, is_usual=layers == usual)
-            )  # fmt: skip
+            trials.append(Trial(name, cure, sets={"layers": layers}, is_usual=layers == usual))
             tried.add(layers)
     return trials
 

@@ -49,9 +49,11 @@ def pairs(trials: Sequence[Trial], d2t: Tensor) -> list[Trial]:
             other.change(head)
 
         return Trial(
-            f"{one.name} and {other.name}", f"{one.cure}; {other.cure}", change,
+            f"{one.name} and {other.name}",
+            f"{one.cure}; {other.cure}",
+            change,
             {**one.sets, **other.sets},
-        )  # fmt: skip
+        )
 
     return [both(one, other) for one in maps for other in trials if other.name not in names]
 

@@ -30,13 +30,13 @@ def check_embeds(
     if prompt.prompt_embeds.shape[1] != weight.shape[1]:
         raise RequestError(
             f"prompt_embeds is {prompt.prompt_embeds.shape[1]} wide, the model's hidden size is "
-            f"{weight.shape[1]}: give vectors of the model's own encoder."
+            f"{weight.shape[1]}: give embeddings of the model's own encoder."
         )
     if prompt.is_embed is None and target.per_layer_inputs is not None:
         raise RequestError(
             "is_embed is not given, but this model has per-layer inputs: its layers read each "
-            "token's id too, and the padding token's at an image's places. Say with is_embed where "
-            "the vectors stand, and leave text to its ids."
+            "token's id too, and the padding token's at an image's positions. Say with is_embed "
+            "where the embeddings are, and leave text to its ids."
         )
     if target.config.reads_images_whole:
         _check_images(prompt, max_image_tokens)
@@ -96,9 +96,9 @@ def row_embeds(
     for chunk in chunks:
         start, prompt = max(0, chunk.start - before), chunk.request.embeds
         if prompt is not None:
-            places = prompt.places - ahead
-            begin, end = (int(torch.searchsorted(places, bound)) for bound in (start, chunk.end))
-            rows += (places[begin:end] - start + first).tolist()
+            positions = prompt.positions - ahead
+            begin, end = (int(torch.searchsorted(positions, bound)) for bound in (start, chunk.end))
+            rows += (positions[begin:end] - start + first).tolist()
             values.append(prompt.prompt_embeds[begin:end])
         first += chunk.end - start
     if not rows:

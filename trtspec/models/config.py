@@ -24,8 +24,10 @@ class MoENames:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The mixture of experts in the MLP's place, or beside it: of layers whose type has one, from
-    layer `first_k_dense_replace` on."""
+    """The mixture of experts that replaces the MLP, or stands beside it.
+
+    It is in the layers whose type has one, from layer `first_k_dense_replace` on.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -59,7 +61,7 @@ class MLAConfig:
 
     @property
     def latent_dim(self) -> int:
-        """What the cache keeps of a token: its latent, then its rotated key."""
+        """Width of a token in the cache: its latent, then its rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -88,8 +90,8 @@ class DecoderConfig:
     images_attend_both_ways: bool = False  # an image's rows see all of it (Gemma)
     reads_kv_of: str | None = None
     """A layer type: keys and values are those of its last layer, none are kept (Gemma-4)."""
-    per_layer_input_size: int = 0  # of what each layer is told of the token (Gemma-4); 0 is nothing
-    per_layer_pad_id: int = 0  # the token that is told of where a vector stands for it
+    per_layer_input_size: int = 0  # of each layer's embedding of the token (Gemma-4); 0: none
+    per_layer_pad_id: int = 0  # the token whose layer inputs a given embedding has
     activation: str = "silu"  # of the MLP's gate, or "gelu_tanh"
     swiglu_limit: float | None = None  # silu(gate) is at most this, up within ±this (Step-3.5)
     embedding_scale: float | None = None
@@ -114,26 +116,26 @@ class DecoderConfig:
 
     @property
     def reads_images_whole(self) -> bool:
-        """Some layer sees, at an image's rows, the rest of it too: no pass may have a part."""
+        """Whether some layer attends both ways within an image: no pass may have a part of one."""
         return any(self.of_layer(i).images_attend_both_ways for i in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
         return self.layer_windows[layer] if self.layer_windows else None
 
     def kv_layer(self, layer: int) -> int:
-        """The layer whose keys and values this one reads: itself, if it keeps its own."""
+        """Returns the layer whose keys and values this one reads: mostly itself."""
         source = self.of_layer(layer).reads_kv_of
         if source is None:
             return layer
         return max(i for i, kind in enumerate(self.layer_types) if kind == source)
 
     def moe_of_layer(self, layer: int) -> MoEConfig | None:
-        """The layer's mixture of experts; None where it has an MLP alone."""
+        """Returns the layer's mixture of experts; None where it has an MLP alone."""
         moe = self.of_layer(layer).moe
         return moe if moe and layer >= moe.first_k_dense_replace else None
 
     def of_layer(self, layer: int) -> DecoderConfig:
-        """The config as this layer has it, with the fields of its type."""
+        """Returns the config of one layer, with the fields of its type."""
         if not self.layer_types:
             return self
         return replace(self, **self.type_fields.get(self.layer_types[layer], {}))

@@ -1,7 +1,22 @@
-"""One decoder for all families of `families/`, over a paged KV cache.
+"""One decoder for all families of `checkpoints/families/`, over a paged KV cache.
 
-q, k, v are one matrix and gate, up another; the checkpoint's names are mapped in `weights.py`.
-The residual stream is kept in the model's dtype, as transformers does.
+q, k, v are one matrix and gate, up another; `checkpoints/weights.py` maps the checkpoint's names.
+The residual stream has the model's dtype, as in transformers.
+
+A layer has three products that read what the one before wrote. `layers/fused.py` computes each as
+one kernel, so a norm is not called here but handed down to the product that reads its output:
+
+    hidden [T, D] ──┬─► input_layernorm ─► qkv_proj ─► RoPE, cache write ─► attention ─► o_proj ─┐
+                    └──────────────────────────── residual ──────────────────────────────────► + ┘
+    hidden [T, D] ──┬─► post_attention_layernorm ─► gate_up_proj ─► silu(gate) · up ─► down_proj ┐
+                    └──────────────────────────── residual ──────────────────────────────────► + ┘
+
+    inputs    a tuple: (hidden,), or two tensors side by side (an EAGLE-3 layer, an MTP projection)
+    norms     as many as inputs, applied inside the product; () if the inputs are normed already
+    residual  added by the last product; None adds nothing
+    in_place  the sum takes the residual's memory: `hidden` is the same tensor through all layers
+
+So a layer's output must be copied to be kept (`HiddenStateCapture`) before the next layer runs.
 """
 
 from __future__ import annotations
@@ -35,7 +50,7 @@ from ..ops.layer.norm import add_normed
 from ..ops.layer.rope import Rope, apply_rope
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
-from .kv_layout import kv_group_specs, kv_places
+from .kv_layout import kv_group_specs, kv_locations
 from .mla import MLAttention
 from .moe import MoE, MoEBesideMLP
 from .per_layer import PerLayerGate, PerLayerInputs
@@ -58,10 +73,10 @@ class Attention(nn.Module):
         input_size: int | None = None,
     ):
         super().__init__()
-        place = kv_places(config)[layer]
+        location = kv_locations(config)[layer]
         self.layer, self.backend = layer, backend
-        self.kv_group, self.cache_layer = kv_group + place.group, place.index
-        self.keeps_kv_finite = False
+        self.kv_group, self.cache_layer = kv_group + location.group, location.index
+        self.sanitize_kv = False
         self.window, config = config.window(layer), config.of_layer(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
@@ -108,26 +123,49 @@ class Attention(nn.Module):
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
     def _attend_cached(
-        self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata,
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        rope: Rope,
+        meta: AttentionMetadata,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         group = meta.kv_groups[self.kv_group]
         k_slots, v_slots = group.layer_slots[self.cache_layer]
         q = qkv_rope_and_write(
-            inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
-            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
-            qk_norms=qk_norms, norms_values=self.norms_values, keeps_finite=self.keeps_kv_finite,
-        )  # fmt: skip
+            inputs,
+            self.qkv_proj,
+            norms,
+            rope,
+            self.num_heads,
+            k_slots,
+            v_slots,
+            meta.slot_mappings[self.kv_group],
+            SCRATCH_BLOCK * group.page_size,
+            qk_norms=qk_norms,
+            norms_values=self.norms_values,
+            keeps_finite=self.sanitize_kv,
+        )
         return attend(
-            self.backend, q, meta, kv_group=self.kv_group, layer=self.cache_layer,
-            window=self.window, scale=self.scale, softcap=self.softcap,
+            self.backend,
+            q,
+            meta,
+            kv_group=self.kv_group,
+            layer=self.cache_layer,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
             images_both_ways=self.images_attend_both_ways,
-        )  # fmt: skip
+        )
 
     def _attend_densely(
-        self, inputs: Inputs, norms: Norms, rope: Rope, texts: DensePass,
+        self,
+        inputs: Inputs,
+        norms: Norms,
+        rope: Rope,
+        dense: DensePass,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         qkv = linear(inputs, self.qkv_proj, norms).view(
             -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim
         )
@@ -139,15 +177,18 @@ class Attention(nn.Module):
             v = F.rms_norm(v, v.shape[-1:], eps=qk_norms[1].eps)
         cos_sin = rope.rotation(qkv.dtype)
         q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-        return texts.attend(q, k, v, self.layer, self.window, self.scale, self.softcap)
+        return dense.attend(q, k, v, self.layer, self.window, self.scale, self.softcap)
 
 
 def keep_kv_finite(drafter: nn.Module) -> None:
-    """A drafter that overflows must not leave NaN in KV blocks that others get next: a masked
-    read multiplies it by zero, which is NaN again. (A target's NaN fails its request instead.)"""
+    """Makes a drafter write finite keys and values, whatever it computes.
+
+    A drafter that overflows must not leave NaN in KV blocks that other requests get next. A masked
+    read multiplies it by zero, which is NaN again. (A target's NaN fails its request instead.)
+    """
     for module in drafter.modules():
         if isinstance(module, Attention | MLAttention):
-            module.keeps_kv_finite = True
+            module.sanitize_kv = True
 
 
 class MLP(nn.Module):
@@ -169,7 +210,7 @@ class MLP(nn.Module):
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
-    """What the layer has behind its attention."""
+    """Returns what the layer has behind its attention: an MLP or a mixture of experts."""
     moe, config = config.moe_of_layer(layer), config.of_layer(layer)
     if moe is None:
         return MLP(config)
@@ -183,11 +224,11 @@ def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
     return MoE(moe, config.hidden_size, shared)
 
 
-def attention_class(own: DecoderConfig) -> Any:
-    """The kind of attention of a layer with this config."""
-    if own.reads_kv_of is not None:
+def attention_class(layer_config: DecoderConfig) -> Any:
+    """Returns the attention module of a layer with this config."""
+    if layer_config.reads_kv_of is not None:
         return QueryAttention
-    return Attention if own.mla is None else MLAttention
+    return Attention if layer_config.mla is None else MLAttention
 
 
 class DecoderLayer(nn.Module):
@@ -200,15 +241,17 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward(config, layer)
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
-        """The residual stream [T, D] -> the stream after this layer, in the same memory."""
+        """hidden, the residual stream [T, D] -> the stream after this layer, in the same memory."""
         norms = () if self.input_layernorm is None else (self.input_layernorm,)
         hidden = self.self_attn((hidden,), norms, hidden, rope, meta)
         return self.mlp(hidden, self.post_attention_layernorm)
 
 
 class SandwichLayer(DecoderLayer):
-    """Gemma's: what attention and MLP return is normed before it is added. `per_layer_input`
-    [T, P] is what `PerLayerInputs` has for this layer, where the model has them."""
+    """Gemma's layer: the outputs of attention and MLP are normed before they are added.
+
+    `per_layer_input` [T, P] is this layer's part of `PerLayerInputs`, where the model has them.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__(config, layer, backend, kv_group)
@@ -293,12 +336,12 @@ class Decoder(nn.Module):
             input_ids, self.embed_tokens, config.vocab_size, config.embedding_scale, inputs_embeds
         )
         ropes = self.rope_tables.at(position_ids, meta)
-        told: Tensor | None = None  # [T, L, P]
+        layer_inputs: Tensor | None = None  # [T, L, P]
         if self.per_layer_inputs is not None:
-            told = self.per_layer_inputs(input_ids, hidden, inputs_embeds)
+            layer_inputs = self.per_layer_inputs(input_ids, hidden, inputs_embeds)
         for i, layer in enumerate(self.layers):
-            of_layer = () if told is None else (told[:, i],)
-            hidden = layer(hidden, ropes[i], meta, *of_layer)
+            extra = () if layer_inputs is None else (layer_inputs[:, i],)
+            hidden = layer(hidden, ropes[i], meta, *extra)
             if capture is not None and capture.is_layer_capture(i):
                 capture.maybe_capture_hidden_states(i, hidden)
         return self.norm(hidden)

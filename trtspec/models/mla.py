@@ -23,7 +23,7 @@ from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..ops.layer.latent import latent_key, multiply_heads, rope_and_write_latent
 from ..ops.layer.rope import Rope, apply_rope
 from .config import DecoderConfig
-from .kv_layout import kv_places
+from .kv_layout import kv_locations
 from .placement import Placement
 
 LATENT_NORM_EPS = 1e-6  # of both inner norms, whatever the config's rms_norm_eps
@@ -34,10 +34,10 @@ class MLAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int):
         super().__init__()
-        place = kv_places(config)[layer]
+        location = kv_locations(config)[layer]
         self.layer, self.backend = layer, backend
-        self.kv_group, self.cache_layer = kv_group + place.group, place.index
-        self.keeps_kv_finite = False
+        self.kv_group, self.cache_layer = kv_group + location.group, location.index
+        self.sanitize_kv = False
         self.window, config = config.window(layer), config.of_layer(layer)
         assert config.mla is not None
         self.mla, self.num_heads = config.mla, config.num_heads
@@ -95,31 +95,40 @@ class MLAttention(nn.Module):
         w_uk, w_uv = self._up_projections()
         queries = q.new_empty(q.shape[0], self.num_heads, m.latent_dim)
         rope_and_write_latent(
-            q[..., m.qk_nope_head_dim :], latent, self.kv_a_layernorm, rope,
-            queries[..., m.kv_lora_rank :], group.layer_slots[self.cache_layer][0],
-            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
-            keeps_finite=self.keeps_kv_finite,
-        )  # fmt: skip
+            q[..., m.qk_nope_head_dim :],
+            latent,
+            self.kv_a_layernorm,
+            rope,
+            queries[..., m.kv_lora_rank :],
+            group.layer_slots[self.cache_layer][0],
+            meta.slot_mappings[self.kv_group],
+            SCRATCH_BLOCK * group.page_size,
+            keeps_finite=self.sanitize_kv,
+        )
         multiply_heads(q[..., : m.qk_nope_head_dim], w_uk, queries[..., : m.kv_lora_rank])
         attended = self.backend.attend(
-            queries, meta, kv_group=self.kv_group, layer=self.cache_layer, window=self.window,
+            queries,
+            meta,
+            kv_group=self.kv_group,
+            layer=self.cache_layer,
+            window=self.window,
             scale=m.softmax_scale,
-        )  # fmt: skip
+        )
         out = q.new_empty(q.shape[0], self.num_heads, m.v_head_dim)
         multiply_heads(attended, w_uv, out)
         return out.flatten(1)
 
-    def _attend_densely(self, q: Tensor, latent: Tensor, rope: Rope, texts: DensePass) -> Tensor:
-        """The same out of place, with a derivative."""
+    def _attend_densely(self, q: Tensor, latent: Tensor, rope: Rope, dense: DensePass) -> Tensor:
+        """Attends over whole sequences, with a derivative."""
         m = self.mla
         w_uk, w_uv = self._up_projections()
-        still, turning = q.split([m.qk_nope_head_dim, m.qk_rope_head_dim], dim=-1)
+        nope, rotary = q.split([m.qk_nope_head_dim, m.qk_rope_head_dim], dim=-1)
         rotation = rope.rotation(q.dtype)
         queries = torch.cat(
-            [torch.einsum("thn,hnl->thl", still, w_uk), apply_rope(turning, *rotation)], dim=-1
+            [torch.einsum("thn,hnl->thl", nope, w_uk), apply_rope(rotary, *rotation)], dim=-1
         )
         key = latent_key(latent, self.kv_a_layernorm, rotation, m.qk_rope_head_dim)
-        out = texts.attend(
+        out = dense.attend(
             queries, key, key[..., : m.kv_lora_rank], self.layer, self.window, m.softmax_scale
         )
         return torch.einsum("thl,hlv->thv", out, w_uv).flatten(1)
@@ -128,16 +137,16 @@ class MLAttention(nn.Module):
         """Where the tensors of a checkpoint go. Heads are laid out for half-split rotation; of
         `kv_b_proj`, where each head has its W_UK and W_UV, each kind comes by itself."""
         m, cpu = self.mla, torch.device("cpu")
-        turning = torch.arange(m.qk_rope_head_dim, device=cpu)
+        rotary = torch.arange(m.qk_rope_head_dim, device=cpu)
         if m.rope_interleave:
-            turning = torch.cat([turning[0::2], turning[1::2]])
-        still = torch.arange(m.qk_nope_head_dim, device=cpu)
-        head = torch.cat([still, turning + len(still)])
+            rotary = torch.cat([rotary[0::2], rotary[1::2]])
+        nope = torch.arange(m.qk_nope_head_dim, device=cpu)
+        head = torch.cat([nope, rotary + len(nope)])
         starts = torch.arange(self.num_heads, device=cpu)[:, None] * len(head)
         q_order = (starts + head).flatten()
-        kv_a_order = torch.cat([torch.arange(m.kv_lora_rank, device=cpu), turning + m.kv_lora_rank])
+        kv_a_order = torch.cat([torch.arange(m.kv_lora_rank, device=cpu), rotary + m.kv_lora_rank])
         kv_b = torch.arange(self.kv_b_proj.shape[0], device=cpu).view(self.num_heads, -1)
-        kv_b_order = torch.cat([kv_b[:, : len(still)].flatten(), kv_b[:, len(still) :].flatten()])
+        kv_b_order = torch.cat([kv_b[:, : len(nope)].flatten(), kv_b[:, len(nope) :].flatten()])
 
         def place(
             module: str, start: int = 0, rows: int | None = None, order: Tensor | None = None

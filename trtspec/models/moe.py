@@ -32,11 +32,15 @@ class Router(nn.Module):
         """[T, D] -> experts [T, k] int64 and their weights [T, k] float32."""
         config = self.config
         return route(
-            router_logits(x, self.weight), self.e_score_correction_bias,
-            config.experts_per_token, scoring=config.scoring, n_group=config.n_group,
-            topk_group=config.topk_group, normalize=config.norm_topk_prob,
+            router_logits(x, self.weight),
+            self.e_score_correction_bias,
+            config.experts_per_token,
+            scoring=config.scoring,
+            n_group=config.n_group,
+            topk_group=config.topk_group,
+            normalize=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
-        )  # fmt: skip
+        )
 
 
 class NormedRouter(Router):
@@ -110,14 +114,20 @@ class MoEBesideMLP(nn.Module):
         places = _mlp_places(self.mlp, name, f"{name}.mlp")
         places |= _router_places(router, f"{name}.router", name)
         places |= _expert_places(self.experts, router.config.names, f"{name}.experts", name)
-        for norm in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2",
-                     "post_feedforward_layernorm_2"):  # fmt: skip
+        for norm in (
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ):
             places[_beside(name, f"{norm}.weight")] = Placement(f"{name}.{norm}", "weight", 0, size)
         places[_beside(name, "router.scale")] = Placement(f"{name}.router.norm", "weight", 0, size)
         places[_beside(name, "router.per_expert_scale")] = Placement(
-            f"{name}.router", "per_expert_scale", 0, (self.experts.num_experts,),
+            f"{name}.router",
+            "per_expert_scale",
+            0,
+            (self.experts.num_experts,),
             dtype=torch.float32,
-        )  # fmt: skip
+        )
         return places
 
 
@@ -134,12 +144,12 @@ def _beside(name: str, tensor: str) -> str:
 
 def _router_places(router: Router, module: str, name: str) -> dict[str, Placement]:
     names, shape = router.config.names, tuple(router.weight.shape)
-    kept = {_beside(name, names.router): ("weight", shape)}
+    found = {_beside(name, names.router): ("weight", shape)}
     if router.e_score_correction_bias is not None:
-        kept[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
+        found[_beside(name, names.correction_bias)] = ("e_score_correction_bias", shape[:1])
     return {
         source: Placement(module, leaf, 0, shape, dtype=torch.float32)
-        for source, (leaf, shape) in kept.items()
+        for source, (leaf, shape) in found.items()
     }
 
 

@@ -1,11 +1,11 @@
-"""Per-layer inputs of small Gemma-4 models: every layer is told of the row's token once more.
+"""Per-layer inputs of small Gemma-4 models: every layer also receives an embedding of the token.
 
-    told  = (norm(projection(e) * D^-0.5) + embed_tokens_per_layer[token] * P^0.5) * 2^-0.5
-    x     = x + norm(projection_i(gelu(gate_i(x)) * told[i]))     behind layer i's MLP
+    layer_inputs = (norm(projection(e) * D^-0.5) + embed_tokens_per_layer[token] * P^0.5) * 2^-0.5
+    x            = x + norm(projection_i(gelu(gate_i(x)) * layer_inputs[i]))    behind layer i's MLP
 
-e is the row's (scaled) embedding [D], told [L, P] with P = hidden_size_per_layer_input. Where e is
-a vector that an encoder made, the token told of is the padding token. Source: transformers'
-`gemma4`.
+e is the row's (scaled) embedding [D]; layer_inputs are [L, P], P = hidden_size_per_layer_input.
+Where an encoder gave the row's embedding, the padding token stands for the token. Source:
+transformers' `gemma4`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .placement import Placement
 
 
 class PerLayerInputs(nn.Module):
-    """What all layers are told, made once in a pass."""
+    """Computes the inputs of all layers, once in a pass."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -39,7 +39,7 @@ class PerLayerInputs(nn.Module):
     def forward(
         self, input_ids: Tensor, embedded: Tensor, inputs_embeds: RowEmbeds | None
     ) -> Tensor:
-        """input_ids [T], their embeddings [T, D] with `inputs_embeds` in place -> [T, L, P]."""
+        """input_ids [T], their embeddings [T, D], given ones included -> layer inputs [T, L, P]."""
         if inputs_embeds is not None:
             input_ids = input_ids.index_fill(0, inputs_embeds.rows, self.pad_id)
         of_token = embed(
@@ -55,7 +55,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """The part of one layer that reads what it is told."""
+    """Adds one layer's input to the residual stream."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -64,10 +64,10 @@ class PerLayerGate(nn.Module):
         self.per_layer_projection = Linear(inner, size, bias=False)
         self.post_per_layer_input_norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset)
 
-    def forward(self, hidden: Tensor, told: Tensor, scalar: Tensor | None) -> Tensor:
-        """hidden [T, D], told [T, P], the layer's scalar [1] -> the stream after the layer."""
+    def forward(self, hidden: Tensor, layer_input: Tensor, scalar: Tensor | None) -> Tensor:
+        """hidden [T, D], layer_input [T, P], scalar [1] -> the stream after the layer."""
         gate = F.gelu(linear((hidden,), self.per_layer_input_gate), approximate="tanh")
-        out = linear((gate * told,), self.per_layer_projection)
+        out = linear((gate * layer_input,), self.per_layer_projection)
         return add_normed(hidden, out, self.post_per_layer_input_norm, scalar)
 
     def placements(self, name: str) -> dict[str, Placement]:

@@ -17,27 +17,30 @@ from ..layers.norm import RMSNorm
 from ..metadata.attention import AttentionMetadata
 from ..ops.layer.rope import Rope, apply_rope, rope_queries
 from .config import DecoderConfig
-from .kv_layout import kv_places
+from .kv_layout import kv_locations
 
 
 class QueryAttention(nn.Module):
-    """Arguments as of `Attention`. What is read is the place of `kv_layer`; an assistant's layers
-    get their target's (`kv_group`, `cache_layer`) when they meet it."""
+    """Attends over the keys and values of `kv_layer`. Arguments as of `Attention`.
+
+    An assistant's layers get their target's location (`kv_group`, `cache_layer`) in `share`.
+    """
 
     def __init__(
         self, config: DecoderConfig, layer: int, backend: AttentionBackend, kv_group: int = 0
     ):
         super().__init__()
-        place, self.kv_layer = kv_places(config)[layer], config.kv_layer(layer)
-        self.kv_group, self.cache_layer = kv_group + place.group, place.index
-        self.backend, self.window, own = backend, config.window(layer), config.of_layer(layer)
-        self.num_heads, self.head_dim = own.num_heads, own.head_dim
-        self.scale, self.softcap = own.attention_scale, own.attention_softcap
-        self.images_attend_both_ways = own.images_attend_both_ways
-        width = own.num_heads * own.head_dim
-        self.q_proj = Linear(own.hidden_size, width, own.qkv_bias)
-        self.o_proj = Linear(width, own.hidden_size, own.o_bias)
-        self.q_norm = RMSNorm(own.head_dim, own.rms_norm_eps, own.norm_offset)
+        location, self.kv_layer = kv_locations(config)[layer], config.kv_layer(layer)
+        self.kv_group, self.cache_layer = kv_group + location.group, location.index
+        self.backend, self.window = backend, config.window(layer)
+        config = config.of_layer(layer)
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.images_attend_both_ways = config.images_attend_both_ways
+        width = config.num_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias)
+        self.o_proj = Linear(width, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
     def forward(
         self,
@@ -47,15 +50,21 @@ class QueryAttention(nn.Module):
         rope: Rope,
         meta: AttentionMetadata | DensePass,
     ) -> Tensor:
-        """As `Attention.forward`, without residual."""
+        """Returns what `Attention.forward` does, without residual."""
         q = linear(inputs, self.q_proj, norms).view(-1, self.num_heads, self.head_dim)
         if isinstance(meta, DensePass):  # training differentiates, which kernels do not
             q = apply_rope(self.q_norm(q), *rope.rotation(q.dtype))
             out = meta.attend_again(q, self.kv_layer, self.window, self.scale, self.softcap)
         else:
             out = attend(
-                self.backend, rope_queries(q, rope, self.q_norm), meta, kv_group=self.kv_group,
-                layer=self.cache_layer, window=self.window, scale=self.scale, softcap=self.softcap,
+                self.backend,
+                rope_queries(q, rope, self.q_norm),
+                meta,
+                kv_group=self.kv_group,
+                layer=self.cache_layer,
+                window=self.window,
+                scale=self.scale,
+                softcap=self.softcap,
                 images_both_ways=self.images_attend_both_ways,
-            )  # fmt: skip
+            )
         return linear((out.reshape(-1, self.num_heads * self.head_dim),), self.o_proj)

@@ -22,7 +22,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class RopeTables(nn.Module):
-    """The tables of a model's layers; layers of one rotation share one.
+    """Holds the tables of a model's layers; layers with the same rotation share one.
 
     Args:
         num_positions: None is max_position_embeddings.
@@ -34,28 +34,29 @@ class RopeTables(nn.Module):
         self._name_of_layer: list[str] = []
         self._axes = nn.Module()  # of tables with M-RoPE, [head_dim] int64 by the table's name
         for layer in range(config.num_layers):
-            own = config.of_layer(layer)
-            kind = repr((sorted(own.rope_parameters.items()), own.head_dim, own.rotary_dim))
+            layer_config = config.of_layer(layer)
+            rope = layer_config.rope_parameters
+            kind = repr((sorted(rope.items()), layer_config.head_dim, layer_config.rotary_dim))
             if kind not in names:
                 names[kind] = f"table{len(names)}"
-                table = build_cos_sin(own, num_positions)  # [positions, head_dim] float32
+                table = build_cos_sin(layer_config, num_positions)  # [positions, head_dim] float32
                 self.register_buffer(names[kind], table, persistent=False)
-                axes = axis_of_frequency(own.rope_parameters)
+                axes = axis_of_frequency(rope)
                 if axes is not None:
                     self._axes.register_buffer(names[kind], axes.repeat(2), persistent=False)
             self._name_of_layer.append(names[kind])
 
     def at(self, position_ids: Tensor, meta: Any = None) -> list[Rope]:
-        """One for every layer.
+        """Returns the rotation of every layer.
 
         Args:
             position_ids: [T] int64.
-            meta: the pass's metadata. Its `rope_position_ids`, if it has some, are for the tables
-                with M-RoPE; a model without goes by places, as in text.
+            meta: the pass's metadata. Its `rope_position_ids`, if it has some, are for tables with
+                M-RoPE; the others use `position_ids`.
         """
-        turning = getattr(meta, "rope_position_ids", None)
+        rope_positions = getattr(meta, "rope_position_ids", None)
         ropes = {
-            name: self._rope(name, table, position_ids, turning)
+            name: self._rope(name, table, position_ids, rope_positions)
             for name, table in self.named_buffers(recurse=False)
         }
         return [ropes[name] for name in self._name_of_layer]
@@ -65,15 +66,18 @@ class RopeTables(nn.Module):
         """Whether rows may stand at three positions each (M-RoPE)."""
         return next(self._axes.buffers(), None) is not None
 
-    def _rope(self, name: str, table: Tensor, position_ids: Tensor, turning: Tensor | None) -> Rope:
+    def _rope(
+        self, name: str, table: Tensor, position_ids: Tensor, rope_positions: Tensor | None
+    ) -> Rope:
         axes = getattr(self._axes, name, None)
-        if axes is None or turning is None:
+        if axes is None or rope_positions is None:
             return Rope(table, position_ids)
-        turning = turning.clamp_max(len(table) - 1)  # rows past the text's end, which nobody uses
-        if turning.dim() == 1:
-            return Rope(table, turning)
-        turned = table[turning].gather(0, axes.expand(1, turning.shape[1], -1))[0]
-        return Rope(turned, torch.arange(len(turned), device=table.device))
+        rope_positions = rope_positions.clamp_max(len(table) - 1)  # rows past the sequence's end
+        if rope_positions.dim() == 1:
+            return Rope(table, rope_positions)
+        of_axes = axes.expand(1, rope_positions.shape[1], -1)
+        rotations = table[rope_positions].gather(0, of_axes)[0]  # [T, head_dim]
+        return Rope(rotations, torch.arange(len(rotations), device=table.device))
 
     @property
     def num_positions(self) -> int:
@@ -81,13 +85,13 @@ class RopeTables(nn.Module):
 
 
 def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Tensor:
-    """[num_positions, head_dim] float32: cos of the D/2 frequencies, then their sin.
+    """Returns cos of the D/2 frequencies, then their sin: [num_positions, head_dim] float32.
 
-    By default for max_position_embeddings. A draft head must cover its target's context, however
-    few positions its own config names.
+    The default is max_position_embeddings. A draft head must cover its target's context, however
+    few positions its config names.
 
-    Where only the first `rotary_dim` dimensions turn, the others' angle is 0; the frequencies of
-    the turning ones come first, which is how `rotation_order` lays out a head.
+    Pass-through dimensions (those after the first `rotary_dim`) have angle 0. The frequencies of
+    the rotary ones come first, which is how `rotation_order` lays out a head.
 
     Both halves carry the attention scaling of the RoPE type (yarn's; 1 for the others). Always
     on the CPU, also inside `with torch.device("meta")`.
@@ -102,13 +106,15 @@ def build_cos_sin(config: DecoderConfig, num_positions: int | None = None) -> Te
         )
         angles = positions[:, None] * inv_freq.float()  # [P, R/2]
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
-        still = (config.head_dim - 2 * angles.shape[1]) // 2
-        return torch.cat([F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))], dim=-1)
+        pad = 0, (config.head_dim - 2 * angles.shape[1]) // 2  # pass-through dimensions
+        return torch.cat([F.pad(cos, pad, value=1.0), F.pad(sin, pad)], dim=-1)
 
 
 def axis_of_frequency(parameters: Mapping[str, Any]) -> Tensor | None:
-    """[D/2] int64: the axis (time, height, width) whose position each frequency turns by, or None
-    without M-RoPE (Qwen2-VL, arXiv:2409.12191)."""
+    """Returns the axis (time, height, width) whose position rotates each frequency, [D/2] int64.
+
+    None without M-RoPE (Qwen2-VL, arXiv:2409.12191).
+    """
     sections = parameters.get("mrope_section")
     if not sections:
         return None
@@ -117,17 +123,18 @@ def axis_of_frequency(parameters: Mapping[str, Any]) -> Tensor | None:
 
 
 def rotation_order(config: DecoderConfig) -> Tensor | None:
-    """[head_dim] int64: the dimension of the checkpoint's head that stands at each of ours, or None
-    where they are the same. The rotation pairs i with i + head_dim/2; where only the first R
-    dimensions turn, the checkpoint pairs i with i + R/2. Queries and keys laid out alike score as
-    before.
+    """Returns the checkpoint's dimension at each of ours, [head_dim] int64; None if all are equal.
+
+    The rotation here pairs i with i + head_dim/2. Where only the first R dimensions are rotary,
+    the checkpoint pairs i with i + R/2. Queries and keys laid out alike score as before.
     """
-    dim, turning = config.head_dim, config.rotary_dim
-    if turning is None or turning == dim:
+    dim, rotary = config.head_dim, config.rotary_dim
+    if rotary is None or rotary == dim:
         return None
     order = torch.arange(dim, device="cpu")
-    still = order[turning:].chunk(2)
-    return torch.cat([order[: turning // 2], still[0], order[turning // 2 : turning], still[1]])
+    first, second = order[:rotary].chunk(2)
+    passed = order[rotary:].chunk(2)  # pass-through dimensions
+    return torch.cat([first, passed[0], second, passed[1]])
 
 
 def _frequencies(config: DecoderConfig) -> tuple[Tensor, float]:

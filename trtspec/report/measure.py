@@ -91,9 +91,15 @@ def measure_acceptance(
     if not prompts or not temperatures:
         raise ConfigError("Give at least one prompt and one temperature.")
     samples = collect_samples(
-        llm, prompts, temperatures=temperatures, contexts=list(dict.fromkeys(contexts)),
-        max_tokens=max_tokens, seed=seed, encode=encode, progress=progress,
-    )  # fmt: skip
+        llm,
+        prompts,
+        temperatures=temperatures,
+        contexts=list(dict.fromkeys(contexts)),
+        max_tokens=max_tokens,
+        seed=seed,
+        encode=encode,
+        progress=progress,
+    )
     k = llm.max_draft_len
     as_they_are = [sample for sample in samples if sample.context is None]
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))

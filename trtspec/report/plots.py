@@ -58,9 +58,14 @@ def _positions(figure_class: Any, report: AcceptanceReport) -> str:
         ):
             values, errors = _with_errors(rates)
             axes.errorbar(
-                numbers, values, yerr=errors, fmt=style, color=f"C{color}", capsize=3,
+                numbers,
+                values,
+                yerr=errors,
+                fmt=style,
+                color=f"C{color}",
+                capsize=3,
                 label=f"T = {group.temperature:g}, {name}",
-            )  # fmt: skip
+            )
     axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.03), xticks=list(numbers))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -79,9 +84,14 @@ def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[flo
         offset = (number - (len(temperatures) - 1) / 2) * height
         places = [names.index(group.name) + offset for group in own]
         axes.barh(
-            places, values, height, xerr=errors, capsize=3, color=f"C{number}",
+            places,
+            values,
+            height,
+            xerr=errors,
+            capsize=3,
+            color=f"C{number}",
             label=f"T = {temperature:g}",
-        )  # fmt: skip
+        )
     axes.set(xlabel="tokens per step")
     labels = [_label(name) for name in names]
     axes.set_yticks(list(range(len(names))), labels=labels, parse_math=False)

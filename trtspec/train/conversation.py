@@ -97,9 +97,12 @@ class Line:
 
     def to_json(self, index: int) -> bytes:
         record = {
-            "index": index, "kind": self.kind, "temperature": self.temperature,
-            "input_ids": self.input_ids, "loss_mask": self.loss_mask,
-        }  # fmt: skip
+            "index": index,
+            "kind": self.kind,
+            "temperature": self.temperature,
+            "input_ids": self.input_ids,
+            "loss_mask": self.loss_mask,
+        }
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
@@ -200,9 +203,11 @@ class Job:
         if len(prefix) > self.max_prompt:
             raise Drop("too long")
         params = SamplingParams(
-            max_tokens=self.mix.max_user_tokens, temperature=1.0, seed=rng.getrandbits(62),
+            max_tokens=self.mix.max_user_tokens,
+            temperature=1.0,
+            seed=rng.getrandbits(62),
             stop_token_ids=ends,
-        )  # fmt: skip
+        )
         reply = yield Ask(prefix, params)
         text = self._text(reply)
         if not reply.is_ended:

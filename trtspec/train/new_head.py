@@ -73,14 +73,18 @@ def create_head(
     with torch.device("meta"):
         if spec.kind == "eagle3":
             head: DraftHead = Eagle3Head(
-                _eagle3_config(spec, config, draft_ids), config.max_position_embeddings,
-                TorchAttention(), kv_group=1,
-            )  # fmt: skip
+                _eagle3_config(spec, config, draft_ids),
+                config.max_position_embeddings,
+                TorchAttention(),
+                kv_group=1,
+            )
         else:
             head = MTPHead(
-                _mtp_config(spec, config), config.max_position_embeddings, TorchAttention(),
+                _mtp_config(spec, config),
+                config.max_position_embeddings,
+                TorchAttention(),
                 kv_group=1,
-            )  # fmt: skip
+            )
     generator = torch.Generator().manual_seed(seed)
     for module in list(head.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -143,9 +147,14 @@ def check_format(format: str, kind: str) -> None:
 
 
 def save_head(
-    head: DraftHead, target: DecoderConfig, out: Path, *, format: str = "raw",
-    weights: Mapping[str, Tensor] | None = None, notes: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+    head: DraftHead,
+    target: DecoderConfig,
+    out: Path,
+    *,
+    format: str = "raw",
+    weights: Mapping[str, Tensor] | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> None:
     """Writes config.json and model.safetensors (bf16), each under another name first.
 
     Args:
@@ -243,10 +252,14 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         raw=target.raw,
     )
     return HeadConfig(
-        kind="eagle3", format="EAGLE-3, raw", decoder=decoder,
-        target_hidden_size=target.hidden_size, draft_vocab_size=len(draft_ids), own_lm_head=True,
+        kind="eagle3",
+        format="EAGLE-3, raw",
+        decoder=decoder,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=len(draft_ids),
+        own_lm_head=True,
         layers_to_capture=layers,
-    )  # fmt: skip
+    )
 
 
 def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
@@ -257,24 +270,34 @@ def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             "is not supported. Train kind='eagle3', or MTP layers for a dense target."
         )
     return HeadConfig(
-        kind="mtp", format="DeepSeek-style MTP layers",
+        kind="mtp",
+        format="DeepSeek-style MTP layers",
         decoder=decoder,
-        target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
         norm_output=target.mtp_feeds_post_norm is not False,
-    )  # fmt: skip
+    )
 
 
 def _architecture(decoder: DecoderConfig) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": decoder.hidden_size,
-        "intermediate_size": decoder.intermediate_size, "num_hidden_layers": decoder.num_layers,
-        "num_attention_heads": decoder.num_heads, "num_key_value_heads": decoder.num_kv_heads,
-        "head_dim": decoder.head_dim, "vocab_size": decoder.vocab_size,
+        "model_type": "llama",
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "num_hidden_layers": decoder.num_layers,
+        "num_attention_heads": decoder.num_heads,
+        "num_key_value_heads": decoder.num_kv_heads,
+        "head_dim": decoder.head_dim,
+        "vocab_size": decoder.vocab_size,
         "max_position_embeddings": decoder.max_position_embeddings,
-        "rms_norm_eps": decoder.rms_norm_eps, "rope_parameters": decoder.rope_parameters,
-        "rope_theta": decoder.rope_parameters["rope_theta"], "attention_bias": False,
-        "mlp_bias": False, "hidden_act": "silu", "tie_word_embeddings": False,
-    }  # fmt: skip
+        "rms_norm_eps": decoder.rms_norm_eps,
+        "rope_parameters": decoder.rope_parameters,
+        "rope_theta": decoder.rope_parameters["rope_theta"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
 
 
 def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:

@@ -12,16 +12,18 @@ file differs in places, but never in what it is.)
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ..checks import is_int
 from ..data.jsonl import LineError, check_messages, parse_line, read_lines
@@ -298,7 +300,7 @@ class _Run:
 
 
 class _Output:
-    """The file: whole lines only, one run at a time.
+    """The file: whole lines only, one run at a time, which holds the lock file beside it.
 
     A line that a killed run has begun is cut off when the file is opened again; readers leave it
     out until then.
@@ -308,31 +310,42 @@ class _Output:
         self.path, self._header = path, header
         self.num_examples, self.next_index = 0, 0
         self.prompts: list[bytes] = []
+        target = path.resolve()
+        self._lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=0)
         self._held: list[bytes] = []
         self._flushed = time.monotonic()
 
     def __enter__(self) -> _Output:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+b", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written to ({error}).") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
+            self._lock.acquire()
+        except Timeout as error:
             raise ConfigError(
                 f"Another run is writing {self.path}. Wait for it, or give another file."
             ) from error
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written to ({error}).") from error
+        try:
+            self._file = self._open()
+        except BaseException:
+            self._lock.release()
+            raise
         try:
             self._resume()
         except BaseException:
-            self._file.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()  # which gives the lock back
+        self._file.close()
+        self._lock.release()
+
+    def _open(self) -> FileIO:
+        try:
+            return open(self.path, "a+b", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be written to ({error}).") from error
 
     def _resume(self) -> None:
         size, header = 0, json.dumps(self._header).encode() + b"\n"

@@ -67,8 +67,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_int(self, "num_steps", 1, MAX_DRAFT_LEN)
-        for name in ("max_steps", "batch_size", "log_every", "evaluate_every",
-                     "checkpoint_every"):  # fmt: skip
+        for name in ("max_steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every"):
             require_int(self, name, 1, None)
         require_int(self, "warmup_steps", 0, None)
         require_int(self, "seed", 0, MAX_SEED)
@@ -182,9 +181,12 @@ class Trainer:
             for name, p in self.parameters.items()
         }
         self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()), lr=config.learning_rate, betas=config.betas,
-            weight_decay=config.weight_decay, fused=target.embed_tokens.weight.is_cuda,
-        )  # fmt: skip
+            list(self.masters.values()),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=target.embed_tokens.weight.is_cuda,
+        )
         self.step = 0
         self.log: list[dict[str, Any]] = []
 
@@ -333,10 +335,13 @@ class Trainer:
 
     def _save_head(self) -> None:
         save_head(
-            self.head, self.target.config, self.out, format=self.head_format,
+            self.head,
+            self.target.config,
+            self.out,
+            format=self.head_format,
             weights={n: m.detach() for n, m in self.masters.items()},
             notes={**self.notes, "steps": self.step, "config": asdict(self.config)},
-        )  # fmt: skip
+        )
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -350,10 +355,13 @@ class Trainer:
         if self.head.d2t is not None:
             digest.update(self.head.d2t.cpu().numpy().tobytes())
         return {
-            **same, "data": self.data.fingerprint, "head": config.kind,
-            "captured layers": list(config.layers_to_capture), "dtype": str(weight.dtype),
+            **same,
+            "data": self.data.fingerprint,
+            "head": config.kind,
+            "captured layers": list(config.layers_to_capture),
+            "dtype": str(weight.dtype),
             "target or draft vocabulary": digest.hexdigest()[:16],
-        }  # fmt: skip
+        }
 
     def _write_log(self, line: dict[str, Any]) -> None:
         self.log.append(line)

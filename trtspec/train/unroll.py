@@ -123,9 +123,13 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
 
 
 def unroll(
-    head: DraftHead, texts: Texts, hidden: Tensor, num_steps: int,
-    target_keys: DensePass | None = None, use: Use = DRAFTING,
-) -> Iterator[DraftStep]:  # fmt: skip
+    head: DraftHead,
+    texts: Texts,
+    hidden: Tensor,
+    num_steps: int,
+    target_keys: DensePass | None = None,
+    use: Use = DRAFTING,
+) -> Iterator[DraftStep]:
     """The head's steps, 0 … num_steps - 1. Differentiable where gradients are on.
 
     Args:

@@ -6,8 +6,8 @@ Gemma 2 caps attention's scores and the logits; Gemma 3 norms queries and keys i
 each kind of layer its own RoPE. Gemma 4 norms values too, lets full attention have other heads
 (whose values may be the keys' projection), does not scale scores, scales each layer's output, and
 may have experts beside its MLPs. In its small models the last layers read an earlier layer's keys
-and values (`reads_kv_of`), behind an MLP that may be twice as wide, and all are told of the token
-(`per_layer.py`).
+and values (`reads_kv_of`), and their MLP may be twice as wide. All layers of those receive an
+embedding of the token (`per_layer.py`).
 
 Within an image attention goes both ways: in Gemma 3 in all layers, in the larger Gemma 4 in those
 with windows, in the others in none.
@@ -113,9 +113,11 @@ def _sharing(hf: Any, where: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """`fields` with types of their own for the last layers, which keep no keys and values."""
     shared, types = getattr(hf, "num_kv_shared_layers", None) or 0, fields["layer_types"]
     first = len(types) - shared if is_int(shared) else -1
-    if not is_int(shared) or not 0 < first <= len(types) or (
-        not set(types[first:]) <= set(types[:first])
-    ):  # fmt: skip
+    if (
+        not is_int(shared)
+        or not 0 < first <= len(types)
+        or (not set(types[first:]) <= set(types[:first]))
+    ):
         raise CheckpointError(
             f"{where}: num_kv_shared_layers={shared!r} of {len(types)} layers; those read the keys "
             f"and values of the layers before, where each of their types must be: {list(types)}. "
@@ -147,7 +149,7 @@ def _per_layer(hf: Any, where: Path) -> dict[str, Any]:
     if not is_int(pad, 0, hf.vocab_size - 1):
         raise CheckpointError(
             f"{where}: pad_token_id={pad!r}; with hidden_size_per_layer_input it must be a token "
-            f"id, 0 … {hf.vocab_size - 1}: what layers are told of at an image's places. The "
+            f"id, 0 … {hf.vocab_size - 1}: whose layer inputs an image's positions have. The "
             "family's is 0."
         )
     return {"per_layer_input_size": size, "per_layer_pad_id": pad}

@@ -30,6 +30,6 @@ def _rotary_dim(head_dim: int, factor: Any, where: Path) -> int:
     if rotary_dim < 2 or rotary_dim % 2 or (head_dim - rotary_dim) % 2:
         raise CheckpointError(
             f"{where}: partial_rotary_factor={factor!r} of head_dim={head_dim}: it must be in "
-            "(0, 1] and turn an even number of dimensions. Correct it, or head_dim."
+            "(0, 1] and rotate an even number of dimensions. Correct it, or head_dim."
         )
     return rotary_dim

@@ -21,12 +21,15 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
     Raises:
         CheckpointError: a number is out of its range, or a variant is named that is not computed.
     """
-    for name, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"),
-                       ("topk_method", "noaux_tc")):  # fmt: skip
-        said = getattr(hf, name, None)
-        if said not in (None, only):
+    for name, only in (
+        ("moe_layer_freq", 1),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+    ):
+        given = getattr(hf, name, None)
+        if given not in (None, only):
             raise CheckpointError(
-                f"{where}: {name}={said!r} is not supported; allowed is {only!r}. Use another "
+                f"{where}: {name}={given!r} is not supported; allowed is {only!r}. Use another "
                 "model."
             )
     first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
@@ -55,11 +58,11 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
         CheckpointError: as `deepseek_moe`.
     """
     for name, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        said = getattr(hf, name, None)
-        if said not in (None, only):
+        given = getattr(hf, name, None)
+        if given not in (None, only):
             raise CheckpointError(
-                f"{where}: {name}={said!r} is not supported; allowed is {only!r} (every layer is a "
-                "mixture of experts). Use another model."
+                f"{where}: {name}={given!r} is not supported; allowed is {only!r} (every layer is "
+                "a mixture of experts). Use another model."
             )
     moe = MoEConfig(
         num_experts=_count(hf, "num_experts", 1, _MAX_EXPERTS, where),
@@ -95,9 +98,10 @@ def step_moe(raw: Mapping[str, Any], where: Path) -> MoEConfig:
         shared_intermediate_size=_count(hf, "share_expert_dim", 1, 2**24, where),
         has_correction_bias=bool(raw.get("use_moe_router_bias")),
         routed_scaling_factor=_scale(hf, "moe_router_scaling_factor", where),
-        names=MoENames("moe.gate.weight", "moe.router_bias", "moe.{part}.weight",
-                       shared="share_expert"),
-    )  # fmt: skip
+        names=MoENames(
+            "moe.gate.weight", "moe.router_bias", "moe.{part}.weight", shared="share_expert"
+        ),
+    )
 
 
 def gemma_moe(hf: Any, where: Path) -> MoEConfig | None:

@@ -20,28 +20,37 @@ from .moe import step_moe
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "head_dim",
-)  # fmt: skip
+)
 _COPIED = (
-    "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
-    "torch_dtype", "num_nextn_predict_layers",
-)  # fmt: skip
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "num_nextn_predict_layers",
+)
 
 
 def step3p5_as_qwen3(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     """What Qwen3 has by the same or another name, and the file as it is written beside it."""
     values = {"rms_norm_eps": 1e-5}
     values |= {name: raw[name] for name in _COPIED if raw.get(name) is not None}
-    for name, theirs in (
+    for name, checkpoint_name in (
         ("num_key_value_heads", "num_attention_groups"),
         ("max_position_embeddings", "max_seq_len"),
         *((name, name) for name in _REQUIRED),
     ):
-        value = raw.get(theirs) if raw.get(name) is None else raw[name]
+        value = raw.get(checkpoint_name) if raw.get(name) is None else raw[name]
         if value is None:
             raise CheckpointError(
-                f"{where} does not say {theirs}. Copy it again from the model's source."
+                f"{where} does not say {checkpoint_name}. Copy it again from the model's source."
             )
         values[name] = value
     return {**values, "written": raw}
@@ -55,9 +64,9 @@ def step3p5(hf: Any, where: Path) -> dict[str, Any]:
     attention = {kind: _fields_of(kind, raw, hf, types, where) for kind in set(types)}
     behind = _feed_forwards(raw, hf.num_hidden_layers, num_mtp, where)
     names, fields = [], {}
-    for kind, (suffix, own) in zip(types, behind, strict=False):
+    for kind, (suffix, of_mlp) in zip(types, behind, strict=False):
         names.append(kind + suffix)
-        fields[names[-1]] = {**attention[kind], **own}
+        fields[names[-1]] = {**attention[kind], **of_mlp}
     return {
         **fields[names[0]],
         "qk_norm": True,
@@ -100,8 +109,8 @@ def _feed_forwards(
     for layer, limits in enumerate(zip(routed, shared, strict=True)):
         if moe is not None and layer in with_experts:
             suffix = "" if limits == (None, None) else f" clamped at {limits[0]}, {limits[1]}"
-            own = replace(moe, swiglu_limit=limits[0], shared_swiglu_limit=limits[1])
-            found.append((f" with experts{suffix}", {"moe": own, "swiglu_limit": None}))
+            clamped = replace(moe, swiglu_limit=limits[0], shared_swiglu_limit=limits[1])
+            found.append((f" with experts{suffix}", {"moe": clamped, "swiglu_limit": None}))
         else:
             suffix = "" if limits[1] is None else f" clamped at {limits[1]}"
             found.append((suffix, {"moe": None, "swiglu_limit": limits[1]}))
@@ -109,17 +118,17 @@ def _feed_forwards(
 
 
 def _expert_layers(raw: dict[str, Any], total: int, where: Path) -> set[int]:
-    said = raw.get("moe_layers_enum")
-    numbers = said.split(",") if isinstance(said, str) else said
+    given = raw.get("moe_layers_enum")
+    numbers = given.split(",") if isinstance(given, str) else given
     texts = [str(number).strip() for number in numbers] if isinstance(numbers, list) else None
     texts = None if texts is None else [text for text in texts if text]
     if texts is None or any(
         not re.fullmatch(r"\d{1,6}", text) or int(text) >= total for text in texts
     ):
         raise CheckpointError(
-            f"{where}: moe_layers_enum={said!r}; it must name the layers with experts, each in 0 … "
-            f'{total - 1}, as in "3,4,5", or be "" where all are dense. Copy the file again from '
-            "the model's source."
+            f"{where}: moe_layers_enum={given!r}; it must name the layers with experts, each in "
+            f'0 … {total - 1}, as in "3,4,5", or be "" where all are dense. Copy the file again '
+            "from the model's source."
         )
     return {int(text) for text in texts}
 
@@ -128,13 +137,15 @@ def _limits(
     name: str, raw: dict[str, Any], count: int, total: int, where: Path
 ) -> list[float | None]:
     """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
-    said = raw.get(name)
-    limits = [None] * count if said is None else said
-    if not isinstance(limits, list) or len(limits) < count or any(
-        n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits
-    ):  # fmt: skip
+    given = raw.get(name)
+    limits = [None] * count if given is None else given
+    if (
+        not isinstance(limits, list)
+        or len(limits) < count
+        or any(n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits)
+    ):
         raise CheckpointError(
-            f"{where}: {name}={said!r}; it must be null or a list of at least {count} numbers, "
+            f"{where}: {name}={given!r}; it must be null or a list of at least {count} numbers, "
             "one a layer: what it clamps at, 0 or null for nothing. Copy the file again from the "
             "model's source."
         )
@@ -143,8 +154,13 @@ def _limits(
 
 def _refuse(raw: dict[str, Any], where: Path) -> None:
     """What these layers are not computed with."""
-    for name, needed in (("use_qk_norm", True), ("zero_centered", True), ("sink", False),
-                         ("use_mfa", False), ("attention_bias", False)):  # fmt: skip
+    for name, needed in (
+        ("use_qk_norm", True),
+        ("zero_centered", True),
+        ("sink", False),
+        ("use_mfa", False),
+        ("attention_bias", False),
+    ):
         if bool(raw.get(name, needed)) is not needed:
             raise CheckpointError(
                 f"{where}: {name}={raw[name]!r}; allowed is {needed}. Use another model."
@@ -166,8 +182,9 @@ def _fields_of(
     kv_heads = other.get("num_attention_groups", hf.num_key_value_heads)
     head_dim = other.get("head_dim", hf.head_dim)
     theta = _of_kind("rope_theta", raw.get("rope_theta", 10000.0), kind, types, where)
-    factor = _of_kind("partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind,
-                      types, where)  # fmt: skip
+    factor = _of_kind(
+        "partial_rotary_factors", raw.get("partial_rotary_factors") or 1.0, kind, types, where
+    )
     sizes = heads, kv_heads, head_dim
     if not all(is_int(n, 1, 2**24) for n in sizes):
         raise CheckpointError(
@@ -197,7 +214,7 @@ def _fields_of(
 def _of_kind(name: str, value: Any, kind: str, types: tuple[str, ...], where: Path) -> float:
     """A number for all layers, or a list of which the layers of one kind have the same."""
     per_layer = value if isinstance(value, list) else [value] * len(types)
-    found = {number for number, own in zip(per_layer, types, strict=False) if own == kind}
+    found = {number for number, of_type in zip(per_layer, types, strict=False) if of_type == kind}
     number = found.pop() if len(found) == 1 else None
     if not is_number(number) or not 0 < number < 1e30:
         raise CheckpointError(

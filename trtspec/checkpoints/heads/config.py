@@ -185,7 +185,7 @@ def _with_masks(
     )
 
 
-def refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
+def refuse_other_layers(decoder: DecoderConfig, drafter: str) -> None:
     """What the layers of heads do not compute, though their config's family does."""
     found = [
         name
@@ -194,8 +194,8 @@ def refuse_other_layers(decoder: DecoderConfig, who: str) -> None:
     ]
     if found:
         raise CheckpointError(
-            f"{who} would have layers with {', '.join(found)} (Gemma's), which are supported in "
-            "targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
+            f"{drafter} would have layers with {', '.join(found)} (Gemma's), which are supported "
+            "in targets and assistants alone. Use a Gemma-4 assistant, or draft otherwise."
         )
 
 
@@ -213,10 +213,10 @@ def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderCon
         ("attention_bias", "q_proj.bias", found.qkv_bias),
         ("mlp_bias", "down_proj.bias", found.mlp_bias),
     ):
-        said = inner.get(name)
-        if isinstance(said, bool) and said != there:
+        given = inner.get(name)
+        if isinstance(given, bool) and given != there:
             raise CheckpointError(
-                f"{where}: {name}={said}, but the checkpoint {'holds' if there else 'has no'} "
+                f"{where}: {name}={given}, but the checkpoint {'holds' if there else 'has no'} "
                 f"{tensor}. Set it to {str(there).lower()}, or use the weights that belong to this "
                 "config."
             )

@@ -119,8 +119,8 @@ def _check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | 
             f"The head's vocab_size is {vocab}, the target's {target.vocab_size}. Use a head "
             "trained for this target."
         )
-    for own, name in ((config.own_embedding, "embed_tokens"), (config.own_lm_head, "lm_head")):
-        if not own and size != target.hidden_size:
+    for has_it, name in ((config.own_embedding, "embed_tokens"), (config.own_lm_head, "lm_head")):
+        if not has_it and size != target.hidden_size:
             report.problems.append(
                 f"The head has no {name} of its own and is {size} wide; the target's, to be "
                 f"shared, is {target.hidden_size} wide. Use a head that carries its {name}."

@@ -59,8 +59,8 @@ def read_assistant(
             f"in 1 … {MAX_SIZE}. Copy the file again from the model's source."
         )
     tensors = {re.sub(r"^model\.", "", name): source for name, source in sources.items()}
-    own, tied = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
-    if tied is not None and (own is None or _are_equal(own, tied)):
+    lm_head, tied = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    if tied is not None and (lm_head is None or _are_equal(lm_head, tied)):
         tensors["lm_head.weight"] = tensors.pop("embed_tokens.weight")
     config = HeadConfig(
         kind=KIND,
@@ -102,32 +102,32 @@ def assistant_problems(config: HeadConfig, target: DecoderConfig) -> list[str]:
                 f"target has none. {cure}"
             )
             continue
-        own, theirs = decoder.of_layer(i), target.of_layer(source)
+        layer, target_layer = decoder.of_layer(i), target.of_layer(source)
         for name in ("head_dim", "num_kv_heads"):
-            if getattr(own, name) != getattr(theirs, name):
+            if getattr(layer, name) != getattr(target_layer, name):
                 problems.append(
-                    f"Layer {i} has {name}={getattr(own, name)}, the target's layer {source}, "
-                    f"whose keys it reads, has {getattr(theirs, name)}. {cure}"
+                    f"Layer {i} has {name}={getattr(layer, name)}, the target's layer {source}, "
+                    f"whose keys it reads, has {getattr(target_layer, name)}. {cure}"
                 )
         if decoder.window(i) != target.window(source):
             problems.append(
                 f"Layer {i} has sliding_window={decoder.window(i)}, the target's layer {source}, "
                 f"whose keys it reads, has {target.window(source)}. {cure}"
             )
-        if not _turns_alike(own, theirs):
+        if not _rotate_alike(layer, target_layer):
             problems.append(
-                f"Layer {i} rotates its queries by {own.rope_parameters}, the target's layer "
-                f"{source} its keys by {theirs.rope_parameters}. {cure}"
+                f"Layer {i} rotates its queries by {layer.rope_parameters}, the target's layer "
+                f"{source} its keys by {target_layer.rope_parameters}. {cure}"
             )
     return list(dict.fromkeys(problems))
 
 
-def _turns_alike(own: DecoderConfig, theirs: DecoderConfig) -> bool:
+def _rotate_alike(layer: DecoderConfig, target_layer: DecoderConfig) -> bool:
     """Whether queries and keys of two layers are rotated, and laid out, the same way."""
-    tables = build_cos_sin(own, 64), build_cos_sin(theirs, 64)
+    tables = build_cos_sin(layer, 64), build_cos_sin(target_layer, 64)
     if tables[0].shape != tables[1].shape:
         return True  # another problem says so
-    is_plain = rotation_order(own) is None and rotation_order(theirs) is None
+    is_plain = rotation_order(layer) is None and rotation_order(target_layer) is None
     return is_plain and torch.allclose(*tables, atol=1e-5)
 
 
@@ -141,8 +141,9 @@ def cluster_counts(raw: dict[str, Any], vocab_size: int, where: Any) -> tuple[in
         return 0, 0
     count, active = raw.get("num_centroids", 2048), raw.get("centroid_intermediate_top_k", 32)
     for name, value, most in (
-        ("num_centroids", count, vocab_size), ("centroid_intermediate_top_k", active, count),
-    ):  # fmt: skip
+        ("num_centroids", count, vocab_size),
+        ("centroid_intermediate_top_k", active, count),
+    ):
         if not is_int(value, 1, most):
             raise CheckpointError(
                 f"{where}: {name}={value!r}; it must be an int in 1 … {most}. Copy the file again "

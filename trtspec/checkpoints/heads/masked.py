@@ -1,4 +1,4 @@
-"""What a drafter's checkpoint says about drafting in parallel: several tokens from one pass.
+"""Drafters that propose several tokens from one pass: what their checkpoints say of mask tokens.
 
 Two kinds are public. A P-EAGLE head (arXiv:2602.01469) is an EAGLE-3 head with a mask token and a
 tensor `mask_hidden`, as wide as the captured layers: where a target's hidden states are not known
@@ -26,33 +26,35 @@ _TRAINED_LENGTHS = ("parallel_draft_step", "num_depths", "para_depths")
 
 
 def parse_masked(
-    raw: Mapping[str, Any], nested: Mapping[str, Any], tensors: Mapping[str, TensorSource],
-    where: Path, vocab_size: int,
-) -> tuple[int | None, int | None]:  # fmt: skip
-    """Of an EAGLE-3 head.
+    raw: Mapping[str, Any],
+    nested: Mapping[str, Any],
+    tensors: Mapping[str, TensorSource],
+    where: Path,
+    vocab_size: int,
+) -> tuple[int | None, int | None]:
+    """Returns the mask token of an EAGLE-3 head and how many drafts it was trained for.
+
+    The mask token is None if the head drafts one token a pass. The number is None if the
+    checkpoint does not say it.
 
     Args:
         raw: `config.json`; nested: its eagle_config. tensors: under canonical names.
 
-    Returns:
-        (mask token, None if the head drafts one token a pass; the most drafts that it was trained
-        for, None if it does not say).
-
     Raises:
-        CheckpointError: what makes a head parallel is there in part, or is not what it can be.
+        CheckpointError: something of a P-EAGLE head is missing, or is not what it can be.
     """
     token = _only_value(_MASK_TOKENS, raw, nested, where)
     trained = _only_value(_TRAINED_LENGTHS, raw, nested, where)
-    names_parallel = raw.get("speculators_model_type") == "peagle"
+    names_masks = raw.get("speculators_model_type") == "peagle"
     if trained is not None:
         name, value = trained
         checked_int(where, name, value, range(1, MAX_DRAFT_LEN + 1), cure="Correct it.")
-        names_parallel |= value > 1
+        names_masks |= value > 1
     if token is None:
-        if names_parallel or MASK_HIDDEN in tensors:
+        if names_masks or MASK_HIDDEN in tensors:
             raise CheckpointError(
                 f"{where} says that the head drafts in parallel, but not what it reads at the "
-                f"places to be drafted: none of {', '.join(_MASK_TOKENS)} is there. Add "
+                f"positions to be drafted: none of {', '.join(_MASK_TOKENS)} is there. Add "
                 "mask_token_id, or use a P-EAGLE head (heads with parallel_draft_heads are another "
                 "kind, which is not supported)."
             )
@@ -67,7 +69,7 @@ def parse_masked(
 
 
 def pard_token(raw: Mapping[str, Any], where: Path, vocab_size: int) -> int | None:
-    """The mask token of a draft model, None where its config.json names none.
+    """Returns the mask token of a draft model, None where its config.json names none.
 
     Raises:
         CheckpointError: it is not in the model's vocabulary.
@@ -78,7 +80,7 @@ def pard_token(raw: Mapping[str, Any], where: Path, vocab_size: int) -> int | No
 
 
 def mask_token(name: str, value: Any, where: Path, vocab_size: int) -> int:
-    """The value, once it is known to be a token. Raises CheckpointError."""
+    """Returns the value if it is a token. Raises CheckpointError."""
     if not is_int(value, 0, vocab_size - 1):
         raise CheckpointError(
             f"{where}: {name}={value!r}, the mask token, is not in the vocabulary 0 … "
@@ -88,7 +90,7 @@ def mask_token(name: str, value: Any, where: Path, vocab_size: int) -> int:
 
 
 def mask_hidden_problem(source: TensorSource, width: int) -> str | None:
-    """What is wrong with `mask_hidden`, and its cure; None if it fits.
+    """Returns what is wrong with `mask_hidden`, and its cure; None if it fits.
 
     Args:
         width: captured layers times the target's width.
@@ -113,14 +115,14 @@ def mask_hidden_problem(source: TensorSource, width: int) -> str | None:
 
 
 def read_mask_hidden(source: TensorSource) -> Tensor:
-    """[1, width], as if a row of captured states."""
+    """Returns it as a row of captured states, [1, width]."""
     return source.read().reshape(1, -1)
 
 
 def _only_value(
     names: tuple[str, ...], raw: Mapping[str, Any], nested: Mapping[str, Any], where: Path
 ) -> tuple[str, Any] | None:
-    """The first of the names that has a value, at the top or nested, and that value."""
+    """Returns the first of the names that has a value, at the top or nested, and that value."""
     found = [(n, d[n]) for n in names for d in (raw, nested) if d.get(n) is not None]
     for name, value in found[1:]:
         if value != found[0][1]:

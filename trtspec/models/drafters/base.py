@@ -1,4 +1,4 @@
-"""What every draft head has: the target's vocabulary and positions, own or shared ends.
+"""The base of draft heads: the target's vocabulary and positions, shared embedding and lm_head.
 
 A draft head is a network that reads the target's hidden states. It implements the `DraftModel`
 protocol of `workers/protocols.py`. Sources: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840),
@@ -22,18 +22,18 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.embedding import embed
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
-from ..kv_layout import kv_group_specs, kv_places
+from ..kv_layout import kv_group_specs, kv_locations
 from ..rope import RopeTables
 from .clustered_head import ClusteredHead
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head as plain numbers and flags; `head_config.py` reads it from a checkpoint."""
+    """A draft head as plain numbers and flags; `checkpoints/heads` reads it."""
 
     kind: str  # "eagle3", "eagle", "mtp" or "gemma4_assistant"
     format: str  # how the checkpoint is written, for people
-    decoder: DecoderConfig  # the head's own layers; vocab_size is the target's
+    decoder: DecoderConfig  # the head's layers; vocab_size is the target's
     target_hidden_size: int
     draft_vocab_size: int
     own_embedding: bool = False
@@ -63,7 +63,7 @@ class HeadTarget(Protocol):
 
 
 class DraftHead(nn.Module, ABC):
-    """Base of the heads. `embed_tokens` and `lm_head` are the target's until own ones are built."""
+    """Base of the heads. `embed_tokens` and `lm_head` are the target's where the head has none."""
 
     advances_positions = True
 
@@ -101,7 +101,7 @@ class DraftHead(nn.Module, ABC):
 
     def kv_group_of_layer(self, layer: int) -> int:
         """The KV group in which a layer of the head keeps its keys and values."""
-        return self.kv_group + kv_places(self.config.decoder)[layer].group
+        return self.kv_group + kv_locations(self.config.decoder)[layer].group
 
     def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
         """The groups that the head needs for itself, from its first on; none if it only reads."""

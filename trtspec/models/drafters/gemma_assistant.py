@@ -7,7 +7,7 @@
     out    = norm(x);  logits = lm_head(out);  fed on: post_projection(out), in place of h
 
 Source: transformers' `gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`. An
-example: the target has read `A B C D` at positions 0-3 and chose `E`, which nobody has read yet.
+example: the target has read `A B C D` at positions 0-3 and chose `E`, which no pass has read yet.
 
     draft step   token   h                   keys seen   position of the rotation
     0            E       the target's at D   of A … D    4, where E stands
@@ -37,7 +37,7 @@ from ...ops.layer.embedding import embed
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
 from ..decoder import SandwichLayer
-from ..kv_layout import kv_places
+from ..kv_layout import kv_locations
 from ..query_attention import QueryAttention
 from .base import DraftHead, HeadConfig, HeadTarget
 from .clustered_head import ClusteredHead
@@ -75,7 +75,7 @@ class GemmaAssistant(DraftHead):
     def share(self, target: HeadTarget) -> None:
         super().share(target)
         self.embedding_scale = target.config.embedding_scale
-        places = kv_places(target.config)
+        locations = kv_locations(target.config)
         for i in range(self.num_layers):
             source, attention = (
                 layer_read(self.config.decoder, i, target.config),
@@ -83,8 +83,8 @@ class GemmaAssistant(DraftHead):
             )
             assert source is not None
             attention.kv_layer = source
-            attention.kv_group = places[source].group  # the target's groups come first
-            attention.cache_layer = places[source].index
+            attention.kv_group = locations[source].group  # the target's groups come first
+            attention.cache_layer = locations[source].index
 
     def _attention(self, layer: int) -> QueryAttention:
         attention = self.layers[layer].self_attn

@@ -119,8 +119,11 @@ def mtp_decoder_config(target: DecoderConfig, num_layers: int) -> DecoderConfig:
         CheckpointError: the lists end before the MTP layers do, and the target's layers differ.
     """
     first, windows, types, moe = (
-        target.num_layers, target.layer_windows, target.layer_types, target.moe
-    )  # fmt: skip
+        target.num_layers,
+        target.layer_windows,
+        target.layer_types,
+        target.moe,
+    )
     if moe is not None:  # which layers are mixtures of experts goes by n + i too
         moe = replace(moe, first_k_dense_replace=max(0, moe.first_k_dense_replace - first))
     return replace(
