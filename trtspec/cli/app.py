@@ -1,6 +1,7 @@
-"""The commands and their options. torch and transformers are imported by the commands, not here."""
+"""The commands. torch and transformers are imported by them, not here.
 
-from __future__ import annotations
+Annotations are no strings, as `records.py` wants them: no `from __future__ import annotations`.
+"""
 
 import logging
 import sys

@@ -1,9 +1,8 @@
 """The options of the commands: a record for each group, in which a field is an option.
 
-An option's name, default and help are written here once. `records.py` makes parameters of them.
+An option's name, default and help are written here once. `records.py` makes parameters of them,
+which takes annotations that are no strings: no `from __future__ import annotations` here.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from inspect import Parameter
-from typing import Any, get_type_hints
+from typing import Any
 
 Command = Callable[..., None]
 
@@ -23,11 +23,10 @@ def takes_records(without: Collection[str] = ()) -> Callable[[Command], Command]
     """
 
     def decorate(command: Command) -> Command:
-        hints = get_type_hints(command, include_extras=True)
         records: dict[str, tuple[Callable[..., Any], list[str]]] = {}
         options: list[Parameter] = []
         for name, parameter in inspect.signature(command).parameters.items():
-            hint, default = hints[name], parameter.default
+            hint, default = parameter.annotation, parameter.default
             if not is_dataclass(hint):
                 options.append(_option(name, hint, default))
                 continue
@@ -50,10 +49,9 @@ def takes_records(without: Collection[str] = ()) -> Callable[[Command], Command]
 
 
 def _options(record: Any, defaults: Any) -> Iterator[Parameter]:
-    hints = get_type_hints(record, include_extras=True)
     for field in fields(record):
         default = field.default if defaults is Parameter.empty else getattr(defaults, field.name)
-        yield _option(field.name, hints[field.name], default)
+        yield _option(field.name, field.type, default)
 
 
 def _option(name: str, hint: Any, default: Any) -> Parameter:
