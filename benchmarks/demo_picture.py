@@ -26,9 +26,8 @@ def main(path: str) -> None:
     for name, value in patches.items():
         setattr(demo, name, value)
     options = EngineOptions(
-        model="smollm2-135m", speculative="eagle3", max_draft_len=3, draft_model=None, head=None,
-        two_engine=False, dtype="bfloat16", device="cpu", max_batch_size=1,
-    )  # fmt: skip
+        speculative="eagle3", max_draft_len=3, dtype="bfloat16", device="cpu", max_batch_size=1
+    )
     demo.run_demo(options, SamplingOptions(max_tokens=128))
     svg = console.export_svg(title="make demo")
     # rich names web fonts by address; the reader's own monospace font will do.

@@ -228,6 +228,25 @@ def test_json_is_the_only_thing_on_stdout(run):
     }
 
 
+@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize("printed", [False, True])
+def test_a_json_file_holds_what_json_prints(run, tmp_path, command, printed):
+    given = [command, "--prompt", "count", "--max-tokens", "4"]
+    _, expected, _ = run(*given, "--json")
+    code, out, _ = run(*given, "--json-file", "found.json", *(["--json"] if printed else []))
+    assert code == 0
+    assert (tmp_path / "found.json").read_text() == expected
+    assert out == expected if printed else "tok/s" in out
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"), [("nowhere/x.json", "is not there"), (".", "is a directory")]
+)
+def test_a_json_file_is_checked_before_anything_is_loaded(run, fake, file, expected):
+    code, out, err = run("generate", "--prompt", "a", "--json-file", file)
+    assert code == 2 and expected in error_line(err) and out == "" and not fake.built
+
+
 def test_numbers_json_has_no_word_for_become_null(run, fake, monkeypatch):
     nothing = SpecStats(float("nan"), [float("nan")], 0)
     monkeypatch.setattr(fake, "_spec_stats", lambda self, n: nothing)
@@ -612,6 +631,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("asked", "k"), [(None, 3), (2, 2)])
 def test_the_package_s_mtp_head_has_its_own_k(asked: int | None, k: int) -> None:
-    options = EngineOptions("smollm2-135m", "mtp_eagle", asked, None, None, False, "auto", "cpu", 1)
+    options = EngineOptions(speculative="mtp_eagle", max_draft_len=asked, device="cpu")
     config = make_spec_config(options, lambda text: None)
     assert config is not None and config.max_draft_len == k

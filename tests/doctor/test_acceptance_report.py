@@ -713,7 +713,7 @@ def test_the_command(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     code, out, err = run(
         "--temperatures", "0,1", "--contexts", "300", "--advise", "--max-batch-size", 2,
-        "--json", file,
+        "--json-file", file,
     )  # fmt: skip
     assert code == 0, err
     text = " ".join(out.split())
@@ -727,6 +727,25 @@ def test_the_command(run: Any, tmp_path: Path) -> None:
     }  # fmt: skip
     assert [row["draft_len"] for row in found["advice"]["rows"]] == [0, 1, 2]
     assert found["head"] is not None and found["advice"]["batch_size"] == 2
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_json_with_a_file_is_the_old_spelling(run: Any, tmp_path: Path, joined: bool) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    few = ("--categories", "b", "--per-category", "1")
+    code, out, err = run(*few, "--json-file", new, mode="ngram")
+    assert code == 0 and f"written: {new}" in " ".join(out.split()) and "note:" not in err
+    spelled = [f"--json={old}"] if joined else ["--json", old]
+    code, out, err = run(*few, *spelled, mode="ngram")
+    assert code == 0 and "tokens per step" in out
+    assert "note: acceptance --json FILE is deprecated: write --json-file FILE." in err
+    assert json.loads(old.read_text()).keys() == json.loads(new.read_text()).keys()
+
+
+def test_json_alone_prints_the_object_and_nothing_else(run: Any) -> None:
+    code, out, err = run("--json", "--categories", "b", "--per-category", "1", mode="ngram")
+    assert code == 0 and out.count("\n") == 1, err
+    assert json.loads(out)["mode"] == "ngram" and "note:" not in err
 
 
 def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
@@ -744,7 +763,7 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         (["--categories", "poetry"], "'poetry'. Allowed: a, b"),
-        (["--html", "one", "--json", "one"], "--html and --json are both one: name two files"),
+        (["--html", "one", "--json-file", "one"], "--html and --json-file are both one: name two"),
         (["--temperatures", "warm"], "'warm' is not allowed"),
         (["--temperatures", "0,,1"], "'' is not allowed"),
         (["--temperatures", "-1"], "'-1' is not allowed"),
@@ -752,7 +771,7 @@ def test_the_command_without_extras(run: Any, tmp_path: Path) -> None:
         (["--contexts", "1.5"], "whole numbers"),
         (["--contexts", "4090"], "max_seq_len=4096"),
         (["--per-category", "0"], "--per-category"),
-        (["--json", "nowhere/x.json"], "is not there"),
+        (["--json-file", "nowhere/x.json"], "is not there"),
         (["--html", "."], "is a directory"),
         (["--max-tokens", "0"], "max_tokens=0"),
     ],
@@ -790,7 +809,7 @@ def odd_prompts(tmp_path: Path) -> Path:
 def test_names_are_drawn_as_they_are(run: Any, tmp_path: Path) -> None:
     page, file = tmp_path / "page.html", tmp_path / "report.json"
     given = odd_prompts(tmp_path)
-    code, _, err = run("--html", page, "--json", file, prompts=given, mode="ngram")
+    code, _, err = run("--html", page, "--json-file", file, prompts=given, mode="ngram")
     assert code == 0, err
     assert [g["name"] for g in json.loads(file.read_text())["by_category"]] == ODD_NAMES
     images = re.findall(r"base64,([^\"]+)", page.read_text(encoding="utf-8"))
@@ -811,7 +830,7 @@ def test_what_was_measured_is_kept_before_it_is_shown(
     monkeypatch.setattr("trtspec.report.plots.require_matplotlib", lambda: FakeFigure)
     file = tmp_path / "report.json"
     with pytest.raises(KeyError):
-        run("--json", file, "--html", tmp_path / "page.html", mode="ngram")
+        run("--json-file", file, "--html", tmp_path / "page.html", mode="ngram")
     assert json.loads(file.read_text())["num_prompts"] == 4
 
 

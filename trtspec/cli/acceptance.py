@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,7 +16,8 @@ from rich.text import Text
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
-from .options import EngineOptions
+from .options import AcceptanceOptions, EngineOptions, JsonOptions
+from .output import check_writable, write_json
 from .render import forced_banner, make_console
 from .status import Progress
 
@@ -31,44 +29,44 @@ MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
-class AcceptanceOptions:
-    """What to measure, as it was typed."""
+class Plan:
+    """What is measured: the options, read and checked."""
 
-    prompts: Path | None
-    categories: str | None
-    per_category: int | None
-    temperatures: str
-    contexts: str | None
-    max_tokens: int
-    seed: int
-    advise: bool
-    html: Path | None
-    json: Path | None
+    prompts: Sequence[AcceptancePrompt]
+    temperatures: Sequence[float]
+    contexts: Sequence[int]
+
+    @classmethod
+    def of(cls, what: AcceptanceOptions) -> Plan:
+        """Raises CliError, DataError where an option cannot be."""
+        categories = [name.strip() for name in (what.categories or "").split(",") if name.strip()]
+        temperatures = _numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
+        contexts = [int(n) for n in _numbers("--contexts", what.contexts, 1, 2**20, whole=True)]
+        prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
+        return cls(prompts, temperatures, contexts)
 
 
-def run_acceptance(options: EngineOptions, what: AcceptanceOptions) -> int:
+def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: JsonOptions) -> int:
     """Returns the exit code."""
     if parse_mode(options.speculative).is_none():
         raise CliError("--speculative none drafts nothing to measure: name a drafting mode.")
-    temperatures = _numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
-    contexts = [int(n) for n in _numbers("--contexts", what.contexts, 1, 2**20, whole=True)]
-    categories = [name.strip() for name in (what.categories or "").split(",") if name.strip()]
-    prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
-    for path in (what.html, what.json):
-        _check_writable(path)
-    if what.html is not None and what.html == what.json:
-        raise CliError(f"--html and --json are both {what.html}: name two files.")
+    plan = Plan.of(what)
+    files = [path for path in (what.html, output.json_file) if path is not None]
+    for path in files:
+        check_writable(path)
+    if len(files) == 2 and what.html == output.json_file:
+        raise CliError(f"--html and --json-file are both {what.html}: name two files.")
     if what.html is not None:
         from ..report.plots import require_matplotlib
 
         require_matplotlib()  # before minutes of measuring
     with redirect_stdout(sys.stderr), Progress() as progress:
-        report = _measure(options, what, prompts, temperatures, contexts, progress)
-    if what.json is not None:  # first: whatever happens to the rest, nothing is measured again
-        found = {"model": options.model, "head": options.head, **report.to_json()}
-        what.json.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
-    console = make_console()
-    _print_report(console, options, report)
+        report = _measure(options, what, plan, progress)
+    if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
+        write_json(output, {"model": options.model, "head": options.head, **report.to_json()})
+    console = make_console(stderr=output.as_json)
+    if not output.as_json:
+        _print_report(console, options, report)
     if what.html is not None:
         from ..report.html import render_html
         from ..report.plots import draw_plots
@@ -76,19 +74,13 @@ def run_acceptance(options: EngineOptions, what: AcceptanceOptions) -> int:
         title = f"Acceptance: {options.model}, {_mode(report)}"
         page = render_html(report, title, draw_plots(report))
         what.html.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-    for path in (what.html, what.json):
-        if path is not None:
-            console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+    for path in files:
+        console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
     return 0
 
 
 def _measure(
-    options: EngineOptions,
-    what: AcceptanceOptions,
-    prompts: Sequence[AcceptancePrompt],
-    temperatures: Sequence[float],
-    contexts: Sequence[int],
-    progress: Progress,
+    options: EngineOptions, what: AcceptanceOptions, plan: Plan, progress: Progress
 ) -> AcceptanceReport:
     from ..report import measure_acceptance
 
@@ -98,38 +90,53 @@ def _measure(
     else:
         llm = load_llm(options, progress)
     report = measure_acceptance(
-        llm, prompts, temperatures=temperatures, contexts=contexts, max_tokens=what.max_tokens,
-        seed=what.seed, progress=progress,
-    )  # fmt: skip
+        llm,
+        plan.prompts,
+        temperatures=plan.temperatures,
+        contexts=plan.contexts,
+        max_tokens=what.max_tokens,
+        seed=what.seed,
+        progress=progress,
+    )
     if plain is None:
         return report
-    return replace(report, advice=_advise(options, plain, llm, prompts, report, progress))
+    ids = sorted((llm.apply_chat_template(p.messages) for p in plan.prompts), key=len)
+    return replace(
+        report, advice=_advise(plain, llm, ids, report, options.max_batch_size, progress)
+    )
 
 
 def _advise(
-    options: EngineOptions,
     plain: LLM,
     llm: LLM,
-    prompts: Sequence[AcceptancePrompt],
+    ids: Sequence[Sequence[int]],
     report: AcceptanceReport,
+    batch: int,
     progress: Progress,
 ) -> Advice:
+    """Returns which K pays, from the time of a step for each.
+
+    Args:
+        ids: the prompts' tokens, the shortest first.
+    """
     from ..report import advise, measure_step_ms
 
-    ids = sorted((llm.apply_chat_template(p.messages) for p in prompts), key=len)
-    batch = options.max_batch_size
     start = max(0, (len(ids) - batch) // 2)  # the prompts of middling length
     step_ms = measure_step_ms(
-        plain, llm, range(llm.max_draft_len + 1), ids[start : start + batch], batch_size=batch,
+        plain,
+        llm,
+        range(llm.max_draft_len + 1),
+        ids[start : start + batch],
+        batch_size=batch,
         progress=progress,
-    )  # fmt: skip
+    )
     return advise(step_ms, report.rates_to_advise, batch)
 
 
 def _numbers(
     option: str, text: str | None, low: float, high: float, whole: bool = False
 ) -> list[float]:
-    """`0,0.7,1` as numbers, each once."""
+    """Returns the numbers of `0,0.7,1`, each once."""
     numbers = []
     for part in (text or "").split(",") if text is not None else []:
         try:
@@ -144,18 +151,6 @@ def _numbers(
             )
         numbers.append(number)
     return list(dict.fromkeys(numbers))
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise CliError(f"{path} is a directory: give the name of a file to write.")
-    if not path.absolute().parent.is_dir():
-        raise CliError(f"{path} cannot be written: the directory {path.parent} is not there.")
-    place = path if path.exists() else path.absolute().parent
-    if not os.access(place, os.W_OK):
-        raise CliError(f"{path} cannot be written: there is no permission to. Name another file.")
 
 
 def _mode(report: AcceptanceReport) -> str:
@@ -188,7 +183,7 @@ def _print_report(console: Console, options: EngineOptions, report: AcceptanceRe
 
 
 def _length_table(name: str, groups: Sequence[Group], report: AcceptanceReport) -> Table:
-    """A row per name, a column per temperature."""
+    """Returns a table with a row per name and a column per temperature."""
     from ..report.html import interval_text
 
     table = Table(title=f"tokens per step by {name}", title_justify="left")
@@ -198,13 +193,13 @@ def _length_table(name: str, groups: Sequence[Group], report: AcceptanceReport) 
     for heading in ("prompts", "steps"):
         table.add_column(heading, justify="right")
     for row in dict.fromkeys(group.name for group in groups):
-        own = {group.temperature: group.acceptance for group in groups if group.name == row}
+        found = {group.temperature: group.acceptance for group in groups if group.name == row}
         cells = [
-            interval_text(own[t].acceptance_length) if t in own else "-"
+            interval_text(found[t].acceptance_length) if t in found else "-"
             for t in report.temperatures
         ]
-        prompts = max(acceptance.num_prompts for acceptance in own.values())
-        steps = sum(acceptance.num_steps for acceptance in own.values())
+        prompts = max(acceptance.num_prompts for acceptance in found.values())
+        steps = sum(acceptance.num_steps for acceptance in found.values())
         table.add_row(row, *cells, str(prompts), str(steps))
     return table
 

@@ -20,9 +20,9 @@ from rich.text import Text
 from ..data.prompts import PROMPT_SETS
 from .engine import describe, load_pair, make_sampling_params
 from .errors import EXIT_FAILED, show_error
-from .generate import write_json
-from .inputs import Prompt, check_raw, to_inputs
-from .options import EngineOptions, SamplingOptions
+from .inputs import Prompt, read_prompts, to_inputs
+from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions
+from .output import check_writable, write_json
 from .render import finite, first_difference, forced_banner, make_console, position_bars
 from .status import Progress
 
@@ -84,15 +84,14 @@ class SetResult:
 
 def run_bench(
     options: EngineOptions,
+    given: PromptOptions,
     sampling: SamplingOptions,
-    prompts: Sequence[Prompt],
-    raw: bool,
     repeat: int,
-    as_json: bool,
+    output: JsonOptions,
 ) -> int:
     """Returns the exit code: 0, or 1 when a request failed."""
-    if raw:
-        check_raw(prompts)
+    prompts = read_prompts(given)
+    check_writable(output.json_file)
     if sampling.temperature > 0 and sampling.seed is None:  # else the two could never agree
         sampling = replace(sampling, seed=0)
     params = make_sampling_params(sampling)
@@ -100,16 +99,14 @@ def run_bench(
     try:
         with redirect_stdout(sys.stderr), Progress() as progress:
             plain, speculative = load_pair(options, progress)
-            results = [
-                _measure_set(name, items, plain, speculative, params, raw, repeat, progress)
-                for name, items in sets.items()
-            ]
+            measure = Measurement(plain, speculative, params, given.raw, repeat, progress)
+            results = [measure.run(name, items) for name, items in sets.items()]
     except BenchFailed as error:
         show_error(str(error))
         return EXIT_FAILED
-    if as_json:
-        write_json(_to_json(options, sampling, repeat, speculative, results))
-    else:
+    if output.is_wanted:
+        write_json(output, _to_json(options, sampling, repeat, speculative, results))
+    if not output.as_json:
         _print_report(make_console(), options, sampling, repeat, speculative, results)
     return 0
 
@@ -118,48 +115,51 @@ def _built_in_sets() -> dict[str, list[Prompt]]:
     return {name: [Prompt(text) for text in texts] for name, texts in PROMPT_SETS.items()}
 
 
-def _measure_set(
-    name: str,
-    prompts: Sequence[Prompt],
-    plain: LLM,
-    speculative: LLM,
-    params: SamplingParams,
-    raw: bool,
-    repeat: int,
-    progress: Progress,
-) -> SetResult:
-    result = SetResult(name, len(prompts))
-    engines = [(plain, result.plain), (speculative, result.speculative)]
-    progress(f"warming up on {name!r}")
-    for llm, _ in engines:
-        # On CUDA every batch size that comes up has a graph, which is captured when it first does.
-        warm = prompts if str(llm.device).startswith("cuda") else prompts[:1]
-        _run_once(llm, to_inputs(llm, warm, raw), params, Side())
-    for turn in range(1, repeat + 1):
-        for llm, side in engines:
-            progress(f"decoding {name!r}, run {turn} of {repeat}, {llm.mode.name}")
-            _run_once(llm, to_inputs(llm, prompts, raw), params, side)
-    return result
+@dataclass(frozen=True)
+class Measurement:
+    """Two engines, and how a prompt set is decoded with both."""
+
+    plain: LLM
+    speculative: LLM
+    params: SamplingParams
+    raw: bool
+    repeat: int
+    progress: Progress
+
+    def run(self, name: str, prompts: Sequence[Prompt]) -> SetResult:
+        """Returns the set's runs, after one warm-up of each engine."""
+        result = SetResult(name, len(prompts))
+        engines = [(self.plain, result.plain), (self.speculative, result.speculative)]
+        self.progress(f"warming up on {name!r}")
+        for llm, _ in engines:
+            # On CUDA each batch size has a graph, which is captured when it first comes up.
+            warm = prompts if str(llm.device).startswith("cuda") else prompts[:1]
+            self._run_once(llm, warm, Side())
+        for turn in range(1, self.repeat + 1):
+            for llm, side in engines:
+                self.progress(f"decoding {name!r}, run {turn} of {self.repeat}, {llm.mode.name}")
+                self._run_once(llm, prompts, side)
+        return result
+
+    def _run_once(self, llm: LLM, prompts: Sequence[Prompt], side: Side) -> None:
+        inputs = to_inputs(llm, prompts, self.raw)
+        llm.reset_stats()
+        outputs = llm.generate(inputs, self.params)
+        for number, output in enumerate(outputs, start=1):
+            if output.outputs[0].finish_reason == "error":
+                raise BenchFailed(f"prompt {number} failed with {llm.mode.name}: {output.error}")
+        side.runs.append(llm.stats())
+        side.token_ids = [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
-    """Whether other tokens than without speculation are no fault: a rule with draws of its own."""
+    """Returns whether other tokens than without speculation are no fault: the rule draws anew."""
     from ..acceptance.rules import RULES
 
-    mode, is_sampled = speculative.mode, sampling.temperature > 0 and sampling.top_k != 1
-    has_network = not (mode.is_ngram() or mode.is_user_provided())
+    is_sampled = sampling.temperature > 0 and sampling.top_k != 1
+    has_network = speculative.mode.traits.drafts_with_network
     rule = RULES.get(speculative.acceptance or "")
     return is_sampled and has_network and rule is not None and not rule.keeps_seeded_text
-
-
-def _run_once(llm: LLM, inputs: Any, params: SamplingParams, side: Side) -> None:
-    llm.reset_stats()
-    outputs = llm.generate(inputs, params)
-    for number, output in enumerate(outputs, start=1):
-        if output.outputs[0].finish_reason == "error":
-            raise BenchFailed(f"prompt {number} failed with {llm.mode.name}: {output.error}")
-    side.runs.append(llm.stats())
-    side.token_ids = [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def _to_json(

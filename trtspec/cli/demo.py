@@ -84,7 +84,9 @@ def run_demo(options: EngineOptions, sampling: SamplingOptions) -> int:
     """Returns the exit code: 0, or 1 when a request failed."""
     console = make_console()
     params = make_sampling_params(sampling)
-    warm_up = make_sampling_params(SamplingOptions(min(WARM_UP_TOKENS, sampling.max_tokens)))
+    warm_up = make_sampling_params(
+        SamplingOptions(max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens))
+    )
     with Progress() as progress:
         plain, speculative = load_pair(options, progress)
         for llm in (plain, speculative):
@@ -137,7 +139,7 @@ def _decode(
     screen: Live | None,
     console: Console,
 ) -> None:
-    """Decode one answer step by step; every snapshot of the stream is one step."""
+    """Decodes one answer step by step; every snapshot of the stream is one step."""
     before = llm.stats()
     last: RequestOutput | None = None
     next_frame = 0.0
@@ -157,7 +159,7 @@ def _decode(
 
 
 def _rate_between(before: EngineStats, after: EngineStats) -> float:
-    """Tokens per second of what was decoded between two readings of the engine's totals."""
+    """Returns the tokens per second decoded between two readings of the engine's totals."""
     seconds = after.decode_seconds - before.decode_seconds
     decoded = after.tokens_per_second * after.decode_seconds
     decoded -= before.tokens_per_second * before.decode_seconds

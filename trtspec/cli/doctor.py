@@ -11,7 +11,8 @@ from rich.text import Text
 
 from .engine import resolve_model
 from .errors import EXIT_FAILED, CliError
-from .generate import write_json
+from .options import DoctorOptions, JsonOptions
+from .output import check_writable, write_json
 from .render import make_console
 from .status import Progress
 
@@ -21,10 +22,7 @@ if TYPE_CHECKING:
 Ids = list[list[int]]
 
 
-def run_doctor(
-    target: str, head: Path, num_prompts: int, max_tokens: int, dtype: str, device: str,
-    as_json: bool,
-) -> int:  # fmt: skip
+def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
     """Returns the exit code: 0 if nothing is wrong, else 1."""
     import torch
 
@@ -33,28 +31,29 @@ def run_doctor(
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..doctor import check, diagnose, texts_of
-    from ..executor.build import resolve_device, resolve_dtype
+    from ..executor.device import resolve_device, resolve_dtype
 
     with Progress() as progress:
-        head = _resolve_drafter(head, progress)
-        target_dir = Path(resolve_model(target, progress))
+        check_writable(output.json_file)
+        head = _resolve_drafter(options.head, progress)
+        target_dir = Path(resolve_model(options.target, progress))
         config, tokenizer = load_config(target_dir), load_tokenizer(target_dir)
-        where = resolve_device(device)
+        where = resolve_device(options.device)
         diagnosis = check(config, head, tokenizer=tokenizer)
         if not diagnosis.problems:  # otherwise the target need not write anything
             progress("the target writes texts")
-            prompts, written = _write(target_dir, num_prompts, max_tokens, dtype, device)
+            prompts, written = _write(target_dir, options)
             gc.collect()  # the engine refers to itself; its cache's memory is wanted
             if where.type == "cuda":
                 torch.cuda.empty_cache()
-            model = load_decoder(
-                target_dir, resolve_dtype(dtype, config, where), where, TorchAttention(), pack=False
-            )
+            dtype = resolve_dtype(options.dtype, config, where)
+            model = load_decoder(target_dir, dtype, where, TorchAttention(), pack=False)
             texts = texts_of(prompts, written, where)
             diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
-    if as_json:
-        write_json({"target": target, "head": str(head), **_as_json(diagnosis)})
-    else:
+    if output.is_wanted:
+        found = {"target": options.target, "head": str(head), **_as_json(diagnosis)}
+        write_json(output, found)
+    if not output.as_json:
         _print(diagnosis, head)
     return 0 if diagnosis.is_well else EXIT_FAILED
 
@@ -73,19 +72,23 @@ def _resolve_drafter(head: Path, progress: Progress) -> Path:
     )
 
 
-def _write(
-    target_dir: Path, num_prompts: int, max_tokens: int, dtype: str, device: str
-) -> tuple[Ids, Ids]:
-    """(ids of prompts, ids of what the target wrote after each)."""
+def _write(target_dir: Path, options: DoctorOptions) -> tuple[Ids, Ids]:
+    """Returns (token ids of prompts, those that the target wrote after each)."""
     from ..api.sampling_params import SamplingParams
     from ..data.acceptance_prompts import load_prompts
     from ..llm import LLM
 
-    llm = LLM(target_dir, device=device, dtype=dtype, max_batch_size=16, max_seq_len=1024)
-    prompts = load_prompts()
-    chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]
+    llm = LLM(
+        target_dir,
+        device=options.device,
+        dtype=options.dtype,
+        max_batch_size=16,
+        max_seq_len=1024,
+    )
+    prompts, count = load_prompts(), options.num_prompts
+    chosen = prompts[:: max(1, len(prompts) // count)][:count]
     outputs = llm.chat(
-        [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)
+        [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=options.max_tokens)
     )
     return (
         [list(output.prompt_token_ids) for output in outputs],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from .status import Progress
 
 if TYPE_CHECKING:
     from ..api.sampling_params import SamplingParams
-    from ..config import DecodingBaseConfig
+    from ..config import DecodingBaseConfig, HeadDecodingConfig
     from ..llm import LLM
     from ..metadata.mode import SpeculativeDecodingMode
 
@@ -25,81 +24,92 @@ def parse_mode(name: str) -> SpeculativeDecodingMode:
 
 
 def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:
-    """The decoding config that `--speculative` and its companions describe; None for none.
+    """Returns the decoding config that `--speculative` and its companions describe, if any.
 
     `eagle3` and `mtp_eagle` name a drafter here: it drafts inside the step unless `--two-engine`
     asks for passes of its own.
     """
-    from ..checkpoints.zoo import DRAFT_LENS, head_for
-    from ..config import CONFIG_OF_MODE, EagleDecodingConfig, MTPDecodingConfig
+    from ..config import CONFIG_OF_MODE, HeadDecodingConfig
 
     mode = parse_mode(options.speculative)
     config_class = CONFIG_OF_MODE.get(mode)
-    is_eagle, is_mtp = config_class is EagleDecodingConfig, config_class is MTPDecodingConfig
-    if options.draft_model is not None and not mode.is_draft_target():
-        instead = " Give its directory with --head." if is_eagle or is_mtp else ""
-        raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.{instead}")
-    if options.head is not None and not (is_eagle or is_mtp):
-        raise CliError(
-            f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
-            "with --speculative how it drafts: eagle3, mtp or mtp_eagle."
-        )
-    if options.two_engine and (mode.is_mtp_vanilla() or not (is_eagle or is_mtp)):
-        raise CliError(
-            f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
-            "have."
-        )
-    if mode.is_none():
-        if options.acceptance is not None:
-            raise CliError("--acceptance was given, but nothing drafts: name a --speculative mode.")
-        if options.max_draft_len is not None:
-            raise CliError(
-                "--max-draft-len was given, but nothing drafts: name a --speculative mode."
-            )
+    head_class: type[HeadDecodingConfig] | None = None
+    if config_class is not None and issubclass(config_class, HeadDecodingConfig):
+        head_class = config_class
+    _check_companions(options, mode, reads_head=head_class is not None)
+    if config_class is None:
         return None
-    if mode.is_user_provided() or mode.is_save_hidden_states():
-        what = "a Python object that drafts" if mode.is_user_provided() else "an output_directory"
-        raise CliError(f"{mode.name} needs {what}: use the Python API, LLM(model, {_name(mode)}).")
+    if config_class.needs_python:
+        raise CliError(
+            f"{mode.name} needs {config_class.needs_python}: use the Python API, LLM(model, "
+            f"{config_class.__name__}(...))."
+        )
     arguments: dict[str, Any] = {}
     if options.max_draft_len is not None:
-        name = "num_nextn_predict_layers" if is_mtp else "max_draft_len"
-        arguments[name] = options.max_draft_len
+        arguments[config_class.draft_len_field] = options.max_draft_len
     if options.acceptance is not None:
         arguments["acceptance"] = options.acceptance
     if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
         arguments["speculative_model"] = resolve_model(options.draft_model, progress)
-    head = options.head
-    if head is None and (is_eagle or (is_mtp and not mode.is_mtp_vanilla())):
-        head = head_for(options.model, "eagle3" if is_eagle else "mtp")
-        if head is not None:
-            progress(f"drafting with {head}")
-    if is_eagle:
-        if head is None:
-            raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
-        arguments |= {"speculative_model": head, "eagle3_one_model": not options.two_engine}
-    if is_mtp:
-        known = DRAFT_LENS.get(str(head))
-        if known is not None and not mode.is_mtp_vanilla():  # what it was trained for
-            arguments.setdefault("num_nextn_predict_layers", known)
-        arguments |= {
-            "speculative_model": head,
-            "use_mtp_vanilla": mode.is_mtp_vanilla(),
-            "mtp_eagle_one_model": not options.two_engine,
-        }
-    assert config_class is not None
+    if head_class is not None:
+        arguments = _head_arguments(options, mode, head_class, progress) | arguments
     return config_class(**arguments)
 
 
-def _name(mode: SpeculativeDecodingMode) -> str:
-    from ..config import CONFIG_OF_MODE
+def _check_companions(
+    options: EngineOptions, mode: SpeculativeDecodingMode, reads_head: bool
+) -> None:
+    """Raises CliError for an option that this way of drafting has no use for."""
+    if options.draft_model is not None and not mode.is_draft_target():
+        instead = " Give its directory with --head." if reads_head else ""
+        raise CliError(f"--draft-model was given, but {mode.name} drafts without a model.{instead}")
+    if options.head is not None and not reads_head:
+        raise CliError(
+            f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
+            "with --speculative how it drafts: eagle3, mtp or mtp_eagle."
+        )
+    if options.two_engine and (mode.is_mtp_vanilla() or not reads_head):
+        raise CliError(
+            f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
+            "have."
+        )
+    if mode.is_none() and options.acceptance is not None:
+        raise CliError("--acceptance was given, but nothing drafts: name a --speculative mode.")
+    if mode.is_none() and options.max_draft_len is not None:
+        raise CliError("--max-draft-len was given, but nothing drafts: name a --speculative mode.")
 
-    return f"{CONFIG_OF_MODE[mode].__name__}(...)"
+
+def _head_arguments(
+    options: EngineOptions,
+    mode: SpeculativeDecodingMode,
+    config_class: type[HeadDecodingConfig],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Returns the arguments of a head's config: the head, its K, and where it drafts."""
+    from ..checkpoints.zoo import DRAFT_LENS, head_for
+
+    head, is_vanilla = options.head, mode.is_mtp_vanilla()
+    if head is None and not is_vanilla:
+        head = head_for(options.model, config_class.head_name)
+        if head is not None:
+            progress(f"drafting with {head}")
+    if head is None and not config_class.target_may_hold_head:
+        raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
+    arguments: dict[str, Any] = {
+        "speculative_model": head,
+        config_class.one_model_field: not options.two_engine,
+        **config_class.fields_of_mode(mode),
+    }
+    known = DRAFT_LENS.get(str(head))
+    if known is not None and not is_vanilla:  # what it was trained for
+        arguments[config_class.draft_len_field] = known
+    return arguments
 
 
 def resolve_model(model: str, progress: Progress) -> str | Path:
-    """A directory as it is; a .gguf file or a name of the zoo made ready on first use."""
+    """Returns the model's directory; a .gguf file or a known name is made ready on first use."""
     if model and Path(model).is_dir():
         return model
     from ..checkpoints import zoo
@@ -108,7 +118,7 @@ def resolve_model(model: str, progress: Progress) -> str | Path:
 
 
 def load_llm(options: EngineOptions, progress: Progress) -> LLM:
-    """Build the engine that the options describe.
+    """Returns the engine that the options describe.
 
     Raises:
         CliError, ConfigError, CheckpointError, OSError: with the reason.
@@ -129,14 +139,16 @@ def load_llm(options: EngineOptions, progress: Progress) -> LLM:
 
 
 def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
-    """Two engines that differ in speculation only: without, with."""
+    """Returns two engines that differ in speculation only: without, with."""
     if parse_mode(options.speculative).is_none():
         raise CliError("--speculative none leaves nothing to compare: name a drafting mode.")
     with_speculation = load_llm(options, progress)  # first: it is the one whose options can fail
-    plain = replace(
-        options, speculative="none", max_draft_len=None, draft_model=None, head=None,
-        two_engine=False, acceptance=None,
-    )  # fmt: skip
+    plain = EngineOptions(
+        model=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        max_batch_size=options.max_batch_size,
+    )
     return load_llm(plain, progress), with_speculation
 
 
@@ -156,7 +168,7 @@ def make_sampling_params(options: SamplingOptions) -> SamplingParams:
 
 
 def describe(llm: LLM) -> dict[str, Any]:
-    """The engine's part of every JSON object."""
+    """Returns the engine's part of every JSON object."""
     return {
         "mode": llm.mode.name.lower(),
         "max_draft_len": llm.max_draft_len,

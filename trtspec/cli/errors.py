@@ -69,6 +69,12 @@ def show_error(message: str) -> None:
         make_console(stderr=True).print(Text(f"error: {line}", style="bold red"), soft_wrap=True)
 
 
+def show_note(message: str) -> None:
+    """`note: …` on stderr, on one line."""
+    with suppress(OSError):
+        make_console(stderr=True).print(Text(f"note: {message}", style="yellow"), soft_wrap=True)
+
+
 def prepare_streams() -> None:
     """Lets any text be written, also to streams that are closed (and None)."""
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -13,8 +12,9 @@ from rich.text import Text
 
 from .engine import describe, load_llm, make_sampling_params
 from .errors import EXIT_FAILED, CliError, show_error
-from .inputs import Prompt, check_raw, to_inputs
-from .options import EngineOptions, SamplingOptions
+from .inputs import Prompt, read_prompts, to_inputs
+from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions
+from .output import check_writable, write_json
 from .render import finite, make_console, print_summary, split_step, write_pieces
 from .status import Progress
 
@@ -26,33 +26,59 @@ if TYPE_CHECKING:
 
 def run_generate(
     options: EngineOptions,
+    given: PromptOptions,
     sampling: SamplingOptions,
-    prompts: Sequence[Prompt],
-    raw: bool,
-    as_json: bool,
+    output: JsonOptions,
 ) -> int:
     """Returns the exit code: 0, or 1 when a request failed."""
+    prompts = read_prompts(given)
     if not prompts:
         raise CliError("no prompt: give --prompt TEXT (repeatable) or --prompt-file F.jsonl.")
-    if raw:
-        check_raw(prompts)
     params = make_sampling_params(sampling)
-    if as_json:
-        return _run_json(options, params, prompts, raw)
+    check_writable(output.json_file)
+    decode = _decode_quietly if output.as_json else _decode_and_show
+    llm, outputs = decode(options, params, prompts, given.raw)
+    if output.is_wanted:
+        pairs = zip(prompts, outputs, strict=True)
+        report = {
+            "model": options.model,
+            **describe(llm),
+            "outputs": [output_json(prompt, each) for prompt, each in pairs],
+            "stats": stats_json(llm.stats()),
+        }
+        write_json(output, report)
+    return _report_failures(outputs)
+
+
+def _decode_and_show(
+    options: EngineOptions, params: SamplingParams, prompts: Sequence[Prompt], raw: bool
+) -> tuple[LLM, list[RequestOutput]]:
+    """Returns the engine and its outputs, after printing them as they come."""
     with Progress() as progress:
         llm = load_llm(options, progress)
         inputs = to_inputs(llm, prompts, raw)
     console = make_console()
+    outputs: dict[int, RequestOutput] = {}
     if len(prompts) == 1:
-        outputs = [_stream(console, llm, inputs[0], params)]
+        outputs[0] = _stream(console, llm, inputs[0], params)
     else:
-        outputs = []
         for index, output in _as_finished(llm, inputs, params, options.max_batch_size):
             heading = f"[{index + 1}/{len(prompts)}] {prompts[index].title}"
             _print_output(console, heading, output)
-            outputs.append(output)
+            outputs[index] = output
     print_summary(console, llm.stats(), llm.mode.name, llm.max_draft_len)
-    return _report_failures(outputs)
+    return llm, [outputs[index] for index in range(len(prompts))]
+
+
+def _decode_quietly(
+    options: EngineOptions, params: SamplingParams, prompts: Sequence[Prompt], raw: bool
+) -> tuple[LLM, list[RequestOutput]]:
+    """Returns the engine and its outputs. Stdout is for the JSON object alone."""
+    with redirect_stdout(sys.stderr), Progress() as progress:
+        llm = load_llm(options, progress)
+        inputs = to_inputs(llm, prompts, raw)
+        progress(f"decoding {len(prompts)} prompt(s)")
+        return llm, llm.generate(inputs, params)
 
 
 def _stream(
@@ -102,26 +128,6 @@ def _report_failures(outputs: Sequence[RequestOutput]) -> int:
     return EXIT_FAILED if failed else 0
 
 
-def _run_json(
-    options: EngineOptions, params: SamplingParams, prompts: Sequence[Prompt], raw: bool
-) -> int:
-    with redirect_stdout(sys.stderr), Progress() as progress:  # stdout is for the object alone
-        llm = load_llm(options, progress)
-        inputs = to_inputs(llm, prompts, raw)
-        progress(f"decoding {len(prompts)} prompt(s)")
-        outputs = llm.generate(inputs, params)
-    report = {
-        "model": options.model,
-        **describe(llm),
-        "outputs": [
-            output_json(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)
-        ],
-        "stats": stats_json(llm.stats()),
-    }
-    write_json(report)
-    return _report_failures(outputs)
-
-
 def output_json(prompt: Prompt, output: RequestOutput) -> dict[str, Any]:
     completion, stats = output.outputs[0], output.spec_stats
     entry: dict[str, Any] = {
@@ -147,8 +153,3 @@ def stats_json(stats: EngineStats) -> dict[str, Any]:
         "acceptance_length": finite(stats.acceptance_length),
         "forced_acceptance": stats.forced_acceptance,
     }
-
-
-def write_json(report: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(report, allow_nan=False) + "\n")
-    sys.stdout.flush()

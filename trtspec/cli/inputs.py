@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import CliError
+from .options import PromptOptions
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -35,12 +36,20 @@ class Prompt:
         return line if len(line) <= 70 else line[:69] + "…"
 
 
-def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Prompt]:
-    """The prompts of `--prompt` (repeatable) or `--prompt-file`; empty when neither is given."""
+def read_prompts(given: PromptOptions) -> list[Prompt]:
+    """Returns the prompts of `--prompt` or `--prompt-file`, none where neither is given.
+
+    Raises:
+        CliError: both are given, one cannot be read, or `--raw` meets messages.
+    """
+    texts, file = given.prompt, given.prompt_file
     if texts and file is not None:
         raise CliError("--prompt and --prompt-file were both given: use one of them.")
     if file is not None:
-        return _read_file(file)
+        prompts = _read_file(file)
+        if given.raw:
+            _refuse_messages(prompts)
+        return prompts
     for text in texts or ():
         if not text.strip():
             raise CliError("--prompt is empty: give the text the model should answer.")
@@ -82,8 +91,8 @@ def _parse_line(line: str) -> Prompt:
     return Prompt(value)
 
 
-def check_raw(prompts: Sequence[Prompt]) -> None:
-    """`--raw` gives the text as it is; messages have no such form."""
+def _refuse_messages(prompts: Sequence[Prompt]) -> None:
+    """Raises CliError for messages, which have no form that `--raw` could leave as it is."""
     for number, prompt in enumerate(prompts, start=1):
         if not isinstance(prompt.given, str):
             raise CliError(
@@ -93,7 +102,7 @@ def check_raw(prompts: Sequence[Prompt]) -> None:
 
 
 def to_token_ids(llm: LLM, prompt: Prompt) -> list[int]:
-    """The prompt with the model's chat template applied."""
+    """Returns the prompt's tokens, the model's chat template applied."""
     try:
         return llm.apply_chat_template(prompt.messages)
     except ValueError as error:
@@ -101,7 +110,7 @@ def to_token_ids(llm: LLM, prompt: Prompt) -> list[int]:
 
 
 def to_inputs(llm: LLM, prompts: Sequence[Prompt], raw: bool) -> list[str] | list[list[int]]:
-    """What `llm.generate` takes: texts if `raw`, else token ids with the chat template."""
+    """Returns what `llm.generate` takes: text if `raw`, else token ids by the chat template."""
     if raw:
         return [prompt.given for prompt in prompts if isinstance(prompt.given, str)]
     return [to_token_ids(llm, prompt) for prompt in prompts]

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from .engine import resolve_model
 from .errors import EXIT_FAILED
-from .generate import write_json
+from .options import JsonOptions
+from .output import check_writable, write_json
 from .render import make_console
 from .status import Progress
 
@@ -31,12 +32,13 @@ _WHOLE_MODEL = (
 )
 
 
-def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
+def run_inspect_head(directory: Path, target: str | None, output: JsonOptions) -> int:
     """Returns the exit code: 0 if the head can be used, else 1."""
     from ..checkpoints.heads.load import HeadReport, read_head
     from ..checkpoints.hf_config import load_config
     from ..doctor import holds_language_model
 
+    check_writable(output.json_file)
     config = None
     if target is not None:
         with Progress() as progress:
@@ -47,11 +49,16 @@ def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
         with ExitStack() as stack:
             report = read_head(directory, config, stack)
     facts = describe_head(report, config)
-    if as_json:
+    if output.is_wanted:
         found = {name.lower().replace(" ", "_"): value for name, value in facts.items()}
-        found.pop("target", None)
-        write_json({"head": str(directory), "target": target, **found, "problems": report.problems})
-        return EXIT_FAILED if report.problems else 0
+        about = {**found, "head": str(directory), "target": target}
+        write_json(output, {**about, "problems": report.problems})
+    if not output.as_json:
+        _print(directory, report, facts, has_target=config is not None)
+    return EXIT_FAILED if report.problems else 0
+
+
+def _print(directory: Path, report: HeadReport, facts: dict[str, str], has_target: bool) -> None:
     console = make_console()
     table = Table(title=str(directory), show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -63,9 +70,8 @@ def run_inspect_head(directory: Path, target: str | None, as_json: bool) -> int:
     for problem in report.problems:
         console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
     if not report.problems:
-        fits = "It fits the target." if config is not None else "It is whole; give --target too."
+        fits = "It fits the target." if has_target else "It is whole; give --target too."
         console.print(Text(f"✓ {fits}", style="green"), soft_wrap=True)
-    return EXIT_FAILED if report.problems else 0
 
 
 def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str, str]:

@@ -1,110 +1,258 @@
-"""The options that the commands share."""
+"""The options of the commands: a record for each group, in which a field is an option.
 
-from __future__ import annotations
+An option's name, default and help are written here once. `records.py` makes parameters of them,
+which takes annotations that are no strings: no `from __future__ import annotations` here.
+"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..config.engine import EngineConfig
+
 DEFAULT_MODEL = "smollm2-135m"
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help="smollm2-135m (fetched on first use) or a model directory.")
-]
-SpeculativeOption = Annotated[
-    str,
-    typer.Option(
-        "--speculative",
-        help="none, ngram, draft_target, auto, eagle3, mtp (one layer per draft token) or "
-        "mtp_eagle (one layer for all). The last three draft inside the step, the modes "
-        "EAGLE3_ONE_MODEL, MTP and MTP_EAGLE_ONE_MODEL; see --two-engine.",
-    ),
-]
-DraftLenOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-draft-len",
-        help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with the "
-        "package's head), the others 4; an EAGLE head may say its own; demo 3.",
-    ),
-]
-DraftModelOption = Annotated[
-    str | None,
-    typer.Option("--draft-model", help="Directory (or name) of the drafting model."),
-]
-HeadOption = Annotated[
-    str | None,
-    typer.Option(
-        "--head",
-        help="Directory of the EAGLE head or MTP layers, or a name: smollm2-135m-eagle3, "
-        "smollm2-135m-mtp. Default: for smollm2-135m the package's, for other models their own MTP "
-        "layers.",
-    ),
-]
-TwoEngineOption = Annotated[
-    bool,
-    typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
-]
-AcceptanceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--acceptance",
-        help="How drafts of sampled answers are judged: rejection (the default), block, "
-        "exact_match or strict. All are lossless.",
-    ),
-]
-PromptOption = Annotated[
-    list[str] | None, typer.Option("--prompt", help="Text to answer. May be given several times.")
-]
-PromptFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompt-file",
-        help='One JSON per line: a string, {"prompt": "..."} or {"messages": [...]}.',
-    ),
-]
-RawOption = Annotated[
-    bool, typer.Option("--raw", help="Give the text to the model as it is: no chat template.")
-]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most new tokens per prompt.")]
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="1 is off.")]
-TopKOption = Annotated[int, typer.Option("--top-k", help="0 is off.")]
-SeedOption = Annotated[
-    int | None, typer.Option("--seed", help="The same seed gives the same tokens.")
-]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-BatchSizeOption = Annotated[
-    int, typer.Option("--max-batch-size", help="Most requests decoded together.")
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
-]
+_ENGINE = {field.name: field for field in fields(EngineConfig)}
+
+
+def _engine_option(name: str) -> Any:
+    """Returns the option of a field of `EngineConfig`, by its name and with its help."""
+    return typer.Option(f"--{name.replace('_', '-')}", help=_ENGINE[name].metadata["help"])
+
+
+def _engine_default(name: str) -> Any:
+    return _ENGINE[name].default
+
+
+DEFAULT_DTYPE, DEFAULT_DEVICE = _engine_default("dtype"), _engine_default("device")
+
+Dtype = Annotated[str, _engine_option("dtype")]
+Device = Annotated[str, _engine_option("device")]
+MaxBatchSize = Annotated[int, _engine_option("max_batch_size")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most new tokens per prompt.")]
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What an engine is made from."""
 
-    model: str
-    speculative: str
-    max_draft_len: int | None
-    draft_model: str | None
-    head: str | None
-    two_engine: bool
-    dtype: str
-    device: str
-    max_batch_size: int
-    acceptance: str | None = None
+    model: Annotated[
+        str,
+        typer.Option("--model", help="smollm2-135m (fetched on first use) or a model directory."),
+    ] = DEFAULT_MODEL
+    speculative: Annotated[
+        str,
+        typer.Option(
+            "--speculative",
+            help="none, ngram, draft_target, auto, eagle3, mtp (one layer per draft token) or "
+            "mtp_eagle (one layer for all). The last three draft inside the step, the modes "
+            "EAGLE3_ONE_MODEL, MTP and MTP_EAGLE_ONE_MODEL; see --two-engine.",
+        ),
+    ] = "none"
+    max_draft_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-draft-len",
+            help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with "
+            "the package's head), the others 4; an EAGLE head may say its own; demo 3.",
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", help="Directory (or name) of the drafting model."),
+    ] = None
+    head: Annotated[
+        str | None,
+        typer.Option(
+            "--head",
+            help="Directory of the EAGLE head or MTP layers, or a name: smollm2-135m-eagle3, "
+            "smollm2-135m-mtp. Default: for smollm2-135m the package's, for other models their "
+            "own MTP layers.",
+        ),
+    ] = None
+    two_engine: Annotated[
+        bool,
+        typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
+    ] = False
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--acceptance",
+            help="How drafts of sampled answers are judged: rejection (the default), block, "
+            "exact_match or strict. All are lossless.",
+        ),
+    ] = None
+    dtype: Dtype = DEFAULT_DTYPE
+    device: Device = DEFAULT_DEVICE
+    max_batch_size: MaxBatchSize = 8
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is to be answered."""
+
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Text to answer. May be given several times."),
+    ] = None
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompt-file",
+            help='One JSON per line: a string, {"prompt": "..."} or {"messages": [...]}.',
+        ),
+    ] = None
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Give the text to the model as it is: no chat template.")
+    ] = False
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+    """How it is answered."""
+
+    max_tokens: MaxTokens = 128
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, typer.Option("--top-p", help="1 is off.")] = 1.0
+    top_k: Annotated[int, typer.Option("--top-k", help="0 is off.")] = 0
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="The same seed gives the same tokens.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class JsonOptions:
+    """Where the JSON object goes; by default there is none, and text is printed."""
+
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")
+    ] = False
+    json_file: Annotated[
+        Path | None, typer.Option("--json-file", help="Write the JSON object to this file.")
+    ] = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.as_json or self.json_file is not None
+
+
+@dataclass(frozen=True)
+class AcceptanceOptions:
+    """What `trtspec acceptance` measures."""
+
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help='One JSON per line: {"id": "...", "category": "...", "messages": [...]}. '
+            "Default: the 120 prompts in the box.",
+        ),
+    ] = None
+    categories: Annotated[
+        str | None, typer.Option("--categories", help="Only these, like chat,code. Default: all.")
+    ] = None
+    per_category: Annotated[
+        int | None,
+        typer.Option("--per-category", min=1, help="Only the first so many of each category."),
+    ] = None
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", help="Like 0,0.7,1. 0 is greedy.")
+    ] = "0"
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--contexts",
+            help="Like 256,1024,4096: the prompts again, after turns that make them this long.",
+        ),
+    ] = None
+    max_tokens: MaxTokens = 128
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled answers.")] = 0
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Time a step for each K, and say which K pays.")
+    ] = False
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write one self-contained page with plots."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What `trtspec doctor` examines."""
+
+    target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")]
+    head: Annotated[
+        Path, typer.Option("--head", help="Directory or name of a draft head or a draft model.")
+    ]
+    num_prompts: Annotated[
+        int, typer.Option("--prompts", min=1, help="How many of the prompts in the box to use.")
+    ] = 24
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Most new tokens per prompt.")
+    ] = 64
+    dtype: Dtype = DEFAULT_DTYPE
+    device: Device = DEFAULT_DEVICE
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `trtspec train` makes, and from what."""
+
+    kind: Annotated[str, typer.Argument(help="eagle3 or mtp.")]
+    target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")] = (
+        DEFAULT_MODEL
+    )
+    out: Annotated[
+        Path, typer.Option("--out", help="The run's directory; a run that is there goes on.")
+    ] = Path("head")
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Conversations, one JSON per line.")
+    ] = None
+    self_generate: Annotated[
+        int | None,
+        typer.Option("--self-generate", min=1, help="Let the target write so many conversations."),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="What to ask it; default: made from templates."),
+    ] = None
+    self_written: Annotated[
+        float,
+        typer.Option(
+            "--self-written",
+            min=0,
+            max=1,
+            help="Share of user turns that the target writes too.",
+        ),
+    ] = 0.4
+    num_layers: Annotated[
+        int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
+    ] = 1
+    draft_vocab_size: Annotated[
+        int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
+    ] = 16384
+    length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a packed row.")] = 512
+    max_answer: Annotated[
+        int, typer.Option("--max-answer", min=1, help="Most tokens of a generated answer.")
+    ] = 384
+    max_steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps. Default: by --epochs.")
+    ] = None
+    epochs: Annotated[float, typer.Option("--epochs", min=0.01)] = 3.0
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 48
+    num_steps: Annotated[
+        int, typer.Option("--unroll", min=1, help="Draft steps trained at each position.")
+    ] = 6
+    learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3
+    head_format: Annotated[
+        str, typer.Option("--format", help="raw, or for eagle3 speculators.")
+    ] = "raw"
+    dtype: Dtype = DEFAULT_DTYPE
+    device: Device = DEFAULT_DEVICE
+    max_batch_size: MaxBatchSize = 256
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave bad lines of --data out, and count them.")
+    ] = False

@@ -1,71 +1,82 @@
-"""Configs: how an engine drafts (`decoding`), and what it is made from (`engine`)."""
+"""Configs: how an engine drafts (`decoding`), and what it is made from (`engine`).
+
+Names are loaded when first used: the command line reads `engine` alone.
+"""
 
 from __future__ import annotations
 
-from .decoding import (
-    ACCEPTANCE_RULES,
-    CONFIG_OF_MODE,
-    MAX_DRAFT_LEN,
-    AutoDecodingConfig,
-    DecodingBaseConfig,
-    Drafter,
-    DraftTargetDecodingConfig,
-    EagleDecodingConfig,
-    HeadDecodingConfig,
-    MTPDecodingConfig,
-    NGramDecodingConfig,
-    SaveHiddenStatesDecodingConfig,
-    UserProvidedDecodingConfig,
-    require_common,
-    resolve_speculative_config,
-)
-from .engine import (
-    ATTENTION_BACKENDS,
-    DEFAULT_CUDA_GRAPHS,
-    MAX_BATCH_SIZE,
-    CudaGraphConfig,
-    EngineConfig,
-    ExecutorConfig,
-    KvCacheConfig,
-    takes_fields_of,
-)
-from .fields import (
-    check_bool,
-    check_int,
-    require_bool,
-    require_int,
-    require_layers,
-    require_path,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ACCEPTANCE_RULES",
-    "ATTENTION_BACKENDS",
-    "CONFIG_OF_MODE",
-    "DEFAULT_CUDA_GRAPHS",
-    "MAX_BATCH_SIZE",
-    "MAX_DRAFT_LEN",
-    "AutoDecodingConfig",
-    "CudaGraphConfig",
-    "DecodingBaseConfig",
-    "DraftTargetDecodingConfig",
-    "Drafter",
-    "EagleDecodingConfig",
-    "EngineConfig",
-    "ExecutorConfig",
-    "HeadDecodingConfig",
-    "KvCacheConfig",
-    "MTPDecodingConfig",
-    "NGramDecodingConfig",
-    "SaveHiddenStatesDecodingConfig",
-    "UserProvidedDecodingConfig",
-    "check_bool",
-    "check_int",
-    "require_bool",
-    "require_common",
-    "require_int",
-    "require_layers",
-    "require_path",
-    "resolve_speculative_config",
-    "takes_fields_of",
-]
+from .._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .decoding import ACCEPTANCE_RULES as ACCEPTANCE_RULES
+    from .decoding import CONFIG_OF_MODE as CONFIG_OF_MODE
+    from .decoding import MAX_DRAFT_LEN as MAX_DRAFT_LEN
+    from .decoding import AutoDecodingConfig as AutoDecodingConfig
+    from .decoding import DecodingBaseConfig as DecodingBaseConfig
+    from .decoding import Drafter as Drafter
+    from .decoding import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from .decoding import EagleDecodingConfig as EagleDecodingConfig
+    from .decoding import HeadDecodingConfig as HeadDecodingConfig
+    from .decoding import MTPDecodingConfig as MTPDecodingConfig
+    from .decoding import NGramDecodingConfig as NGramDecodingConfig
+    from .decoding import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
+    from .decoding import UserProvidedDecodingConfig as UserProvidedDecodingConfig
+    from .decoding import require_common as require_common
+    from .decoding import resolve_speculative_config as resolve_speculative_config
+    from .engine import ATTENTION_BACKENDS as ATTENTION_BACKENDS
+    from .engine import DEFAULT_CUDA_GRAPHS as DEFAULT_CUDA_GRAPHS
+    from .engine import MAX_BATCH_SIZE as MAX_BATCH_SIZE
+    from .engine import CudaGraphConfig as CudaGraphConfig
+    from .engine import EngineConfig as EngineConfig
+    from .engine import ExecutorConfig as ExecutorConfig
+    from .engine import KvCacheConfig as KvCacheConfig
+    from .engine import takes_fields_of as takes_fields_of
+    from .fields import check_bool as check_bool
+    from .fields import check_int as check_int
+    from .fields import require_bool as require_bool
+    from .fields import require_int as require_int
+    from .fields import require_layers as require_layers
+    from .fields import require_path as require_path
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "decoding": (
+            "ACCEPTANCE_RULES",
+            "AutoDecodingConfig",
+            "CONFIG_OF_MODE",
+            "DecodingBaseConfig",
+            "DraftTargetDecodingConfig",
+            "Drafter",
+            "EagleDecodingConfig",
+            "HeadDecodingConfig",
+            "MAX_DRAFT_LEN",
+            "MTPDecodingConfig",
+            "NGramDecodingConfig",
+            "SaveHiddenStatesDecodingConfig",
+            "UserProvidedDecodingConfig",
+            "require_common",
+            "resolve_speculative_config",
+        ),
+        "engine": (
+            "ATTENTION_BACKENDS",
+            "CudaGraphConfig",
+            "DEFAULT_CUDA_GRAPHS",
+            "EngineConfig",
+            "ExecutorConfig",
+            "KvCacheConfig",
+            "MAX_BATCH_SIZE",
+            "takes_fields_of",
+        ),
+        "fields": (
+            "check_bool",
+            "check_int",
+            "require_bool",
+            "require_int",
+            "require_layers",
+            "require_path",
+        ),
+    },
+)

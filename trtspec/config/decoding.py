@@ -218,7 +218,14 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     speculative_model: str | os.PathLike[str] | None = None
 
     head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle" or "mtp"
+    head_name: ClassVar[str]  # what the names of the package's heads end in
+    target_may_hold_head: ClassVar[bool] = False  # then speculative_model may be left out
     one_model_field: ClassVar[str]  # False there: the head drafts in passes of its own
+
+    @classmethod
+    def fields_of_mode(cls, mode: SpeculativeDecodingMode) -> dict[str, Any]:
+        """Returns the fields that make a config one of this mode, but for `one_model_field`."""
+        return {}
 
     @property
     @abstractmethod
@@ -249,6 +256,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.EAGLE3_ONE_MODEL
     decoding_type: ClassVar[str] = "Eagle"
     head_kind: ClassVar[str] = "eagle"
+    head_name: ClassVar[str] = "eagle3"
     one_model_field: ClassVar[str] = "eagle3_one_model"
 
     def __post_init__(self) -> None:
@@ -305,6 +313,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
     decoding_type: ClassVar[str] = "MTP"
     draft_len_field: ClassVar[str] = "num_nextn_predict_layers"
     head_kind: ClassVar[str] = "mtp"
+    head_name: ClassVar[str] = "mtp"
+    target_may_hold_head: ClassVar[bool] = True
     one_model_field: ClassVar[str] = "mtp_eagle_one_model"
 
     def __post_init__(self) -> None:
@@ -363,6 +373,10 @@ class MTPDecodingConfig(HeadDecodingConfig):
         if self.mtp_eagle_one_model:
             return SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         return SpeculativeDecodingMode.MTP_EAGLE
+
+    @classmethod
+    def fields_of_mode(cls, mode: SpeculativeDecodingMode) -> dict[str, Any]:
+        return {"use_mtp_vanilla": mode.is_mtp_vanilla()}
 
     @property
     def head_options(self) -> dict[str, Any]:

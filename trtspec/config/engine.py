@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from ..checks import are_ints, is_number
 from ..errors import ConfigError, shown
-from .decoding import DecodingBaseConfig, resolve_speculative_config
 from .fields import check_bool, check_int, require_bool, require_int
 
 if TYPE_CHECKING:
     import torch
+
+    from .decoding import DecodingBaseConfig
 
 P = ParamSpec("P")
 
@@ -165,8 +166,11 @@ class EngineConfig:
     attn_backend: str = "auto"
 
     def __post_init__(self) -> None:
-        resolved = resolve_speculative_config(self.speculative_config)
-        object.__setattr__(self, "speculative_config", resolved)
+        if self.speculative_config is not None:
+            from .decoding import resolve_speculative_config
+
+            resolved = resolve_speculative_config(self.speculative_config)
+            object.__setattr__(self, "speculative_config", resolved)
         cache, graphs = self.kv_cache_config, self.cuda_graph_config
         if cache is not None and not isinstance(cache, KvCacheConfig):
             raise ConfigError(f"kv_cache_config={cache!r}: give a KvCacheConfig.")

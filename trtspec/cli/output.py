@@ -1,0 +1,55 @@
+"""Where a command's JSON object goes: `--json` prints it in the text's place, `--json-file` writes
+it to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import CliError, show_note
+from .options import JsonOptions
+
+_OLD_SPELLING = "acceptance --json FILE is deprecated: write --json-file FILE."
+
+
+def write_json(options: JsonOptions, report: Mapping[str, Any]) -> None:
+    """Writes the object to where the options say, the file first."""
+    line = json.dumps(report, allow_nan=False) + "\n"
+    if options.json_file is not None:
+        options.json_file.write_text(line, encoding="utf-8")
+    if options.as_json:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+def check_writable(path: Path | None) -> None:
+    """Raises CliError where a file cannot be written, before anything is computed."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise CliError(f"{path} is a directory: give the name of a file to write.")
+    if not path.absolute().parent.is_dir():
+        raise CliError(f"{path} cannot be written: the directory {path.parent} is not there.")
+    place = path if path.exists() else path.absolute().parent
+    if not os.access(place, os.W_OK):
+        raise CliError(f"{path} cannot be written: there is no permission to. Name another file.")
+
+
+def in_new_spelling(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `acceptance --json FILE` as `--json-file FILE`, and says so.
+
+    No other argument of `acceptance` stands alone, so a word behind `--json` is its file.
+    """
+    new = list(arguments)
+    if new[:1] != ["acceptance"]:
+        return new
+    for i, argument in enumerate(new):
+        follows = new[i + 1] if i + 1 < len(new) else "-"
+        if argument.startswith("--json=") or (argument == "--json" and follows[:1] != "-"):
+            new[i] = argument.replace("--json", "--json-file", 1)
+            show_note(_OLD_SPELLING)
+    return new
