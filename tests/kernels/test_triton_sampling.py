@@ -32,7 +32,10 @@ from trtspec.workers.protocols import DraftInputs
 triton = pytest.importorskip("triton", reason="needs triton")
 tl = pytest.importorskip("triton.language", reason="needs triton")
 kernels = pytest.importorskip("trtspec.ops.tokens.triton_sampled", reason="needs triton")
-kernels_uniform = kernels._uniform
+kernels_uniform = pytest.importorskip("trtspec.ops.tokens.triton_noise").uniform
+dependent_launch = pytest.importorskip("trtspec.ops.launch.triton").dependent_launch
+triton_filter = pytest.importorskip("trtspec.ops.tokens.triton_filter")
+triton_stats = pytest.importorskip("trtspec.ops.tokens.triton_stats")
 _next_token = rejection._next_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,9 +55,9 @@ class Worker(SpecWorkerBase):
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_CHUNK", 128)
-    monkeypatch.setattr(kernels, "_PART", 32)
-    monkeypatch.setattr(kernels, "CAPACITY", 48)
+    monkeypatch.setattr(triton_stats, "CHUNK", 128)
+    monkeypatch.setattr(triton_stats, "PART", 32)
+    monkeypatch.setattr(triton_filter, "CAPACITY", 48)
 
 
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +289,12 @@ def kept_by_kernels(
     (rows, vocab), device = logits.shape, logits.device
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
     sampling = SamplingMetadata(temperatures, ks, ps, zeros, zeros)
-    launch, chunks = kernels.dependent_launch(logits), -(-vocab // kernels._CHUNK)
-    best, total, _, parts = kernels._stats(logits, temperatures, chunks, True, launch)
-    threshold, last, sums = kernels._filter(logits, sampling, best, total, parts, launch)
+    found = triton_filter.analyse(logits, sampling, dependent_launch(logits))
     bits = (logits.float() + 0.0).view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> kernels._LOW_BITS[logits.dtype]
-    is_equal = keys == threshold[:, None]
-    is_equal &= torch.arange(vocab, device=device) <= last[:, None]
-    return (keys > threshold[:, None]) | is_equal, sums
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> triton_stats.LOW_BITS[logits.dtype]
+    is_equal = keys == found.threshold[:, None]
+    is_equal &= torch.arange(vocab, device=device) <= found.last[:, None]
+    return (keys > found.threshold[:, None]) | is_equal, found.kept
 
 
 @pytest.mark.parametrize("rule", ["exact_match", "rejection"])
