@@ -70,7 +70,7 @@ def _type(value: Any) -> Any:
     if value is None:
         return "constexpr"
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
+        kind = str(value.dtype).removeprefix("torch.").replace("bool", "i1")
         return "*" + kind.replace("float", "fp").replace("bfp", "bf").replace("int", "i")
     return "fp32" if isinstance(value, float) else "i32"
 

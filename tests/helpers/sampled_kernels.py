@@ -16,6 +16,9 @@ from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
 kernels = pytest.importorskip("trtspec.ops.tokens.triton_sampled", reason="needs triton")
+dependent_launch = pytest.importorskip("trtspec.ops.launch.triton").dependent_launch
+triton_filter = pytest.importorskip("trtspec.ops.tokens.triton_filter")
+triton_stats = pytest.importorskip("trtspec.ops.tokens.triton_stats")
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,11 +137,9 @@ def kept_by_kernels(
     (rows, vocab), device = logits.shape, logits.device
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
     sampling = SamplingMetadata(temperatures, ks, ps, zeros, zeros)
-    launch, chunks = kernels.dependent_launch(logits), -(-vocab // kernels._CHUNK)
-    best, total, _, parts = kernels._stats(logits, temperatures, chunks, True, launch)
-    threshold, last, sums = kernels._filter(logits, sampling, best, total, parts, launch)
+    found = triton_filter.analyse(logits, sampling, dependent_launch(logits))
     bits = (logits.float() + 0.0).view(torch.int32)
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> kernels._LOW_BITS[logits.dtype]
-    is_equal = keys == threshold[:, None]
-    is_equal &= torch.arange(vocab, device=device) <= last[:, None]
-    return (keys > threshold[:, None]) | is_equal, sums
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> triton_stats.LOW_BITS[logits.dtype]
+    is_equal = keys == found.threshold[:, None]
+    is_equal &= torch.arange(vocab, device=device) <= found.last[:, None]
+    return (keys > found.threshold[:, None]) | is_equal, found.kept

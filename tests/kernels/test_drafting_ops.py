@@ -31,7 +31,9 @@ from trtspec import (
 )
 from trtspec.metadata.attention import NULL_BLOCK, AttentionMetadata, KVGroup
 from trtspec.metadata.sampling import SlotSampling
-from trtspec.ops.step import rows as drafting
+from trtspec.ops.launch import dispatch
+from trtspec.ops.padded import torch as padded
+from trtspec.ops.step import rows as step_rows
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -42,8 +44,19 @@ CASES = settings(max_examples=25, deadline=None)
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Triton's kernels for CPU tensors too."""
-    with patch.object(drafting, "_kernels", lambda x: drafting._module()):
+    """Triton's kernels of these operations for CPU tensors too."""
+
+    def chosen(module: str, x: Tensor) -> Any:
+        return dispatch._module(module) if module.startswith(("step.", "padded.")) else None
+
+    with patch.object(dispatch, "kernels", chosen):
+        yield
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Torch's twins, on a GPU too."""
+    with patch.object(dispatch, "kernels", lambda module, x: None):
         yield
 
 
@@ -74,8 +87,8 @@ def _plain(value: Any) -> Any:
 
 def run(name: str, *args: Any, **options: Any) -> Any:
     """The twin's result; the kernel's is the same, dtypes included."""
-    function = getattr(drafting, name)
-    with patch.object(drafting, "_kernels", lambda x: None):
+    function = getattr(step_rows, name, None) or getattr(padded, name)
+    with no_kernels():
         twin = function(*args, **options)
     with kernels():
         ours = function(*_move(list(args)), **{k: _move(v) for k, v in options.items()})
@@ -205,7 +218,7 @@ def test_expand_for_parallel_drafting(
     for b in range(num_seqs):
         extra = proposals - 1 if shift else proposals
         if not rows[b]:
-            expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * extra
+            expected += [(padded.PADDING_TOKEN, 0, True, False, -1)] * extra
             samples.append(None)
             continue
         valid, begin = max(rows[b] - rejected[b], 1), len(expected)
@@ -216,9 +229,9 @@ def test_expand_for_parallel_drafting(
             state = starts[b] + j if j < valid else -1
             expected.append((token, firsts[b] + j, False, is_masked, state))
         samples.append(list(range(len(expected) - proposals, len(expected))))
-        expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * (rows[b] - valid)
+        expected += [(padded.PADDING_TOKEN, 0, True, False, -1)] * (rows[b] - valid)
         assert len(expected) - begin == rows[b] + extra
-    expected += [(drafting.PADDING_TOKEN, 0, True, False, -1)] * surplus
+    expected += [(padded.PADDING_TOKEN, 0, True, False, -1)] * surplus
     columns = [out.input_ids, out.position_ids, out.is_rejected, out.is_masked, out.hidden_rows]
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     for own, wanted in zip(out.rows_to_sample.tolist(), samples, strict=True):
@@ -239,7 +252,7 @@ def test_expanding_an_empty_batch() -> None:
             "expand_for_parallel_drafting", surplus, surplus, ints([]), ints([]), ints([0]), 3, 7,
             shift=shift,
         )  # fmt: skip
-        assert out.input_ids.tolist() == [drafting.PADDING_TOKEN] * 2
+        assert out.input_ids.tolist() == [padded.PADDING_TOKEN] * 2
         assert out.position_ids.tolist() == [0, 0] and out.hidden_rows.tolist() == [-1, -1]
         assert out.is_rejected.all() and not out.is_masked.any()
 
@@ -251,14 +264,14 @@ def test_extend_queries(seed: int, num_seqs: int, num_rows: int) -> None:
     rows = [rng.randint(1, 5) for _ in range(num_seqs)]
     lens = [n + rng.randint(0, 9) for n in rows]
     starts = [sum(rows[:b]) for b in range(num_seqs + 1)]
-    queries = drafting.Queries(
+    queries = padded.Queries(
         ints(starts), ints(lens), starts[-1], max(rows, default=0), max(lens, default=0)
     )
-    with patch.object(drafting, "_kernels", lambda x: None):
-        out = drafting.extend_queries(queries, num_rows)
+    with no_kernels():
+        out = padded.extend_queries(queries, num_rows)
     with kernels():
         moved = replace(queries, query_starts=_move(ints(starts)), seq_lens=_move(ints(lens)))
-        assert _plain(drafting.extend_queries(moved, num_rows)) == _plain(out)
+        assert _plain(padded.extend_queries(moved, num_rows)) == _plain(out)
     longer = [n + num_rows for n in rows]
     assert out.query_starts.tolist() == [sum(longer[:b]) for b in range(num_seqs + 1)]
     assert out.seq_lens.tolist() == [n + num_rows for n in lens]
@@ -316,14 +329,14 @@ def test_ints_of_either_width_give_the_dtypes_promised(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_extended_queries_keep_their_dtype(dtype: torch.dtype) -> None:
-    queries = drafting.Queries(ints([0, 3, 5], dtype), ints([4, 9], dtype), 5, 3, 9)
-    with patch.object(drafting, "_kernels", lambda x: None):
-        twin = drafting.extend_queries(queries, 2)
+    queries = padded.Queries(ints([0, 3, 5], dtype), ints([4, 9], dtype), 5, 3, 9)
+    with no_kernels():
+        twin = padded.extend_queries(queries, 2)
     with kernels():
         moved = replace(
             queries, query_starts=_move(queries.query_starts), seq_lens=_move(queries.seq_lens)
         )
-        assert _plain(drafting.extend_queries(moved, 2)) == _plain(twin)
+        assert _plain(padded.extend_queries(moved, 2)) == _plain(twin)
     assert twin.query_starts.dtype == twin.seq_lens.dtype == dtype
 
 
@@ -529,9 +542,8 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
         past = torch.full((num_seqs + 2,), 7, device=device)
         kept = torch.full((num_seqs + 2, k + 1), 8, dtype=torch.int32, device=device)
         args = [ints(slots, torch.int64), ints(positions, torch.int64), ints(lens), tokens]
-        wanted = drafting._module() if left else None  # the twin first
-        with patch.object(drafting, "_kernels", lambda x, wanted=wanted: wanted):
-            drafting.save_step(*(arg.to(device) for arg in args), past, kept)
+        with kernels() if left else no_kernels():  # the twin first
+            step_rows.save_step(*(arg.to(device) for arg in args), past, kept)
         left.append((past.tolist(), kept.tolist()))
     assert left[0] == left[1]
     for g, slot in enumerate(slots):
@@ -595,7 +607,7 @@ def test_a_run_with_kernels_is_the_same(tmp_path: Path, name: str, temperature: 
             seen.append((state.past_lens[:3].tolist(), state.next_tokens[:3].tolist()))
         return [*seen, [request.token_ids for request in requests]]
 
-    with patch.object(drafting, "_kernels", lambda x: None):
+    with no_kernels():
         expected = play()
     with kernels():
         assert play() == expected

@@ -38,7 +38,9 @@ from trtspec.ops.tokens.sample import filter_logits
 
 triton = pytest.importorskip("triton", reason="needs triton")
 tl = pytest.importorskip("triton.language", reason="needs triton")
-kernels_uniform = kernels._uniform
+kernels_uniform = pytest.importorskip("trtspec.ops.tokens.triton_noise").uniform
+triton_filter = pytest.importorskip("trtspec.ops.tokens.triton_filter")
+triton_stats = pytest.importorskip("trtspec.ops.tokens.triton_stats")
 _next_token = rejection._next_token
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -48,9 +50,9 @@ RULES = ["strict", "exact_match", "rejection", "block"]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_CHUNK", 128)
-    monkeypatch.setattr(kernels, "_PART", 32)
-    monkeypatch.setattr(kernels, "CAPACITY", 48)
+    monkeypatch.setattr(triton_stats, "CHUNK", 128)
+    monkeypatch.setattr(triton_stats, "PART", 32)
+    monkeypatch.setattr(triton_filter, "CAPACITY", 48)
 
 
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,11 @@ class AttentionMetadata:
         )
 
     def for_rows(
-        self, positions: Tensor, slot_mappings: tuple[Tensor, ...], extra_kv: int
+        self,
+        positions: Tensor,
+        slot_mappings: tuple[Tensor, ...],
+        extra_kv: int,
+        kv_lens: Tensor | None = None,
     ) -> AttentionMetadata:
         """Metadata of a pass with the same number of rows for every request (a draft step).
 
@@ -143,7 +147,10 @@ class AttentionMetadata:
                 `max_seq_len` is at 0 (so it attends to length 1) and has slot -1.
             slot_mappings: per KV group, [B, R] int64.
             extra_kv: how far `positions` may lie beyond this pass's `max_kv_len` at most.
+            kv_lens: [B] int32, one more than each request's last position, if known already.
         """
+        if kv_lens is None:
+            kv_lens = (positions[:, -1] + 1).to(torch.int32)
         num_seqs, rows = positions.shape
         return replace(
             self,
@@ -155,7 +162,7 @@ class AttentionMetadata:
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),
             rope_position_ids=self.rope_positions_of_rows(positions),
-            kv_lens=(positions[:, -1] + 1).to(torch.int32),
+            kv_lens=kv_lens,
             max_kv_len=min(self.max_kv_len + extra_kv, self.max_seq_len),
             slot_mappings=tuple(slots.reshape(-1) for slots in slot_mappings),
             derived={},
