@@ -18,7 +18,7 @@ from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import ConfigError
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
-from trtspec.train.unroll import Texts, conditional_acceptance, score, teach, unroll
+from trtspec.train.unroll import Sequences, conditional_acceptance, score, teach, unroll
 
 CPU, F32 = torch.device("cpu"), torch.float32
 CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3
@@ -28,7 +28,7 @@ def _decoder(path: Path):
     return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
 
 
-def _texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
+def _texts(lengths: list[list[int]], width: int, seed: int = 0) -> Sequences:
     """Rows of documents of these lengths, padded to `width`; a random tenth of tokens is unseen."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(lengths), width
@@ -41,7 +41,7 @@ def _texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
             positions[n, start : start + length] = torch.arange(length)
             start += length
     mask = (torch.rand(shape, generator=generator) < 0.9) & (documents >= 0)
-    return Texts(ids, mask, documents, positions)
+    return Sequences(ids, mask, documents, positions)
 
 
 CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",

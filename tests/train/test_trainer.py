@@ -19,7 +19,7 @@ from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.trainer import TrainConfig, Trainer
-from trtspec.train.unroll import Texts
+from trtspec.train.unroll import Sequences
 
 CONFIG = TrainConfig(
     max_steps=12, batch_size=4, num_steps=2, learning_rate=3e-3, warmup_steps=2, log_every=1,
@@ -41,14 +41,14 @@ class GreedyTexts:
         ids = torch.tensor(rows)
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, :2] = False
-        self.all = Texts(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
+        self.all = Sequences(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
 
-    def take(self, rows: torch.Tensor) -> Texts:
-        return Texts(*(t[rows] for t in (
+    def take(self, rows: torch.Tensor) -> Sequences:
+        return Sequences(*(t[rows] for t in (
             self.all.input_ids, self.all.loss_mask, self.all.document_ids, self.all.positions
         )))  # fmt: skip
 
-    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
+    def batches(self, batch_size: int, first: int) -> Iterator[Sequences]:
         number = first
         while True:
             yield self.take((torch.arange(batch_size) + number * batch_size) % 12)
