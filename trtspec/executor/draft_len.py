@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..checks import is_int
 from ..errors import ConfigError
 from .request import ScheduledBatch
 
@@ -23,7 +24,7 @@ class DraftLen:
 
     @runtime.setter
     def runtime(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_int(value):
             raise ConfigError(f"runtime_draft_len={value!r}: it must be an int.")
         if not 0 <= value <= self.max_draft_len:
             raise ConfigError(

@@ -19,6 +19,7 @@ from ..attention.base import AttentionBackend
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.load import load_head
 from ..checkpoints.heads.masked import pard_token
+from ..checkpoints.heads.records import HeadRequest, LoadOptions
 from ..checkpoints.hf_config import load_config
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
@@ -117,13 +118,14 @@ class HeadLoader(DrafterLoader[HeadSpec]):
         head = load_head(
             directory,
             target.model,
-            target.dtype,
-            target.device,
-            target.backend,
-            kv_group=target.num_kv_groups,
-            kind=self.spec.head_kind,
-            num_positions=target.num_positions,
-            **self.spec.head_options,
+            HeadRequest(kind=self.spec.head_kind, **self.spec.head_options),
+            LoadOptions(
+                dtype=target.dtype,
+                device=target.device,
+                backend=target.backend,
+                kv_group=target.num_kv_groups,
+                num_positions=target.num_positions,
+            ),
         )
         spec = self.settle(head, directory)
         _check_draft_len(spec, head)
