@@ -155,7 +155,7 @@ class Measurement:
 def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
     """Returns whether other tokens than without speculation are no fault: the rule draws anew."""
     is_sampled = sampling.temperature > 0 and sampling.top_k != 1
-    has_network = speculative.mode.traits.drafts_with_network
+    has_network = speculative.mode.drafts_with_network()
     return is_sampled and has_network and speculative.acceptance in ("rejection", "block")
 
 

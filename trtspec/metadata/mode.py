@@ -51,7 +51,7 @@ def _has(trait: str) -> Predicate:
 
 
 class _Predicates:
-    """Yes-or-no questions to a mode. All but the last three are TensorRT-LLM's."""
+    """Yes-or-no questions to a mode. All but the last four are TensorRT-LLM's."""
 
     is_mtp_one_model = _is("MTP", "MTP_EAGLE_ONE_MODEL")
     is_mtp_vanilla = _is("MTP")
@@ -80,6 +80,7 @@ class _Predicates:
     drafts_in_step = _has("drafts_in_step")
     drafts_on_host = _has("drafts_on_host")
     drafts_in_passes = _has("drafts_in_passes")
+    drafts_with_network = _has("drafts_with_network")
 
 
 class SpeculativeDecodingMode(_Predicates, IntEnum):
