@@ -3,8 +3,8 @@
     make bench-gpu ARGS="--preset llama-3.1-8b --modes plain,eagle3_one_model --k 1,3 --json-file F"
 
 Weights are random: a step costs the same, and acceptance is forced. One engine at a time, for each
-mode and K; it serves every batch size and context length, so its longest text sets the width of
-its block tables (--max-seq-len). One line each:
+mode and K; it serves every batch size and context length, so its longest sequence sets the
+width of its block tables (--max-seq-len). One line each:
 
     step      ms a step by the wall clock, steps overlapping as in use: median of blocks of 10
     graph     ms of the captured graph alone, by events over the replays
@@ -14,7 +14,7 @@ its block tables (--max-seq-len). One line each:
     floor     ms to read the bytes a step has to (the target's weights and KV once, the draft
               layers' at each of K passes) at the speed of a large copy
 
-The texts' length is `context` in the middle of the blocks and during all replays. Without a GPU
+The sequences' length is `context` in the middle of the blocks and during all replays. Without a GPU
 there are no graphs, and the parts are timed by the clock.
 """
 
@@ -188,10 +188,10 @@ def _forced(accept: float) -> Iterator[None]:
 
 
 def _longest(args: argparse.Namespace) -> int:
-    """Tokens that the longest text may grow to, rounded up to a block of the KV cache."""
+    """Returns the tokens that the longest sequence may grow to, a multiple of 32."""
     rows, context = max(args.k) + 1, max(args.context)
     steps = args.blocks * STEPS_PER_BLOCK + WARM_UP_STEPS
-    if args.accept > 0:  # the texts start half of their growth below `context`, if they can
+    if args.accept > 0:  # sequences start half of their growth below `context`, if they can
         grown = steps * (math.ceil(min(args.accept, rows - 1)) + 1)
         after_blocks = max(context + grown / 2, grown)
     else:
@@ -320,7 +320,7 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     needed = _longest(args)
     if args.max_seq_len is not None and args.max_seq_len < needed:
-        parser.error(f"--max-seq-len {args.max_seq_len}: these texts grow to {needed}; give more.")
+        parser.error(f"--max-seq-len {args.max_seq_len}: sequences grow to {needed}; give more.")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs a --temperature: greedy requests have no use for it.")
     if args.json is not None and not args.json.absolute().parent.is_dir():

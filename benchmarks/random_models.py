@@ -39,6 +39,7 @@ MAX_DRAFT_VOCAB = 32_000
 
 
 def _llama(
+    *,
     size: int,
     inner: int,
     layers: int,
@@ -66,17 +67,37 @@ def _llama(
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49_152, 1e5, True, draft_vocab_size=16_000),
-    "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8, 128_256, 5e5, False, draft_vocab_size=32_000),
+    "smollm2-135m": _llama(
+        size=576,
+        inner=1536,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        vocab=49_152,
+        rope_theta=1e5,
+        tied=True,
+        draft_vocab_size=16_000,
+    ),
+    "llama-3.1-8b": _llama(
+        size=4096,
+        inner=14_336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        vocab=128_256,
+        rope_theta=5e5,
+        tied=False,
+        draft_vocab_size=32_000,
+    ),
     "qwen3-1.7b": _llama(
-        2048,
-        6144,
-        28,
-        16,
-        8,
-        151_936,
-        1e6,
-        True,
+        size=2048,
+        inner=6144,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        vocab=151_936,
+        rope_theta=1e6,
+        tied=True,
         model_type="qwen3",
         head_dim=128,
         rms_norm_eps=1e-6,
@@ -110,7 +131,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     },
-    "tiny": _llama(64, 128, 2, 4, 2, 512, 1e4, True, draft_vocab_size=128),  # for tests
+    "tiny": _llama(
+        size=64,
+        inner=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        vocab=512,
+        rope_theta=1e4,
+        tied=True,
+        draft_vocab_size=128,
+    ),  # for tests
 }
 """config.json of each, but for `draft_vocab_size`: how many tokens its EAGLE-3 head drafts among.
 RoPE's scaling is left out: it changes the numbers of a table, not the cost of a step."""
@@ -205,10 +236,10 @@ class Model:
     def _mtp_layer(self, layer: Shapes, prefix: str) -> Shapes:
         """A layer like the target's last, with what goes before and behind it."""
         size = self.decoder.hidden_size
-        own: Shapes = {
+        ends: Shapes = {
             f"{name}.weight": (size,) for name in ("enorm", "hnorm", "shared_head.norm")
         } | {"eh_proj.weight": (size, 2 * size)}
-        return {f"{prefix}{name}": shape for name, shape in (layer | own).items()}
+        return {f"{prefix}{name}": shape for name, shape in (layer | ends).items()}
 
     # -- bytes that a step cannot avoid to read --------------------------------------------------
     def target_weight_bytes(self, rows: int) -> float:

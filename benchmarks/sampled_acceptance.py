@@ -51,13 +51,13 @@ class Step:
             return (2 * x + 8 * (x > 3.5)).to(torch.bfloat16)  # some 30 of 128,256 stand out
 
         step = vocab // draft_vocab
-        own = torch.arange(draft_vocab, device=device)
-        self.d2t = own * (step - 1)
+        draft_ids = torch.arange(draft_vocab, device=device)
+        self.d2t = draft_ids * (step - 1)
         self.worker.remember_drafts(batch, draft_vocab, vocab, self.d2t, device, torch.bfloat16)
         self.logits = random(batch * (k + 1), vocab)
         judging = self.logits.view(batch, k + 1, vocab)
         noise = torch.randn(k, batch, draft_vocab, generator=generator, device=device)
-        chosen = judging[:, :k, own * step].transpose(0, 1)
+        chosen = judging[:, :k, draft_ids * step].transpose(0, 1)
         self.draft_logits = (chosen + 0.5 * noise).to(torch.bfloat16).contiguous()
         rows, top = batch * (k + 1), FILTERS[filters]
         self.sampling = SamplingMetadata(

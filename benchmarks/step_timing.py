@@ -92,7 +92,7 @@ def _prompt(executor: PyExecutor, number: int, context: int) -> list[int]:
 class WallClock:
     block_ms: list[float]  # ms a step, for each block
     acceptance_length: float
-    kv_tokens: float  # mean length of the texts meanwhile
+    kv_tokens: float  # mean length of the sequences meanwhile
 
     @property
     def ms(self) -> float:
@@ -157,10 +157,10 @@ class SteadyBatch:
 
     # -- wall clock ------------------------------------------------------------------------------
     def wall_clock(self, num_blocks: int, expected_length: float) -> WallClock:
-        """Steps as in use, never waited for; the texts grow through `context`.
+        """Steps as in use, never waited for; the sequences grow through `context`.
 
         Args:
-            expected_length: accepted tokens a step; centres the texts' growth.
+            expected_length: accepted tokens a step; centres the sequences' growth.
         """
         executor = self.executor
         num_steps = num_blocks * STEPS_PER_BLOCK
