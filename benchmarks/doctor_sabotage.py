@@ -34,7 +34,7 @@ from trtspec.checkpoints.zoo import resolve_head, resolve_model
 from trtspec.data.acceptance_prompts import load_prompts
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.models.decoder import Decoder
-from trtspec.train.unroll import Texts
+from trtspec.train.unroll import Sequences
 
 MODEL = "smollm2-135m"
 SHARE_TO_NAME = 0.9
@@ -146,7 +146,7 @@ class Clinic:
         self.target: Decoder = load_decoder(
             model_dir, torch.float32, device, TorchAttention(), pack=False
         )
-        self.texts: Texts = texts_of(
+        self.texts: Sequences = texts_of(
             [output.prompt_token_ids for output in outputs],
             [output.outputs[0].token_ids for output in outputs],
             device,

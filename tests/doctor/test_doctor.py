@@ -20,7 +20,7 @@ from trtspec.doctor import diagnose, texts_of
 from trtspec.models.decoder import Decoder
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.trainer import Trainer
-from trtspec.train.unroll import Texts
+from trtspec.train.unroll import Sequences
 
 Tensors = dict[str, Tensor]
 Change = Callable[[dict[str, Any], Tensors], None]
@@ -45,7 +45,7 @@ class Case:
         )  # fmt: skip
         held_out = [data.take(torch.arange(24))]
         Trainer(self.target, head, data, held_out, config, self.head_dir).train()
-        self.texts: Texts = held_out[0]
+        self.texts: Sequences = held_out[0]
 
     def sabotaged(self, tmp_path: Path, change: Change) -> Path:
         out = tmp_path / "sabotaged"

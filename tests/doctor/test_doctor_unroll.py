@@ -22,7 +22,7 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.drafters.clustered_head import LOWEST
-from trtspec.train.unroll import DraftStep, Texts, teach, unroll
+from trtspec.train.unroll import DraftStep, Sequences, teach, unroll
 
 STEPS = 3
 Run = tuple[list[DraftStep], list[Tensor], Any]
@@ -49,7 +49,7 @@ def _run_model(draft_dir: Path, mask: int | None, texts: Texts) -> Run:
     return steps, [drafter.compute_logits(s.hidden, s.step) for s in steps], None
 
 
-def _documents(texts: Texts) -> Iterator[tuple[int, list[int]]]:
+def _documents(texts: Sequences) -> Iterator[tuple[int, list[int]]]:
     """(row of the first token, ids) of each."""
     length = texts.input_ids.shape[1]
     for n in range(texts.input_ids.shape[0]):
@@ -58,7 +58,7 @@ def _documents(texts: Texts) -> Iterator[tuple[int, list[int]]]:
             yield n * length + places[0], texts.input_ids[n, places].tolist()
 
 
-def _compare(run: Run, texts: Texts, chain: Any) -> None:
+def _compare(run: Run, texts: Sequences, chain: Any) -> None:
     """chain: (a document, known tokens, the tokens after them) -> the draft logits."""
     steps, logits, _ = run
     counted = 0

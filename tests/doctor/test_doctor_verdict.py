@@ -149,7 +149,7 @@ def test_an_unusual_setting_does_not_hide_a_usual_one() -> None:
 def test_a_few_texts_are_no_proof() -> None:
     """A gain at all places of two texts of ten."""
     texts = torch.arange(PLACES) % 10
-    old, new = (replace(_outcome(0.0), texts=texts) for _ in range(2))
+    old, new = (replace(_outcome(0.0), sequences=texts) for _ in range(2))
     new = replace(new, accepted=(texts < 2).double())
     gain, error = new.gain_over(old)
     assert gain == pytest.approx(0.2) and error == pytest.approx(0.4 / 3)

@@ -208,3 +208,12 @@ def test_states_of_another_target_are_refused(target_dir: Path, tmp_path: Path) 
         _llm(target_dir, tmp_path / "file")
     with pytest.raises(ConfigError, match="needs 6 layers; the model has 3"):
         LLM(target_dir, SaveHiddenStatesDecodingConfig(output_directory=tmp_path), device="cpu")
+
+
+def test_a_lock_that_an_interrupt_left_behind_is_given_back(tmp_path: Path) -> None:
+    writers = [HiddenStatesWriter(tmp_path, LAYERS, 48, torch.float32, 10) for _ in range(2)]
+    writers[0]._lock.acquire()  # and the interrupt comes before the work begins
+    writers[0].start_over()
+    assert not writers[0]._lock.is_locked
+    with writers[1]._lock.acquire(timeout=0):  # another process's turn
+        pass

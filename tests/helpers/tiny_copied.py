@@ -19,7 +19,7 @@ from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train import unroll as module
-from trtspec.train.unroll import Teacher, Texts
+from trtspec.train.unroll import Sequences, Teacher
 
 CPU, F32 = torch.device("cpu"), torch.float32
 STEPS, WIDTH = 3, 18
@@ -37,10 +37,10 @@ class Copied:
         written = places - self.known[:, None]  # 0, 1, 2 where the target wrote
         ids = torch.randint(3, target.config.vocab_size, shape, generator=generator)
         documents = torch.where(written < STEPS, 0, -1)
-        self.texts = Texts(ids, (written >= 0) & (written < STEPS), documents, places.clone())
+        self.texts = Sequences(ids, (written >= 0) & (written < STEPS), documents, places.clone())
         self.choices = torch.full((num_documents * WIDTH,), -1)
 
-    def teach(self, target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
+    def teach(self, target: Decoder, head: DraftHead, texts: Sequences) -> Teacher:
         choices = self.choices.to(texts.input_ids.device)
         return replace(self.real_teach(target, head, texts), choices=choices)
 

@@ -22,7 +22,7 @@ from trtspec.checkpoints.weights import load_decoder, placements
 from trtspec.doctor import texts_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.eagle import Eagle3Head
-from trtspec.train.unroll import DraftStep, Teacher, Texts, teach, unroll
+from trtspec.train.unroll import DraftStep, Sequences, Teacher, teach, unroll
 
 CPU, F32 = torch.device("cpu"), torch.float32
 Tensors = dict[str, Tensor]
@@ -33,7 +33,7 @@ def load_target(path: Path) -> Decoder:
     return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
 
 
-def greedy_texts(target_dir: Path, count: int = 10, length: int = 30) -> Texts:
+def greedy_texts(target_dir: Path, count: int = 10, length: int = 30) -> Sequences:
     prompts = [[7 * i % 90 + 3, i + 3] for i in range(count)]
     outputs = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64).generate(
         prompts, SamplingParams(max_tokens=length - 2, ignore_eos=True)
@@ -46,7 +46,7 @@ class Trained:
     """A drafter's directory, its target, and the texts that it knows."""
 
     target: Decoder
-    texts: Texts
+    texts: Sequences
     directory: Path
 
     def sabotaged(self, tmp_path: Path, change: Change) -> Path:

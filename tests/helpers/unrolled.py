@@ -1,4 +1,4 @@
-"""Texts and targets of the tests that train and examine heads."""
+"""Sequences and targets of the tests that train and examine heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.train.trainer import TrainConfig
-from trtspec.train.unroll import Texts
+from trtspec.train.unroll import Sequences
 
 CPU, F32 = torch.device("cpu"), torch.float32
 
@@ -23,7 +23,7 @@ def load_target(path: Path):
     return load_decoder(path, F32, CPU, TorchAttention(), pack=False)
 
 
-def padded_texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
+def padded_texts(lengths: list[list[int]], width: int, seed: int = 0) -> Sequences:
     """Rows of documents of these lengths, padded to `width`; a random tenth of tokens is unseen."""
     generator = torch.Generator().manual_seed(seed)
     shape = len(lengths), width
@@ -36,7 +36,7 @@ def padded_texts(lengths: list[list[int]], width: int, seed: int = 0) -> Texts:
             positions[n, start : start + length] = torch.arange(length)
             start += length
     mask = (torch.rand(shape, generator=generator) < 0.9) & (documents >= 0)
-    return Texts(ids, mask, documents, positions)
+    return Sequences(ids, mask, documents, positions)
 
 
 TRAIN_CONFIG = TrainConfig(
@@ -46,7 +46,7 @@ TRAIN_CONFIG = TrainConfig(
 
 
 class GreedyTexts:
-    """Texts that the tiny target writes, over and over."""
+    """Sequences that the tiny target writes, over and over."""
 
     fingerprint = "greedy"
 
@@ -59,14 +59,14 @@ class GreedyTexts:
         ids = torch.tensor(rows)
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, :2] = False
-        self.all = Texts(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
+        self.all = Sequences(ids, mask, torch.zeros_like(ids), torch.arange(length).expand_as(ids))
 
-    def take(self, rows: torch.Tensor) -> Texts:
-        return Texts(*(t[rows] for t in (
+    def take(self, rows: torch.Tensor) -> Sequences:
+        return Sequences(*(t[rows] for t in (
             self.all.input_ids, self.all.loss_mask, self.all.document_ids, self.all.positions
         )))  # fmt: skip
 
-    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
+    def batches(self, batch_size: int, first: int) -> Iterator[Sequences]:
         number = first
         while True:
             yield self.take((torch.arange(batch_size) + number * batch_size) % 12)

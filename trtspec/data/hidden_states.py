@@ -206,11 +206,11 @@ class HiddenStatesWriter:
         if not (self.directory / INDEX).exists():
             return {**self._kind, "shards": {}, "samples": []}
         index = _read_index(self.directory)
-        for name, ours in self._kind.items():
-            if index[name] != ours:
+        for name, wanted in self._kind.items():
+            if index[name] != wanted:
                 raise CheckpointError(
                     f"{self.directory / INDEX} has {name}={index[name]!r}, this run writes "
-                    f"{ours!r}. Give another output_directory, or the settings it was begun with."
+                    f"{wanted!r}. Give another output_directory, or the settings it was begun with."
                 )
         gone = [name for name in index["shards"] if not (self.directory / name).exists()]
         if gone:

@@ -32,7 +32,7 @@ from ..checkpoints.zoo import resolve_head
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train.unroll import Texts
+from ..train.unroll import Sequences
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model
 from .exam import NUM_STEPS, HeadExam, examine
@@ -75,23 +75,23 @@ def diagnose(
     target: Decoder,
     head_dir: Path,
     kind: str | None,
-    texts: Texts,
+    sequences: Sequences,
     progress: Callable[[str], None] | None = None,
     tokenizer: Any = None,
 ) -> Diagnosis:
-    """Examines a head or a draft model along texts that the target wrote.
+    """Examines a head or a draft model along sequences that the target wrote.
 
     Args:
         target: its weights not packed (`load_decoder(pack=False)`).
         kind: "eagle", "mtp" (also Gemma-4 assistants), "draft" for a draft model; None is what the
             directory holds.
-        texts: on the target's device; `loss_mask` marks what the target wrote.
+        sequences: on the target's device; `loss_mask` marks what the target wrote.
         tokenizer: the target's, whose special tokens may be the mask that a drafter was trained
             with, and with which a draft model's is compared.
     """
     tell, head_dir = progress or (lambda text: None), resolve_head(head_dir)
     if _is_model(kind, head_dir):
-        return _diagnose_model(target, head_dir, texts, tell, tokenizer)
+        return _diagnose_model(target, head_dir, sequences, tell, tokenizer)
     device, dtype = target.embed_tokens.weight.device, target.embed_tokens.weight.dtype
     diagnosis = Diagnosis()
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def diagnose(
             raw, head.config.decoder.vocab_size, target.config, tokenizer
         )
         diagnosis.notes += left_out
-    exam = HeadExam(target, head, texts, report.mask_hidden, tokens)
+    exam = HeadExam(target, head, sequences, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
     if report.num_mtp_layers > NUM_STEPS:
         diagnosis.notes.append(
@@ -138,7 +138,7 @@ def holds_language_model(directory: Path) -> bool:
     try:
         with ExitStack() as stack:
             return is_language_model(set(open_checkpoint(directory, stack, pickle=True)))
-    except CheckpointError:  # what is wrong is told by `read_head`
+    except CheckpointError:  # `read_head` says what is wrong
         return False
 
 
@@ -147,20 +147,24 @@ def _read_model(
 ) -> tuple[DecoderConfig, Any, int | None]:
     """(config, tokenizer, mask token of a PARD model). Raises CheckpointError if it cannot draft
     for the target."""
-    config, own = load_config(draft_dir), load_tokenizer(draft_dir)
+    config, draft_tokenizer = load_config(draft_dir), load_tokenizer(draft_dir)
     mask = pard_token(config.raw, draft_dir / "config.json", config.vocab_size)
-    problem = token_problem(config.vocab_size, target.vocab_size, own, tokenizer)
+    problem = token_problem(config.vocab_size, target.vocab_size, draft_tokenizer, tokenizer)
     if problem:
         raise CheckpointError(problem)
-    return config, own, mask
+    return config, draft_tokenizer, mask
 
 
 def _diagnose_model(
-    target: Decoder, draft_dir: Path, texts: Texts, tell: Callable[[str], None], tokenizer: Any
+    target: Decoder,
+    draft_dir: Path,
+    sequences: Sequences,
+    tell: Callable[[str], None],
+    tokenizer: Any,
 ) -> Diagnosis:
     diagnosis = Diagnosis(drafter="draft model")
     try:
-        config, own, mask = _read_model(target.config, draft_dir, tokenizer)
+        config, draft_tokenizer, mask = _read_model(target.config, draft_dir, tokenizer)
         weight = target.embed_tokens.weight
         model = load_decoder(draft_dir, weight.dtype, weight.device, TorchAttention(), pack=False)
         model.keep_logits(target.config.vocab_size)
@@ -180,14 +184,14 @@ def _diagnose_model(
         )
     else:
         diagnosis.notes += left_out
-    if own is None or tokenizer is None:
+    if draft_tokenizer is None or tokenizer is None:
         diagnosis.notes.append(
             "The tokenizers were not compared: "
-            + ("the draft model's" if own is None else "the target's")
+            + ("the draft model's" if draft_tokenizer is None else "the target's")
             + " directory holds none, or it was not given."
         )
     drafter = DraftModel(model, mask)
-    exam = DraftModelExam(target, drafter, texts, tokens)
+    exam = DraftModelExam(target, drafter, sequences, tokens)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

@@ -11,7 +11,7 @@ from ..train.trainer import Evaluation
 CERTAIN = 3.0
 """Standard errors that chance does not make."""
 FEWEST_JUDGED, FEWEST_TEXTS = 200, 2
-"""Fewer judged places, or places of fewer texts, show nothing."""
+"""Fewer judged positions, or positions of fewer sequences, show nothing."""
 TELLING_GAIN = 0.10
 """The verdict tells of the first draft whose acceptance a change raises by this much."""
 SHORT_OF_TRAINING = 0.10

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention.dense import DensePass
 from ..checkpoints.heads.mtp_layouts import mtp_layout
 from ..models.decoder import Decoder
-from ..train.unroll import DraftStep, StepScore, Texts, score, teach
+from ..train.unroll import DraftStep, Sequences, StepScore, score, teach
 from .exam import Exam
 from .masks import mask_token_trials
 from .trials import Setting, Trial
@@ -38,11 +38,15 @@ class DraftModel(nn.Module):
 
 class DraftModelExam(Exam):
     def __init__(
-        self, target: Decoder, drafter: DraftModel, texts: Texts, special_tokens: Mapping[int, str]
+        self,
+        target: Decoder,
+        drafter: DraftModel,
+        sequences: Sequences,
+        special_tokens: Mapping[int, str],
     ):
         super().__init__(drafter)
-        self.model, self.texts, self.special_tokens = drafter, texts, special_tokens
-        self.teacher = teach(target, drafter, texts)  # type: ignore[arg-type]
+        self.model, self.sequences, self.special_tokens = drafter, sequences, special_tokens
+        self.teacher = teach(target, drafter, sequences)  # type: ignore[arg-type]
 
     def trials(self) -> list[Trial]:
         now = self.model.mask_token_id
@@ -59,24 +63,24 @@ class DraftModelExam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         model: Any = self.model
-        steps = unroll_model(self.model, self.texts, self.num_steps)
+        steps = unroll_model(self.model, self.sequences, self.num_steps)
         return [score(model, step, self.teacher, with_loss=False) for step in steps]
 
 
-def unroll_model(drafter: DraftModel, texts: Texts, num_steps: int) -> Iterator[DraftStep]:
+def unroll_model(drafter: DraftModel, sequences: Sequences, num_steps: int) -> Iterator[DraftStep]:
     """A draft model's steps, counted as `unroll` counts a head's: row t of step s proposes token
     t + 2 + s, having read the text up to t + 1 and then drafts, or masks, before it."""
     model, mask = drafter.model, drafter.mask_token_id
-    ids, keys = texts.input_ids.flatten(), DensePass(texts.document_ids)
+    ids, keys = sequences.input_ids.flatten(), DensePass(sequences.document_ids)
     last_position = model.rope_tables.num_positions - 1
-    out = model(ids, texts.positions.flatten(), keys)
+    out = model(ids, sequences.positions.flatten(), keys)
     for step in range(num_steps):
         if step and mask is not None:
-            positions = (texts.positions + step).clamp_max(last_position).flatten()
+            positions = (sequences.positions + step).clamp_max(last_position).flatten()
             out = model(torch.full_like(ids, mask), positions, keys)
         # The model proposes from its own last row: of the last token's, or of the last draft's.
         ahead = 1 if mask is not None else 1 + step
-        rows = texts.rows_of_step(step)
+        rows = sequences.rows_of_step(step)
         yield DraftStep(step, out.roll(-ahead, 0), rows, rows + step + 1)
 
 

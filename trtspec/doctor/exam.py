@@ -1,4 +1,4 @@
-"""The target's texts and states, made once, and a drafter that is tried along them."""
+"""The target's sequences and states, computed once, and a drafter that is tried along them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from ..models.drafters.mtp import MTPHead
 from ..train.trainer import Evaluation
-from ..train.unroll import StepScore, Texts, score, teach, unroll
+from ..train.unroll import Sequences, StepScore, score, teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs
@@ -24,7 +24,7 @@ from .trials import Setting, Trial, pairs
 NUM_STEPS = 3
 LEAST_GAIN, LEAST_GAIN_OF_USUAL = 0.10, 0.03
 """Drafts that a change must add to a step, on average, to be named. Less is enough where it brings
-the usual setting: another RoPE base may gain a little on short texts with nothing wrong."""
+the usual setting: another RoPE base may gain a little on short sequences with nothing wrong."""
 UNCERTAIN = 2.0
 """A gain of fewer standard errors may well be an accident."""
 MAP_MAY_BE_WRONG = 0.25
@@ -47,29 +47,31 @@ class Outcome:
     """How the drafter does with a setting."""
 
     result: Evaluation
-    accepted: Tensor  # [R] float64, drafts accepted at each place the target wrote
-    texts: Tensor  # [R] int64, which text each place is of, 0 … N - 1
+    accepted: Tensor  # [R] float64, drafts accepted at each position the target wrote
+    sequences: Tensor  # [R] int64, the sequence of each position, 0 … N - 1
 
     def gain_over(self, other: Outcome) -> tuple[float, float]:
-        """(mean, standard error) of the drafts gained at a place. The error is that of sums by
-        text, since the places of a text are alike."""
+        """Returns (mean, standard error) of the drafts gained at a position.
+
+        The error is that of sums by sequence, since the positions of one are alike.
+        """
         gain = self.accepted - other.accepted
-        mean, num_texts = gain.mean(), int(self.texts.max()) + 1
+        mean, num_texts = gain.mean(), int(self.sequences.max()) + 1
         assert num_texts > 1
-        sums = gain.new_zeros(num_texts).index_add(0, self.texts, gain - mean)
+        sums = gain.new_zeros(num_texts).index_add(0, self.sequences, gain - mean)
         variance = float(sums.square().sum()) * num_texts / (num_texts - 1)
         return float(mean), math.sqrt(variance) / len(gain)
 
-    def error_by_place(self, other: Outcome) -> float:
-        """The standard error of the same mean, were each place a text of its own."""
+    def error_by_position(self, other: Outcome) -> float:
+        """Returns the standard error of that mean as if positions were independent."""
         gain = self.accepted - other.accepted
         return float(gain.std()) / math.sqrt(len(gain))
 
 
 class Exam(ABC):
-    """A drafter along texts; `trials` and `scores` are its kind's."""
+    """A drafter along sequences; `trials` and `scores` are its kind's."""
 
-    texts: Texts
+    sequences: Sequences
 
     def __init__(self, drafter: nn.Module):
         self.drafter, self.setting = drafter, Setting()
@@ -101,11 +103,11 @@ class Exam(ABC):
         result.add(scores)
         counted = scores[0].is_counted
         right = torch.stack([each.is_right for each in scores])[:, counted]
-        documents = self.texts.document_ids
+        documents = self.sequences.document_ids
         rows = torch.arange(len(documents), device=documents.device)[:, None]
         names = documents + rows * (int(documents.max()) + 1)  # of different rows differ
-        texts = names.flatten()[counted].unique(return_inverse=True)[1]
-        return Outcome(result, right.double().cumprod(0).sum(0), texts)
+        sequences = names.flatten()[counted].unique(return_inverse=True)[1]
+        return Outcome(result, right.double().cumprod(0).sum(0), sequences)
 
     def keep(self, trial: Trial) -> None:
         trial.change(self.drafter)
@@ -124,17 +126,17 @@ class HeadExam(Exam):
         self,
         target: Decoder,
         head: DraftHead,
-        texts: Texts,
+        sequences: Sequences,
         mask_hidden: Tensor | None,
         special_tokens: Mapping[int, str],
     ):
         super().__init__(head)
-        self.target, self.head, self.texts = target, head, texts
+        self.target, self.head, self.sequences = target, head, sequences
         self.captures = bool(head.layers_to_capture)
         num_layers = target.config.num_layers
         every = range(num_layers) if self.captures else range(num_layers - 1, num_layers)
         with _capturing(head, tuple(every)):
-            self.teacher = teach(target, head, texts)
+            self.teacher = teach(target, head, sequences)
         self.states = self.teacher.hidden.view(len(self.teacher.hidden), len(every), -1)
         self.d2t = head.d2t
         if head.config.mask_token_id is not None:
@@ -203,7 +205,9 @@ class HeadExam(Exam):
 
     def scores(self, setting: Setting) -> list[StepScore]:
         teacher = replace(self.teacher, hidden=self._hidden(setting))
-        steps = unroll(self.head, self.texts, teacher.hidden, self.num_steps, teacher.keys, setting)
+        steps = unroll(
+            self.head, self.sequences, teacher.hidden, self.num_steps, teacher.keys, setting
+        )
         return [score(self.head, step, teacher, with_loss=False) for step in steps]
 
 
@@ -211,7 +215,7 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
     """Tries every setting alone, keeps the most telling, and tries again: up to two changes."""
     best, made = exam.evaluate(None), set[str]()
     diagnosis.as_loaded = best.result
-    diagnosis.num_texts = len(best.texts.unique())
+    diagnosis.num_texts = len(best.sequences.unique())
     if diagnosis.is_short:
         return
 
@@ -261,8 +265,8 @@ def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
     gain, error = new.gain_over(old)
     if (
         trial.is_usual
-    ):  # likely beforehand, and a wrong RoPE base costs some texts much, others none
-        return gain >= max(LEAST_GAIN_OF_USUAL, CERTAIN * new.error_by_place(old))
+    ):  # likely beforehand, and a wrong RoPE base costs some sequences much, others none
+        return gain >= max(LEAST_GAIN_OF_USUAL, CERTAIN * new.error_by_position(old))
     return gain >= max(LEAST_GAIN, CERTAIN * error)
 
 

@@ -238,13 +238,13 @@ def _assistant_trials(patient: Patient) -> list[Trial]:
         ),
         Trial(
             "queries are rotated one position too far",
-            f"{retrain} queries turn by the place of the last token, which the target has not "
-            "read: train the assistant so",
+            f"{retrain} queries are rotated by the last token's position, which the target has "
+            "not read: train the assistant so",
             sets={"position_offset": -1},
         ),
         Trial(
             "queries are rotated one position too little",
-            f"{retrain} queries turn by the place of the last token: train the assistant so",
+            f"{retrain} queries are rotated by the last token's position: train the assistant so",
             sets={"position_offset": 1},
         ),
         Trial(

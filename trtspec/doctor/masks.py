@@ -1,4 +1,4 @@
-"""What a parallel drafter reads at its masks: tokens and states that may be meant."""
+"""What a drafter reads at its masks: the tokens and states that may be meant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_TRIED = 32
 def mask_token_trials(
     now: int, tokens: Mapping[int, str], use: Callable[[int], Change]
 ) -> list[Trial]:
-    """Other tokens in the masks' place; `use` makes the change to one."""
+    """Returns trials of other mask tokens; `use` makes the change to one."""
     return [
         Trial(
             f"the mask token should be {token}, {name}",
@@ -80,8 +80,8 @@ def _other_states(
             "reverse the order of the parts of mask_hidden, one for each captured layer",
             torch.cat(raw.chunk(num_captured, dim=-1)[::-1], dim=-1),
         )
-    own = float(raw.float().square().mean().sqrt())
-    factors = [10.0, 0.1, state_size / own] if own else []
+    size = float(raw.float().square().mean().sqrt())
+    factors = [10.0, 0.1, state_size / size] if size else []
     for factor in factors:
         if math.isclose(factor, 1.0, rel_tol=0.05):
             continue
@@ -118,7 +118,10 @@ def _named(
     raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any
 ) -> Iterator[tuple[str, int]]:
     """Those with a role first: configs name them, then the tokenizer."""
-    for whose, config in (("of its config.json", raw), ("of the target's config.json", target.raw)):
+    for source, config in (
+        ("of its config.json", raw),
+        ("of the target's config.json", target.raw),
+    ):
         nested = [value for value in config.values() if isinstance(value, dict)]
         for fields in (config, *nested):
             for name, value in fields.items():
@@ -128,7 +131,7 @@ def _named(
                     continue
                 for token in value if isinstance(value, list) else [value]:
                     if is_int(token):
-                        yield f"{name} {whose}", token
+                        yield f"{name} {source}", token
     yield "the first token", 0
     yield "the last token", vocab_size - 1
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Texts of the target, packed for an examination."""
+"""Sequences of the target, packed for an examination."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
-from ..train.unroll import Texts
+from ..train.unroll import Sequences
 
 
 def texts_of(
     prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device
-) -> Texts:
+) -> Sequences:
     """Each prompt with the text the target wrote after it, short ones side by side in a row.
 
     Raises:
@@ -38,4 +38,4 @@ def texts_of(
         documents[line, first:end] = documents[line].max() + 1
         mask[line, first + len(prompt) : end] = True
         positions[line, first:end] = torch.arange(len(row))
-    return Texts(ids, mask, documents, positions).to(device)
+    return Sequences(ids, mask, documents, positions).to(device)

@@ -117,7 +117,7 @@ def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
                 Trial(
                     "RoPE of the head's two kinds of layers is swapped",
                     f"rope_parameters in config.json: {kinds[0]} {other}, {kinds[1]} {one}",
-                    _turn_by({kinds[0]: other, kinds[1]: one}),
+                    _with_ropes({kinds[0]: other, kinds[1]: one}),
                 )
             )
     return trials
@@ -125,35 +125,38 @@ def rope_trials(head: DraftHead, target: DecoderConfig) -> list[Trial]:
 
 def _rope_trials_of(kind: str, decoder: DecoderConfig, target: DecoderConfig) -> list[Trial]:
     """kind: "" where all layers are alike."""
-    now, whose = _rope_of(decoder, kind), f" of its {kind} layers" if kind else ""
+    now, of_kind = _rope_of(decoder, kind), f" of its {kind} layers" if kind else ""
     trials, bases = [], {now.get("rope_theta")}
     for name, parameters in _candidates(target, kind):
-        theta, is_theirs = parameters["rope_theta"], bool(name)
-        if parameters == now or (not is_theirs and theta in bases):
+        theta, is_of_target = parameters["rope_theta"], bool(name)
+        if parameters == now or (not is_of_target and theta in bases):
             continue
         bases.add(theta)
         trials.append(
             Trial(
-                f"rope_theta{whose} should be {name or 'another'}, {theta:g}",
-                f'"rope_theta"{whose}: {theta:g} in config.json, now {now.get("rope_theta"):g}'
+                f"rope_theta{of_kind} should be {name or 'another'}, {theta:g}",
+                f'"rope_theta"{of_kind}: {theta:g} in config.json, now {now.get("rope_theta"):g}'
                 + (f" ({parameters})" if _is_scaled(parameters) or _is_scaled(now) else ""),
-                _turn_by({kind: parameters}),
-                is_usual=is_theirs and (not kind or f" {kind} " in name),
+                _with_ropes({kind: parameters}),
+                is_usual=is_of_target and (not kind or f" {kind} " in name),
             )
         )
     return trials
 
 
 def _candidates(target: DecoderConfig, kind: str) -> Iterator[tuple[str, Rope]]:
-    """(whose it is, "" if nobody's; the parameters). The target's come first, of the same kind
-    before others."""
+    """Yields (name of the target's layers, "" for a usual base; the parameters).
+
+    The target's come first, those of the same kind before others.
+    """
     kinds = list(dict.fromkeys(target.layer_types[: target.num_layers]))
     seen: list[Rope] = []
-    for theirs in sorted(kinds, key=lambda k: k != kind) or [""]:
-        parameters = dict(_rope_of(target, theirs))
+    for target_kind in sorted(kinds, key=lambda k: k != kind) or [""]:
+        parameters = dict(_rope_of(target, target_kind))
         if parameters not in seen:
             seen.append(parameters)
-            yield (f"the target's {theirs} layers'" if theirs else "the target's"), parameters
+            name = f"the target's {target_kind} layers'" if target_kind else "the target's"
+            yield name, parameters
     for theta in _USUAL_BASES:
         yield "", {"rope_type": "default", "rope_theta": theta}
 
@@ -166,7 +169,7 @@ def _rope_of(config: DecoderConfig, kind: str) -> Rope:
     return config.type_fields.get(kind, {}).get("rope_parameters", config.rope_parameters)
 
 
-def _turn_by(ropes: Mapping[str, Rope]) -> Change:
+def _with_ropes(ropes: Mapping[str, Rope]) -> Change:
     """ropes: kind of layers -> its parameters."""
 
     def change(head: DraftHead) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 INTERVAL = f"{CONFIDENCE:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples"
-MIN_TO_JUDGE = 32  # first drafts; from fewer nobody can tell that a drafter is dead
+MIN_TO_JUDGE = 32  # first drafts; fewer do not show that a drafter is dead
 
 
 @dataclass(frozen=True)

@@ -79,12 +79,12 @@ def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[flo
     axes = figure.add_subplot()
     height = 0.8 / len(temperatures)
     for number, temperature in enumerate(temperatures):
-        own = [group for group in groups if group.temperature == temperature]
-        values, errors = _with_errors([group.acceptance.acceptance_length for group in own])
+        chosen = [group for group in groups if group.temperature == temperature]
+        values, errors = _with_errors([group.acceptance.acceptance_length for group in chosen])
         offset = (number - (len(temperatures) - 1) / 2) * height
-        places = [names.index(group.name) + offset for group in own]
+        offsets = [names.index(group.name) + offset for group in chosen]
         axes.barh(
-            places,
+            offsets,
             values,
             height,
             xerr=errors,

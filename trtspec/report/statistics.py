@@ -101,12 +101,12 @@ def acceptance_of(clusters: Iterable[Cluster], max_draft_len: int) -> Acceptance
 def _count(steps: Sequence[StepRecord], k: int) -> np.ndarray:
     """[2 + 3k]: steps, tokens, then per position proposed, reached and accepted."""
     made = np.array([step.proposed for step in steps])[:, None]
-    kept = np.array([step.accepted for step in steps])[:, None]
+    accepted = np.array([step.accepted for step in steps])[:, None]
     before = np.arange(k)[None]  # drafts before a position
     proposed = made > before
-    reached = proposed & (kept >= before)
-    ends = [np.array([len(steps), int(kept.sum()) + len(steps)])]
-    return np.concatenate([*ends, proposed.sum(0), reached.sum(0), (kept > before).sum(0)])
+    reached = proposed & (accepted >= before)
+    ends = [np.array([len(steps), int(accepted.sum()) + len(steps)])]
+    return np.concatenate([*ends, proposed.sum(0), reached.sum(0), (accepted > before).sum(0)])
 
 
 def _resample(table: np.ndarray) -> np.ndarray | None:

@@ -35,7 +35,7 @@ from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..data.jsonl import LineError, check_messages, parse_line, short
 from ..errors import TrtspecError
-from .unroll import Texts
+from .unroll import Sequences
 
 logger = logging.getLogger(__name__)
 
@@ -303,11 +303,11 @@ class TrainingText:
                 f'Begin the file with {{"format": "{FORMAT}", "tokenizer": "{self._fingerprint}"}} '
                 "if they are this tokenizer's."
             )
-        theirs = header.get("tokenizer")
-        if theirs != self._fingerprint:
+        fingerprint = header.get("tokenizer")
+        if fingerprint != self._fingerprint:
             raise DataError(
-                f"{where}: input_ids of tokenizer {theirs} (model {header.get('model')!r}); the "
-                f"target's is {self._fingerprint}. Use text of this target, or its messages."
+                f"{where}: input_ids of tokenizer {fingerprint} (model {header.get('model')!r}); "
+                f"the target's is {self._fingerprint}. Use text of this target, or its messages."
             )
 
 
@@ -397,7 +397,7 @@ class Packed:
     truncated: documents that were longer than a row.
     """
 
-    rows: Texts
+    rows: Sequences
     seed: int
     truncated: int = 0
 
@@ -438,21 +438,21 @@ class Packed:
 
     def epoch_batches(
         self, batch_size: int, epoch: int, first: int = 0, drop_last: bool = True
-    ) -> Iterator[Texts]:
+    ) -> Iterator[Sequences]:
         """The epoch's batches from number `first` on: what a run that stopped there would have
         seen next. The rows that fill no batch are left out, others in every epoch, unless
         `drop_last` is False."""
         count, order = self.num_batches(batch_size, drop_last), self.order(epoch)
         for i in range(first, count):
             chosen, rows = order[i * batch_size : (i + 1) * batch_size], self.rows
-            yield Texts(
+            yield Sequences(
                 rows.input_ids[chosen],
                 rows.loss_mask[chosen],
                 rows.document_ids[chosen],
                 rows.positions[chosen],
             )
 
-    def batches(self, batch_size: int, first: int = 0) -> Iterator[Texts]:
+    def batches(self, batch_size: int, first: int = 0) -> Iterator[Sequences]:
         """Full batches without end, one epoch after the other, from number `first` of all on."""
         epoch, start = divmod(first, self.num_batches(batch_size))
         while True:
@@ -481,7 +481,7 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
     sizes = [min(len(e.input_ids), length) for e in documents]
     bins = first_fit(sizes, length)
     shape = max(bins) + 1, length
-    rows = Texts(
+    rows = Sequences(
         torch.zeros(shape, dtype=torch.int64),
         torch.zeros(shape, dtype=torch.bool),
         torch.full(shape, PADDING, dtype=torch.int32),

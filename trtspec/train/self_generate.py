@@ -173,7 +173,7 @@ class _Run:
         self.done: dict[int, Line | str] = {}  # by index: not written yet; a text says why not
         self.num_kept = 0  # lines among `done`
         self.report = Report(output.num_examples)
-        self.started = self.told = time.monotonic()
+        self.started = self.reported = time.monotonic()
         self.barren = 0
 
     def run(self) -> Report:
@@ -181,7 +181,7 @@ class _Run:
             self._feed()
             while self.asked:
                 finished = self.executor.step()
-                if is_due := time.monotonic() - self.told >= PROGRESS_SECONDS:
+                if is_due := time.monotonic() - self.reported >= PROGRESS_SECONDS:
                     self._tell()
                 if is_due or not self.executor.has_work:
                     # Also those that somebody else's step gave back: `progress` may use the engine.
@@ -294,8 +294,8 @@ class _Run:
         self.output.flush_if_due()
 
     def _tell(self) -> None:
-        self.told = time.monotonic()
-        self.report = replace(self.report, seconds=self.told - self.started)
+        self.reported = time.monotonic()
+        self.report = replace(self.report, seconds=self.reported - self.started)
         self.progress(replace(self.report, dropped=Counter(self.report.dropped)))
 
 
@@ -371,16 +371,16 @@ class _Output:
                 self.num_examples += 1
                 self.next_index = record["index"] + 1
                 return
-            theirs = {key: record[key] for key in self._header}
+            in_file = {key: record[key] for key in self._header}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{where}: not a line that self-generation wrote ({type(error).__name__}: "
                 f"{error}). Give a new file."
             ) from error
-        for key, ours in self._header.items():
-            if key != "model" and theirs[key] != ours:  # a directory's name may change
+        for key, now in self._header.items():
+            if key != "model" and in_file[key] != now:  # a directory's name may change
                 raise ConfigError(
-                    f"{where}: {key} {_differences(theirs[key], ours)}. Give the settings that "
+                    f"{where}: {key} {_differences(in_file[key], now)}. Give the settings that "
                     "the file was begun with, or another file."
                 )
 
@@ -409,9 +409,9 @@ class _Output:
             raise ConfigError(f"{self.path} cannot be written to ({error}). Make room.") from error
 
 
-def _differences(theirs: Any, ours: Any) -> str:
+def _differences(in_file: Any, now: Any) -> str:
     """What differs: "is X in the file, Y now"."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        keys = [k for k in {**theirs, **ours} if theirs.get(k) != ours.get(k)]
-        theirs, ours = {k: theirs.get(k) for k in keys}, {k: ours.get(k) for k in keys}
-    return f"is {theirs!r} in the file and {ours!r} now"
+    if isinstance(in_file, dict) and isinstance(now, dict):
+        keys = [k for k in {**in_file, **now} if in_file.get(k) != now.get(k)]
+        in_file, now = {k: in_file.get(k) for k in keys}, {k: now.get(k) for k in keys}
+    return f"is {in_file!r} in the file and {now!r} now"

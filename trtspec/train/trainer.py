@@ -33,7 +33,7 @@ from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .new_head import save_head, trainable
-from .unroll import StepScore, Texts, conditional_acceptance, score, teach, unroll
+from .unroll import Sequences, StepScore, conditional_acceptance, score, teach, unroll
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. Batches are `batch_size` packed texts of `length` tokens.
+    """How to train. Batches are `batch_size` packed sequences of `length` tokens.
 
     Raises:
         ConfigError: a value is not what it can be.
@@ -91,21 +91,21 @@ class TrainConfig:
 
 
 class TextSource(Protocol):
-    """Packed texts in the order of training."""
+    """Packed sequences in the order of training."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the texts and their packing."""
+        """Of the sequences and their packing."""
         ...
 
-    def batches(self, batch_size: int, first: int) -> Iterator[Texts]:
+    def batches(self, batch_size: int, first: int) -> Iterator[Sequences]:
         """Batches number `first`, `first` + 1, …, without end."""
         ...
 
 
 @dataclass
 class Evaluation:
-    """Teacher-forced acceptance along held-out texts."""
+    """Teacher-forced acceptance along held-out sequences."""
 
     right: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
@@ -135,13 +135,15 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(target: Decoder, head: DraftHead, batches: list[Texts], num_steps: int) -> Evaluation:
-    """How a head does along texts it was not trained on."""
+def evaluate(
+    target: Decoder, head: DraftHead, batches: list[Sequences], num_steps: int
+) -> Evaluation:
+    """How a head does along sequences it was not trained on."""
     device, result, losses = target.embed_tokens.weight.device, Evaluation(), 0.0
-    for texts in batches:
-        texts = texts.to(device)
-        teacher = teach(target, head, texts)
-        steps = unroll(head, texts, teacher.hidden, num_steps)
+    for sequences in batches:
+        sequences = sequences.to(device)
+        teacher = teach(target, head, sequences)
+        steps = unroll(head, sequences, teacher.hidden, num_steps)
         scores = [score(head, step, teacher) for step in steps]
         result.add(scores)
         losses += sum(float(each.loss) for each in scores) / max(1, len(scores))
@@ -154,7 +156,7 @@ class Trainer:
 
     Args:
         target: in eval mode, its weights not packed. head: of `create_head`.
-        data, held_out: texts to train on, and to judge the head by.
+        data, held_out: sequences to train on, and to judge the head by.
         out: the run's directory.
         head_format: as in `save_head`.
         notes: written into the head's config.json.
@@ -165,7 +167,7 @@ class Trainer:
         target: Decoder,
         head: DraftHead,
         data: TextSource,
-        held_out: list[Texts],
+        held_out: list[Sequences],
         config: TrainConfig,
         out: Path,
         *,
@@ -226,7 +228,7 @@ class Trainer:
         return True
 
     def train(self, progress: Progress | None = None) -> Evaluation:
-        """Runs to `max_steps`; returns the last evaluation on the held-out texts."""
+        """Runs to `max_steps`; returns the last evaluation on the held-out sequences."""
         config = self.config
         self.out.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation()
@@ -235,9 +237,9 @@ class Trainer:
         started, tokens = time.perf_counter(), 0
         batches = self.data.batches(config.batch_size, self.step)
         while self.step < config.max_steps:
-            texts = next(batches)
-            line = self._train_step(texts)
-            tokens += texts.input_ids.numel()
+            sequences = next(batches)
+            line = self._train_step(sequences)
+            tokens += sequences.input_ids.numel()
             self.step += 1
             last = self.step == config.max_steps
             evaluates = self.step % config.evaluate_every == 0 or last
@@ -267,14 +269,14 @@ class Trainer:
                 self.checkpoint()
         return evaluation
 
-    def _train_step(self, texts: Texts) -> dict[str, Any]:
+    def _train_step(self, sequences: Sequences) -> dict[str, Any]:
         config, rate = self.config, self.config.rate(self.step)
-        texts = texts.to(self.target.embed_tokens.weight.device)
-        teacher = teach(self.target, self.head, texts)
+        sequences = sequences.to(self.target.embed_tokens.weight.device)
+        teacher = teach(self.target, self.head, sequences)
         loss: Tensor | float = 0.0
         scores = []
         with torch.enable_grad():
-            for step in unroll(self.head, texts, teacher.hidden, config.num_steps):
+            for step in unroll(self.head, sequences, teacher.hidden, config.num_steps):
                 each = score(self.head, step, teacher)
                 loss = loss + config.step_decay**step.step * each.loss
                 scores.append(each)

@@ -1,20 +1,24 @@
-"""A head used step after step along whole texts, as drafting uses it, and what the target says.
+"""A head used step after step along whole sequences, as drafting uses it, and the target's choices.
 
-Row t of a text x, at step s: the head reads token x[t+1+s] and proposes x[t+2+s]; the target's own
-choice for that place is its logits at row t+1+s. At step 0 the head reads the target's hidden
-states at t, later what its own step before returned. It stands at position t+s if it is used again
-and again; at t if its layers are used once each (vanilla MTP), whose steps are passes over the same
-rows (docs/decisions/005), or if it reads the target's keys (Gemma-4 assistants).
+Row t of a sequence x, at step s: the head reads token x[t+1+s] and proposes x[t+2+s]. The target's
+choice for that position is its logits at row t+1+s. At step 0 the head reads the target's hidden
+states at t, later what its previous step returned.
 
-A head that drafts in parallel (P-EAGLE) reads, at step s > 0, its mask token and its mask state in
-place of a token and of what it returned. One pass then has the rows of all steps: a mask sees the
-text up to row t and the masks before it, which is what step s sees of the steps before.
+A head that is used again and again stands at position t+s. It stands at t if its layers are used
+once each (vanilla MTP), whose steps are passes over the same rows (docs/decisions/005), or if it
+reads the target's keys (Gemma-4 assistants).
+
+A P-EAGLE head reads, at step s > 0, its mask token and its mask state in place of a token and of
+what it returned. One pass then has the rows of all steps: a mask sees the sequence up to row t and
+the masks before it, which is what step s sees of the steps before.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,25 +38,27 @@ CLUSTERED_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Texts:
-    """A batch of packed texts; tensors on the target's device."""
+class Sequences:
+    """A batch of packed sequences; tensors on the target's device."""
 
     input_ids: Tensor  # [N, L] int64
     loss_mask: Tensor  # [N, L] bool, tokens that the target wrote
     document_ids: Tensor  # [N, L] int, -1 is padding
     positions: Tensor  # [N, L] int64, within the document
-    on_host: Texts | None = None  # the same, where looking waits for nothing
+    on_host: Sequences | None = None  # the same, where looking waits for nothing
 
-    def to(self, device: torch.device) -> Texts:
+    def to(self, device: torch.device) -> Sequences:
         tensors = (self.input_ids, self.loss_mask, self.document_ids, self.positions)
         ids, mask, documents, positions = (t.to(device, non_blocking=True) for t in tensors)
-        return Texts(ids, mask, documents, positions, on_host=self.on_host or self)
+        return Sequences(ids, mask, documents, positions, on_host=self.on_host or self)
 
     def rows_of_step(self, step: int) -> Tensor:
         """[R] int64 on the device: rows whose proposal at a step is for what the target wrote."""
-        texts = self.on_host or self
-        same = _ahead(texts.document_ids, step + 2, -2) == texts.document_ids
-        counted = same & _ahead(texts.loss_mask, step + 2, False) & (texts.document_ids >= 0)
+        sequences = self.on_host or self
+        same = _ahead(sequences.document_ids, step + 2, -2) == sequences.document_ids
+        counted = (
+            same & _ahead(sequences.loss_mask, step + 2, False) & (sequences.document_ids >= 0)
+        )
         rows = counted.flatten().nonzero()[:, 0]
         if self.input_ids.is_cuda and not rows.is_cuda:
             rows = rows.pin_memory()
@@ -72,7 +78,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Use:
-    """How a head is used along texts: the defaults as drafting does, the rest for the doctor."""
+    """How a head is used along sequences. Defaults: as drafting does; the rest is the doctor's."""
 
     shift: int = 1  # row t reads token t + shift + s at step s
     position_offset: int = 0
@@ -85,7 +91,7 @@ DRAFTING = Use()
 
 @dataclass(frozen=True)
 class DraftStep:
-    """One step along all texts."""
+    """One step along all sequences."""
 
     step: int
     hidden: Tensor  # [T, H], what the head's `compute_logits` reads
@@ -94,16 +100,16 @@ class DraftStep:
 
 
 @torch.no_grad()
-def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
-    """Runs the target along the texts."""
-    ids, positions = texts.input_ids.flatten(), texts.positions.flatten()
+def teach(target: Decoder, head: DraftHead, sequences: Sequences) -> Teacher:
+    """Runs the target along the sequences."""
+    ids, positions = sequences.input_ids.flatten(), sequences.positions.flatten()
     spec = SpecMetadata(1, 0, 0, num_tokens=len(ids))
     layers = head.layers_to_capture
     if layers:
         size = target.config.hidden_size
         buffer = target.embed_tokens.weight.new_empty(len(ids), len(layers) * size)
         spec.captured = CapturedHiddenStates(layers, buffer)
-    keys = DensePass(texts.document_ids)
+    keys = DensePass(sequences.document_ids)
     final = target(ids, positions, keys, capture=spec)
     kept = None if head.d2t is None else torch.arange(len(head.d2t), device=ids.device) + head.d2t
     choices, logits = [], []
@@ -124,7 +130,7 @@ def teach(target: Decoder, head: DraftHead, texts: Texts) -> Teacher:
 
 def unroll(
     head: DraftHead,
-    texts: Texts,
+    sequences: Sequences,
     hidden: Tensor,
     num_steps: int,
     target_keys: DensePass | None = None,
@@ -141,21 +147,21 @@ def unroll(
     if advances is None:
         is_vanilla = isinstance(head, MTPHead) and len(head.layers) > 1
         advances = head.advances_positions and not is_vanilla
-    length = texts.input_ids.shape[1]
+    length = sequences.input_ids.shape[1]
     last_position = head.rope_tables.num_positions - 1
-    keys = DensePass(texts.document_ids) if target_keys is None else target_keys
+    keys = DensePass(sequences.document_ids) if target_keys is None else target_keys
     state = first = head.project_target_hidden(hidden)
     for step in range(num_steps):
-        ids = _ahead(texts.input_ids, step + use.shift, 0).flatten()
+        ids = _ahead(sequences.input_ids, step + use.shift, 0).flatten()
         if step and isinstance(head, Eagle3Head) and head.mask_hidden is not None:
             assert head.config.mask_token_id is not None
             ids = torch.full_like(ids, head.config.mask_token_id)
             state = head.mask_hidden.expand(len(ids), -1)
         offset = use.position_offset + (step if advances else 0)
-        positions = (texts.positions + offset).clamp(0, last_position)
+        positions = (sequences.positions + offset).clamp(0, last_position)
         out, fed_back = head(ids, positions.flatten(), state, keys, step)
         state = fed_back if use.feeds_back else first
-        rows = texts.rows_of_step(step)
+        rows = sequences.rows_of_step(step)
         if length > 1:
             yield DraftStep(step, out, rows, rows + step + 1)
 
@@ -213,3 +219,12 @@ def conditional_acceptance(scores: list[StepScore]) -> list[tuple[int, int]]:
         result.append((int(right.sum()), int(alive.sum())))
         alive = right
     return result
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Texts":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "trtspec.train.unroll.Texts is deprecated: use Sequences.", DeprecationWarning, stacklevel=2
+    )
+    return Sequences
