@@ -14,7 +14,7 @@ from test_moe import MTP, naive_experts, random_experts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
-from trtspec.layers import experts as moe
+from trtspec.ops.experts import torch as moe
 
 pytestmark = [
     pytest.mark.gpu,

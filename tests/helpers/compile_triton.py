@@ -70,7 +70,7 @@ def _type(value: Any) -> Any:
     if value is None:
         return "constexpr"
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
+        kind = str(value.dtype).removeprefix("torch.").replace("bool", "i1")
         return "*" + kind.replace("float", "fp").replace("bfp", "bf").replace("int", "i")
     return "fp32" if isinstance(value, float) else "i32"
 
@@ -81,7 +81,7 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     from trtspec.attention.split_kv import Tables
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.layer import triton_latent
-    from trtspec.ops.layer.rope import Rope
+    from trtspec.ops.layer.rope import CacheWrite, Rope
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -95,14 +95,17 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     rope = Rope(torch.zeros(9, 64), positions)
     return {
         **compiled(triton_mla.latent_paged_attention, q, cached, tables, rows, out),
+        **compiled(triton_mla.latent_context_attention, q, cached, tables, tiles, tile_rows, out),
         **compiled(
-            triton_mla.latent_context_attention, q, cached, tables, tiles, tile_rows, out
+            triton_latent.rope_and_write_latent,
+            half(2 * rows, heads, 192)[..., 128:],
+            half(2 * rows, 576),
+            norm,
+            rope,
+            q[..., 512:],
+            CacheWrite(k_slots, k_slots[..., :512], positions, scratch_slot=3, keeps_finite=True),
         ),
-        **compiled(
-            triton_latent.rope_and_write_latent, half(2 * rows, heads, 192)[..., 128:],
-            half(2 * rows, 576), norm, rope, q[..., 512:], k_slots, positions, 3, True,
-        ),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

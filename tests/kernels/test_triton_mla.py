@@ -20,7 +20,7 @@ from trtspec.errors import ConfigError
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
 from trtspec.ops.layer.latent import rope_and_write_latent
-from trtspec.ops.layer.rope import Rope
+from trtspec.ops.layer.rope import CacheWrite, Rope
 from trtspec.ops.step.slots import draft_step_metadata
 
 triton_mla = pytest.importorskip("trtspec.attention.mla", reason="needs triton")
@@ -29,12 +29,12 @@ from trtspec.ops.layer import triton_latent  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-TURNING = 16
+ROTATED = 16
 
 
 def make_pass(
     spans: list[tuple[int, int]], latent: int, page: int, max_seq_len: int = 4096,
-    dtype: torch.dtype = torch.float32, turning: int = TURNING, device: str = DEVICE,
+    dtype: torch.dtype = torch.float32, rotated: int = ROTATED, device: str = DEVICE,
 ) -> AttentionMetadata:  # fmt: skip
     """Generation rows (start, count), as many for each text, over a random latent cache of
     scattered blocks."""
@@ -46,7 +46,7 @@ def make_pass(
     table = torch.zeros(len(spans), max(pages) + 2, dtype=torch.int32)
     for i, count in enumerate(pages):
         table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    cache = torch.randn(2, total, page, 1, latent + turning, generator=generator)
+    cache = torch.randn(2, total, page, 1, latent + rotated, generator=generator)
     cache[:, 0] = 0
     cache = cache.to(device, dtype)
     positions = torch.tensor([[start + r for r in range(spans[0][1])] for start, _ in spans])
@@ -63,7 +63,7 @@ def make_pass(
 
 def queries(meta: AttentionMetadata, heads: int, latent: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(len(meta.position_ids), heads, latent + TURNING, generator=generator)
+    q = torch.randn(len(meta.position_ids), heads, latent + ROTATED, generator=generator)
     return q.to(DEVICE)
 
 
@@ -161,34 +161,30 @@ def test_a_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize("keeps_finite", [False, True])
-@pytest.mark.parametrize(("heads", "latent", "turning"), [(3, 32, 16), (20, 48, 8)])
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(3, 32, 16), (20, 48, 8)])
 def test_rotation_and_cache_write(
-    monkeypatch: pytest.MonkeyPatch, heads: int, latent: int, turning: int, keeps_finite: bool
+    heads: int, latent: int, rotated: int, keeps_finite: bool
 ) -> None:
     generator = torch.Generator().manual_seed(5)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
-    rows, q = 4, noise(4, heads, 24 + turning)
-    x = noise(rows, 7 + latent + turning)[:, 7:]
+    rows, q = 4, noise(4, heads, 24 + rotated)
+    x = noise(rows, 7 + latent + rotated)[:, 7:]
     if keeps_finite:
         x[1, 3], x[2, -1] = float("nan"), float("inf")
     norm = RMSNorm(latent, 1e-6).to(DEVICE)
     norm.weight.data = noise(latent)
-    rope = Rope(noise(9, turning), torch.tensor([0, 8, 3, 5], device=DEVICE))
+    rope = Rope(noise(9, rotated), torch.tensor([0, 8, 3, 5], device=DEVICE))
     slots = torch.tensor([5, 2, -1, 7], device=DEVICE)
     results = []
-    for kernel in (True, False):
-        cache = torch.zeros(9, 1, latent + turning, device=DEVICE)
-        out = torch.zeros(rows, heads, latent + turning, device=DEVICE)
-        monkeypatch.setattr(
-            "trtspec.ops.layer.latent.triton_kernels", lambda _, kernel=kernel: kernel or None
-        )
-        rope_and_write_latent(
-            q[..., 24:], x, norm, rope, out[..., latent:], cache, slots, 3,
-            keeps_finite=keeps_finite,
-        )  # fmt: skip
+    twin = rope_and_write_latent.__wrapped__  # type: ignore[attr-defined]
+    for function in (triton_latent.rope_and_write_latent, twin):
+        cache = torch.zeros(9, 1, latent + rotated, device=DEVICE)
+        out = torch.zeros(rows, heads, latent + rotated, device=DEVICE)
+        to = CacheWrite(cache, cache[..., :latent], slots, 3, keeps_finite)
+        function(q[..., 24:], x, norm, rope, out[..., latent:], to)
         results.append((out, cache))
     assert triton_latent.HEADS == 16
     torch.testing.assert_close(results[0][0], results[1][0])

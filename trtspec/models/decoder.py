@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..attention.images import attend
+from ..layers.embedding import Embedding, embed
 from ..layers.fused import (
     Inputs,
     Norms,
@@ -28,11 +29,10 @@ from ..layers.fused import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
-from ..ops.layer.embedding import embed
 from ..ops.layer.norm import add_normed
-from ..ops.layer.rope import Rope, apply_rope
+from ..ops.layer.rope import CacheWrite, Rope, apply_rope
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_places
@@ -111,13 +111,10 @@ class Attention(nn.Module):
         self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> Tensor:  # fmt: skip
-        group = meta.kv_groups[self.kv_group]
-        k_slots, v_slots = group.layer_slots[self.cache_layer]
+        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.keeps_kv_finite)
         q = qkv_rope_and_write(
-            inputs, self.qkv_proj, norms, rope, self.num_heads, k_slots, v_slots,
-            meta.slot_mappings[self.kv_group], SCRATCH_BLOCK * group.page_size,
-            qk_norms=qk_norms, norms_values=self.norms_values, keeps_finite=self.keeps_kv_finite,
-        )  # fmt: skip
+            inputs, self.qkv_proj, norms, rope, self.num_heads, to, qk_norms, self.norms_values
+        )
         return attend(
             self.backend, q, meta, kv_group=self.kv_group, layer=self.cache_layer,
             window=self.window, scale=self.scale, softcap=self.softcap,
@@ -265,7 +262,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.per_layer_inputs = PerLayerInputs(config) if config.per_layer_input_size else None
         layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.layers = nn.ModuleList(
