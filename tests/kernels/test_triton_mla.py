@@ -194,16 +194,24 @@ def test_rotation_and_cache_write(
     assert not keeps_finite or results[0][1].isfinite().all()
 
 
-@pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
-def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
-    """The interpreter knows neither types nor sizes of memory."""
+def _shared_memory(*arguments: int) -> dict[str, int]:
+    """The bytes of kernels that `compile_triton.py` compiles. The interpreter knows neither types,
+    nor what is a constant, nor sizes of memory."""
     root = Path(__file__).parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "tests/helpers/compile_triton.py", str(heads), str(rows)], cwd=root,
-        capture_output=True, text=True, env={**environment, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    command = [sys.executable, "tests/helpers/compile_triton.py", *map(str, arguments)]
+    environment["PYTHONPATH"] = str(root)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    shared = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
+def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
+    shared = _shared_memory(heads, rows)
     assert len(shared) == 4 and max(shared.values()) > 200_000
     assert max(shared.values()) <= 227 * 1024, shared
+
+
+def test_kernels_of_other_layers_compile_for_hopper() -> None:
+    assert len(_shared_memory()) == 14

@@ -17,7 +17,7 @@ from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
 
 MAX_ROUTER_ROWS = 16
-"""For up to so many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+"""For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
 MIN_LIBRARY_ROWS = 64
 """Rows an expert, on average, from which on torch's `grouped_mm` is faster than our kernel."""
 

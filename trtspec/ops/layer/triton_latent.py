@@ -102,8 +102,8 @@ def _rope_and_write_latent_kernel(
         is_head = head < num_heads
         head_ptr = q.x + row * q.row + head * q.head
         rotated = _rotated(head_ptr, is_head, table, size, sizes.BLOCK_R)
-        place = out.x + row * out.row + head[:, None] * out.head + r
-        tl.store(place, rotated, mask=is_head[:, None] & (r < size))
+        pointer = out.x + row * out.row + head[:, None] * out.head + r
+        tl.store(pointer, rotated, mask=is_head[:, None] & (r < size))
 
 
 @triton.jit

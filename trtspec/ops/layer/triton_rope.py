@@ -190,12 +190,12 @@ def _rope_and_write_kernel(
     if sizes.KEEPS_FINITE:
         x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
         other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
-    place = cache.v + slot * cache.v_row + (head - qk_heads) * cache.v_head
+    pointer = cache.v + slot * cache.v_row + (head - qk_heads) * cache.v_head
     value = x.to(tl.float32)
     if norms.q is not None:
         scale = tl.rsqrt(tl.sum(value * value, 1) / sizes.dim + norms.eps)[:, None]
     stored = (value * scale).to(kind) if sizes.NORMS_VALUES else x
-    tl.store(place + d, stored.to(cache.v.dtype.element_ty), mask=inside & is_value)
+    tl.store(pointer + d, stored.to(cache.v.dtype.element_ty), mask=inside & is_value)
     if norms.q is not None:
         q_weight = tl.load(norms.q + d, mask=in_dim, other=0.0)
         k_weight = tl.load(norms.k + d, mask=in_dim, other=0.0)
@@ -210,5 +210,5 @@ def _rope_and_write_kernel(
     if sizes.KEEPS_FINITE:  # a rotation may overflow too
         rotated = tl.where(tl.abs(rotated.to(tl.float32)) < float("inf"), rotated, 0.0)
     tl.store(out + (row * sizes.q_heads + head) * sizes.dim + d, rotated, mask=inside & is_q)
-    place = cache.k + slot * cache.k_row + (head - sizes.q_heads) * cache.k_head
-    tl.store(place + d, rotated, mask=inside & ~is_q & ~is_value)
+    pointer = cache.k + slot * cache.k_row + (head - sizes.q_heads) * cache.k_head
+    tl.store(pointer + d, rotated, mask=inside & ~is_q & ~is_value)
