@@ -29,7 +29,7 @@ Run = tuple[list[DraftStep], list[Tensor], Any]
 
 
 @torch.no_grad()
-def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Texts) -> Run:
+def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Sequences) -> Run:
     target = load_target(target_dir)
     head = load_head(
         head_dir,
@@ -43,7 +43,7 @@ def _run_head(target_dir: Path, head_dir: Path, kind: str, texts: Texts) -> Run:
 
 
 @torch.no_grad()
-def _run_model(draft_dir: Path, mask: int | None, texts: Texts) -> Run:
+def _run_model(draft_dir: Path, mask: int | None, texts: Sequences) -> Run:
     drafter = DraftModel(load_target(draft_dir), mask)
     steps = list(unroll_model(drafter, texts, STEPS))
     return steps, [drafter.compute_logits(s.hidden, s.step) for s in steps], None
