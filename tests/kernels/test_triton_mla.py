@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from latent_pass import make_latent_pass
+from latent_pass import ROTATED, make_latent_pass
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
