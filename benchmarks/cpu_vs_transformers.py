@@ -79,12 +79,17 @@ def main() -> None:
                     if turn:
                         seconds[name].append(time.perf_counter() - started)
             rate = {n: args.max_tokens / statistics.median(s) for n, s in seconds.items()}
-            rows.append({
-                "category": category, "prompt": number, "prompt_tokens": len(ids), **rate,
-                "acceptance_length": engines["ngram"].stats().acceptance_length,
-                "ngram_identical": tokens["ngram"] == tokens["plain"],
-                "same_as_transformers": tokens["plain"] == tokens["transformers"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "category": category,
+                    "prompt": number,
+                    "prompt_tokens": len(ids),
+                    **rate,
+                    "acceptance_length": engines["ngram"].stats().acceptance_length,
+                    "ngram_identical": tokens["ngram"] == tokens["plain"],
+                    "same_as_transformers": tokens["plain"] == tokens["transformers"],
+                }
+            )
             if not args.json:
                 row = rows[-1]
                 print(

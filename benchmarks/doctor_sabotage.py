@@ -106,20 +106,30 @@ SABOTAGES = [
     Sabotage("eagle3", "layer ids one too low", "one too early", _shift_layers(-1)),
     Sabotage("eagle3", "layer ids in reverse order", "in reverse order", _reverse_layers),
     Sabotage("eagle3", "blocks of fc in reverse order", "in reverse order", _reverse_fc),
-    Sabotage("eagle3", "norm_before_residual true", "norm_before_residual is wrong",
-             _set("norm_before_residual", True)),
-    Sabotage("eagle3", "norm_output true", "fed on before the final norm",
-             _set("norm_output", True)),
+    Sabotage(
+        "eagle3",
+        "norm_before_residual true",
+        "norm_before_residual is wrong",
+        _set("norm_before_residual", True),
+    ),
+    Sabotage(
+        "eagle3", "norm_output true", "fed on before the final norm", _set("norm_output", True)
+    ),
     Sabotage("eagle3", "rope_theta 10000", "rope_theta should be the target's", _rope_theta),
     Sabotage("eagle3", "d2t holds ids", "ids in place of offsets", _d2t_as_ids),
     Sabotage("eagle3", "d2t one too high", "one token too high", _d2t_one_up),
-    Sabotage("eagle3", "halves of q, k, v swapped", "in the other order",
-             _swap_halves("q_proj", "k_proj", "v_proj")),
+    Sabotage(
+        "eagle3",
+        "halves of q, k, v swapped",
+        "in the other order",
+        _swap_halves("q_proj", "k_proj", "v_proj"),
+    ),
     Sabotage("mtp", "halves of eh_proj swapped", "in the other order", _swap_halves("eh_proj")),
     Sabotage("mtp", "rope_theta 10000", "rope_theta should be the target's", _rope_theta),
-    Sabotage("mtp", "num_hidden_layers counts the layer", "not numbered from 31",
-             _count_the_mtp_layer),
-]  # fmt: skip
+    Sabotage(
+        "mtp", "num_hidden_layers counts the layer", "not numbered from 31", _count_the_mtp_layer
+    ),
+]
 
 
 class Clinic:

@@ -1,10 +1,10 @@
 """What a generation step costs, part by part, against the bytes it has to read.
 
-    make bench-gpu ARGS="--preset llama-3.1-8b --modes plain,eagle3_one_model --k 1,3,5 --json F"
+    make bench-gpu ARGS="--preset llama-3.1-8b --modes plain,eagle3_one_model --k 1,3 --json-file F"
 
 Weights are random: a step costs the same, and acceptance is forced. One engine at a time, for each
-mode and K; it serves every batch size and context length, so its longest text sets the width of
-its block tables (--max-seq-len). One line each:
+mode and K; it serves every batch size and context length, so its longest sequence sets the
+width of its block tables (--max-seq-len). One line each:
 
     step      ms a step by the wall clock, steps overlapping as in use: median of blocks of 10
     graph     ms of the captured graph alone, by events over the replays
@@ -14,7 +14,7 @@ its block tables (--max-seq-len). One line each:
     floor     ms to read the bytes a step has to (the target's weights and KV once, the draft
               layers' at each of K passes) at the speed of a large copy
 
-The texts' length is `context` in the middle of the blocks and during all replays. Without a GPU
+The sequences' length is `context` in the middle of the blocks and during all replays. Without a GPU
 there are no graphs, and the parts are timed by the clock.
 """
 
@@ -57,13 +57,18 @@ from trtspec import (
     TrtspecError,
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR as FORCE
-from trtspec.config import MAX_DRAFT_LEN, DecodingBaseConfig
-from trtspec.executor.build import resolve_device
+from trtspec.config import ENGINE_ARGUMENTS, MAX_DRAFT_LEN, DecodingBaseConfig
+from trtspec.executor.device import resolve_device
 
 DRAFTERS = {
-    "plain": "", "eagle3_one_model": "eagle3", "eagle3": "eagle3",
-    "mtp_eagle_one_model": "mtp", "mtp_eagle": "mtp", "mtp": "mtp", "ngram": "",
-}  # fmt: skip
+    "plain": "",
+    "eagle3_one_model": "eagle3",
+    "eagle3": "eagle3",
+    "mtp_eagle_one_model": "mtp",
+    "mtp_eagle": "mtp",
+    "mtp": "mtp",
+    "ngram": "",
+}
 """mode -> the kind of its draft layers."""
 
 
@@ -142,9 +147,10 @@ def _engine(
         )
     elif kind == "mtp":
         config = MTPDecodingConfig(
-            num_nextn_predict_layers=k, use_mtp_vanilla=mode == "mtp",
+            num_nextn_predict_layers=k,
+            use_mtp_vanilla=mode == "mtp",
             mtp_eagle_one_model=mode != "mtp_eagle",
-        )  # fmt: skip
+        )
     elif mode == "ngram":
         config = NGramDecodingConfig(max_draft_len=k)
     num_mtp_layers = {"mtp": k, "mtp_eagle": 1, "mtp_eagle_one_model": 1}.get(mode, 0)
@@ -154,11 +160,16 @@ def _engine(
     largest = max(args.batch)
     with in_memory(checkpoints, resolve_device(args.device)), _forced(args.accept if k else 0):
         llm = LLM(
-            target_dir, config, device=args.device, dtype="bfloat16", max_batch_size=largest,
-            max_seq_len=longest, kv_cache_config=KvCacheConfig(max_tokens=largest * (longest + 96)),
+            target_dir,
+            config,
+            device=args.device,
+            dtype="bfloat16",
+            max_batch_size=largest,
+            max_seq_len=longest,
+            kv_cache_config=KvCacheConfig(max_tokens=largest * (longest + 96)),
             attn_backend=args.attn_backend,
             cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
-        )  # fmt: skip
+        )
     yield llm
 
 
@@ -177,10 +188,10 @@ def _forced(accept: float) -> Iterator[None]:
 
 
 def _longest(args: argparse.Namespace) -> int:
-    """Tokens that the longest text may grow to, rounded up to a block of the KV cache."""
+    """Returns the tokens that the longest sequence may grow to, a multiple of 32."""
     rows, context = max(args.k) + 1, max(args.context)
     steps = args.blocks * STEPS_PER_BLOCK + WARM_UP_STEPS
-    if args.accept > 0:  # the texts start half of their growth below `context`, if they can
+    if args.accept > 0:  # sequences start half of their growth below `context`, if they can
         grown = steps * (math.ceil(min(args.accept, rows - 1)) + 1)
         after_blocks = max(context + grown / 2, grown)
     else:
@@ -193,21 +204,35 @@ def _longest(args: argparse.Namespace) -> int:
 
 # -- one line ---------------------------------------------------------------------------------
 def _measure(
-    llm: LLM, model: Model, mode: str, k: int, batch: int, context: int,
-    args: argparse.Namespace, report: dict[str, Any],
-) -> Row:  # fmt: skip
+    llm: LLM,
+    model: Model,
+    mode: str,
+    k: int,
+    batch: int,
+    context: int,
+    args: argparse.Namespace,
+    report: dict[str, Any],
+) -> Row:
     forced = min(args.accept, k)
     with closing(SteadyBatch(llm.executor, batch, context, _sampling(args))) as steady:
         wall = steady.wall_clock(args.blocks, 1 + forced)
         split = steady.split(args.replays)
         row: Row = {
-            "mode": mode, "k": k, "batch": batch, "context": context, "step_ms": wall.ms,
-            "plain_ms": None, "times_plain": None, "block_ms": wall.block_ms, **asdict(split),
+            "mode": mode,
+            "k": k,
+            "batch": batch,
+            "context": context,
+            "step_ms": wall.ms,
+            "plain_ms": None,
+            "times_plain": None,
+            "block_ms": wall.block_ms,
+            **asdict(split),
             "prompts_ms": None,
             "tokens_per_second": batch * wall.acceptance_length / wall.ms * 1e3,
-            "acceptance_length": wall.acceptance_length, "kv_tokens": wall.kv_tokens,
+            "acceptance_length": wall.acceptance_length,
+            "kv_tokens": wall.kv_tokens,
             "forced_acceptance": llm.stats().forced_acceptance,
-        }  # fmt: skip
+        }
         kind = DRAFTERS[mode]
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1)),
@@ -234,38 +259,72 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--preset", default="smollm2-135m", type=_preset, metavar="NAME",
-                       help=f"one of {', '.join(PRESETS)}")  # fmt: skip
+    model.add_argument(
+        "--preset",
+        default="smollm2-135m",
+        type=_preset,
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)}",
+    )
     model.add_argument("--config", type=Path, metavar="FILE", help="an HF config.json instead")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--modes", type=_modes, default="plain,eagle3_one_model",
-                        help=f"of {','.join(DRAFTERS)}")  # fmt: skip
+    for name in ("device", "attn_backend"):
+        argument = ENGINE_ARGUMENTS[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            default=argument.default,
+            metavar="NAME",
+            help=argument.metadata["help"],
+        )
+    parser.add_argument(
+        "--modes", type=_modes, default="plain,eagle3_one_model", help=f"of {','.join(DRAFTERS)}"
+    )
     parser.add_argument("--k", type=_k, default="3", help="drafts a step")
     parser.add_argument("--batch", type=_sizes, default="1,32", help="requests")
     parser.add_argument("--context", type=_sizes, default="1024", help="tokens of each request")
-    parser.add_argument("--accept", type=_accept, default="2.0", metavar="X",
-                        help="drafts accepted a step by force, a mean; 0: none")  # fmt: skip
-    parser.add_argument("--temperature", type=_accept, default="0", metavar="T",
-                        help="of all requests; 0: greedy")  # fmt: skip
+    parser.add_argument(
+        "--accept",
+        type=_accept,
+        default="2.0",
+        metavar="X",
+        help="drafts accepted a step by force, a mean; 0: none",
+    )
+    parser.add_argument(
+        "--temperature", type=_accept, default="0", metavar="T", help="of all requests; 0: greedy"
+    )
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature")
     parser.add_argument("--blocks", type=_size, default="20", help="of 10 steps")
     parser.add_argument("--replays", type=_size, default="200", help="of each captured graph")
-    parser.add_argument("--prompt-repeats", type=_count, default="3", metavar="N",
-                        help="times that the prompts are read and timed; 0: not")  # fmt: skip
-    parser.add_argument("--attn-backend", default="auto", metavar="NAME", help="as LLM takes it")
-    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, default=True,
-                        help="choose cuBLAS's algorithms by measurement")  # fmt: skip
+    parser.add_argument(
+        "--prompt-repeats",
+        type=_count,
+        default="3",
+        metavar="N",
+        help="times that the prompts are read and timed; 0: not",
+    )
+    parser.add_argument(
+        "--autotune",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="choose cuBLAS's algorithms by measurement",
+    )
     parser.add_argument("--max-seq-len", type=_size, help="of the engines; default: what is needed")
     parser.add_argument("--profile", action="store_true", help="list kernels of 20 steps each")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--json-file",
+        "--json",
+        dest="json",
+        type=Path,
+        metavar="FILE",
+        help="write everything there; --json is its old name",
+    )
     args = parser.parse_args()
     needed = _longest(args)
     if args.max_seq_len is not None and args.max_seq_len < needed:
-        parser.error(f"--max-seq-len {args.max_seq_len}: these texts grow to {needed}; give more.")
+        parser.error(f"--max-seq-len {args.max_seq_len}: sequences grow to {needed}; give more.")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs a --temperature: greedy requests have no use for it.")
     if args.json is not None and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: there is no such directory; make it first.")
+        parser.error(f"--json-file {args.json}: there is no such directory; make it first.")
     return args
 
 

@@ -29,9 +29,12 @@ def main() -> None:
         path = Path(root, "target")
         save(path, Model(PRESETS["tiny"]).target())
         llm = LLM(
-            path, device="cpu", dtype="float32", max_batch_size=args.batch,
+            path,
+            device="cpu",
+            dtype="float32",
+            max_batch_size=args.batch,
             max_seq_len=args.steps + 32,
-        )  # fmt: skip
+        )
     executor = llm.executor
     for i in range(args.batch):
         params = SamplingParams(max_tokens=args.steps + 20, ignore_eos=True)
@@ -54,8 +57,10 @@ def main() -> None:
         executor.step()
         times.append(time.perf_counter() - started)
     ms = median(times) * 1e3
-    print(f"batch {args.batch}: {ms:.2f} ms a step on the host, {ms / args.batch * 1e3:.1f} us "
-          "a request, inputs included")  # fmt: skip
+    print(
+        f"batch {args.batch}: {ms:.2f} ms a step on the host, {ms / args.batch * 1e3:.1f} us "
+        "a request, inputs included"
+    )
 
 
 if __name__ == "__main__":

@@ -38,35 +38,111 @@ ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
 MAX_DRAFT_VOCAB = 32_000
 
 
-def _llama(size: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int,
-           rope_theta: float, tied: bool, **more: Any) -> dict[str, Any]:  # fmt: skip
+def _llama(
+    *,
+    size: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    rope_theta: float,
+    tied: bool,
+    **more: Any,
+) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": size, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "vocab_size": vocab, "rope_theta": rope_theta,
-        "tie_word_embeddings": tied, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **more,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": size,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        **more,
+    }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49_152, 1e5, True, draft_vocab_size=16_000),
-    "llama-3.1-8b": _llama(4096, 14_336, 32, 32, 8, 128_256, 5e5, False, draft_vocab_size=32_000),
+    "smollm2-135m": _llama(
+        size=576,
+        inner=1536,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        vocab=49_152,
+        rope_theta=1e5,
+        tied=True,
+        draft_vocab_size=16_000,
+    ),
+    "llama-3.1-8b": _llama(
+        size=4096,
+        inner=14_336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        vocab=128_256,
+        rope_theta=5e5,
+        tied=False,
+        draft_vocab_size=32_000,
+    ),
     "qwen3-1.7b": _llama(
-        2048, 6144, 28, 16, 8, 151_936, 1e6, True, model_type="qwen3", head_dim=128,
-        rms_norm_eps=1e-6, draft_vocab_size=32_000,
+        size=2048,
+        inner=6144,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        vocab=151_936,
+        rope_theta=1e6,
+        tied=True,
+        model_type="qwen3",
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        draft_vocab_size=32_000,
     ),
     "deepseek-16-layers": {  # DeepSeek-V3 with 16 of 61 layers and 64 of 256 experts: 88 GB
-        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168,
-        "intermediate_size": 18_432, "moe_intermediate_size": 2048, "num_hidden_layers": 16,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
-        "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
-        "first_k_dense_replace": 3, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192, "tie_word_embeddings": False, "hidden_act": "silu",
+        "model_type": "deepseek_v3",
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
     },
-    "tiny": _llama(64, 128, 2, 4, 2, 512, 1e4, True, draft_vocab_size=128),  # for tests
-}  # fmt: skip
+    "tiny": _llama(
+        size=64,
+        inner=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        vocab=512,
+        rope_theta=1e4,
+        tied=True,
+        draft_vocab_size=128,
+    ),  # for tests
+}
 """config.json of each, but for `draft_vocab_size`: how many tokens its EAGLE-3 head drafts among.
 RoPE's scaling is left out: it changes the numbers of a table, not the cost of a step."""
 
@@ -130,13 +206,19 @@ class Model:
         """One Llama layer as wide as the target, with an lm_head of its own."""
         c, size = self.decoder, self.decoder.hidden_size
         config: dict[str, Any] = {
-            "model_type": "llama", "hidden_size": size, "intermediate_size": c.intermediate_size,
-            "num_hidden_layers": 1, "num_attention_heads": c.num_heads,
-            "num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim,
-            "vocab_size": c.vocab_size, "draft_vocab_size": self.draft_vocab,
-            "rope_theta": c.rope_parameters.get("rope_theta", 1e4), "rms_norm_eps": c.rms_norm_eps,
+            "model_type": "llama",
+            "hidden_size": size,
+            "intermediate_size": c.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size,
+            "draft_vocab_size": self.draft_vocab,
+            "rope_theta": c.rope_parameters.get("rope_theta", 1e4),
+            "rms_norm_eps": c.rms_norm_eps,
             "dtype": "bfloat16",
-        }  # fmt: skip
+        }
         layers = default_layers_to_capture(c.num_layers)
         if c.num_layers < MIN_LAYERS_FOR_DEFAULT:
             layers = tuple(range(min(3, c.num_layers)))
@@ -154,10 +236,10 @@ class Model:
     def _mtp_layer(self, layer: Shapes, prefix: str) -> Shapes:
         """A layer like the target's last, with what goes before and behind it."""
         size = self.decoder.hidden_size
-        own: Shapes = {
+        ends: Shapes = {
             f"{name}.weight": (size,) for name in ("enorm", "hnorm", "shared_head.norm")
         } | {"eh_proj.weight": (size, 2 * size)}
-        return {f"{prefix}{name}": shape for name, shape in (layer | own).items()}
+        return {f"{prefix}{name}": shape for name, shape in (layer | ends).items()}
 
     # -- bytes that a step cannot avoid to read --------------------------------------------------
     def target_weight_bytes(self, rows: int) -> float:
@@ -227,11 +309,14 @@ def in_memory(checkpoints: Mapping[Path, Checkpoint], device: torch.device) -> I
         checkpoint = checkpoints[path]
         return {
             name: TensorSource(
-                name, path, shape, "I64" if name == "d2t" else "BF16",
+                name,
+                path,
+                shape,
+                "I64" if name == "d2t" else "BF16",
                 partial(checkpoint.tensor, name, device),
             )
             for name, shape in checkpoint.shapes.items()
-        }  # fmt: skip
+        }
 
     for path, checkpoint in checkpoints.items():
         _save_config(path, checkpoint)

@@ -51,13 +51,13 @@ class Step:
             return (2 * x + 8 * (x > 3.5)).to(torch.bfloat16)  # some 30 of 128,256 stand out
 
         step = vocab // draft_vocab
-        own = torch.arange(draft_vocab, device=device)
-        self.d2t = own * (step - 1)
+        draft_ids = torch.arange(draft_vocab, device=device)
+        self.d2t = draft_ids * (step - 1)
         self.worker.remember_drafts(batch, draft_vocab, vocab, self.d2t, device, torch.bfloat16)
         self.logits = random(batch * (k + 1), vocab)
         judging = self.logits.view(batch, k + 1, vocab)
         noise = torch.randn(k, batch, draft_vocab, generator=generator, device=device)
-        chosen = judging[:, :k, own * step].transpose(0, 1)
+        chosen = judging[:, :k, draft_ids * step].transpose(0, 1)
         self.draft_logits = (chosen + 0.5 * noise).to(torch.bfloat16).contiguous()
         rows, top = batch * (k + 1), FILTERS[filters]
         self.sampling = SamplingMetadata(
@@ -66,13 +66,17 @@ class Step:
             torch.full((rows,), top[1], device=device),
             torch.arange(rows, device=device) // (k + 1),
             torch.arange(rows, device=device) % (k + 1) + 100,
-            all_greedy=not rule, has_filters=bool(filters),
-        )  # fmt: skip
+            all_greedy=not rule,
+            has_filters=bool(filters),
+        )
         self.spec = SpecMetadata(
-            max_num_requests=batch, max_draft_len=k, max_total_draft_tokens=k,
-            num_generations=batch, slot_ids=torch.arange(batch, device=device),
+            max_num_requests=batch,
+            max_draft_len=k,
+            max_total_draft_tokens=k,
+            num_generations=batch,
+            slot_ids=torch.arange(batch, device=device),
             sampling=self.sampling,
-        )  # fmt: skip
+        )
         self.last = torch.full((batch,), 99, device=device)
         self.drafts = self.draw()
 
@@ -80,7 +84,7 @@ class Step:
         tokens = torch.empty((self.batch, 1), dtype=torch.int32, device="cuda")
         inputs = DraftInputs(
             tokens, tokens, None, tokens, torch.ones_like(tokens[:, 0]), None, self.spec, None
-        )  # fmt: skip
+        )
         sampler = self.worker.draft_sampler(inputs)
         return torch.stack(
             [
@@ -118,8 +122,10 @@ def main() -> None:
     parser.add_argument("--twins", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us: {args.k} draws | "
-          f"acceptance of {args.k} drafts, V = {args.vocab}")  # fmt: skip
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us: {args.k} draws | "
+        f"acceptance of {args.k} drafts, V = {args.vocab}"
+    )
     for batch in (int(b) for b in args.batch.split(",")):
         for rule in ("", "strict", "exact_match", "rejection", "block"):
             for filters in FILTERS if rule else ("",):
@@ -136,8 +142,11 @@ def main() -> None:
                         times = timed(runs, device, repeats=100)
                     draws, accepts = (ms * 100 for ms in times)
                     name = f"{rule or 'greedy'}{' in torch' if twins else ''}"
-                    print(f"batch {batch:3d}  {name:20s} {filters:11s} {draws:8.1f} | "
-                          f"{accepts:8.1f}   ({kept:.2f} kept)", flush=True)  # fmt: skip
+                    print(
+                        f"batch {batch:3d}  {name:20s} {filters:11s} {draws:8.1f} | "
+                        f"{accepts:8.1f}   ({kept:.2f} kept)",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

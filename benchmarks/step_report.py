@@ -72,18 +72,26 @@ def header(args: argparse.Namespace, device: torch.device, longest: int) -> dict
         "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "triton": _version("triton"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "triton": _version("triton"),
             "trtspec": _version("trtspec"),
         },
-        "preset": str(args.config or args.preset), "dtype": "bfloat16",
+        "preset": str(args.config or args.preset),
+        "dtype": "bfloat16",
         "attn_backend": args.attn_backend,
-        "accept": args.accept, "temperature": args.temperature, "top_p": args.top_p,
-        "max_seq_len": longest, "blocks": args.blocks, "replays": args.replays,
+        "accept": args.accept,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_seq_len": longest,
+        "blocks": args.blocks,
+        "replays": args.replays,
         "steps_per_block": STEPS_PER_BLOCK,
         "copy_bytes_per_second": copy_bandwidth(device),
-        "rows": [], "further_draft_ms": [],
-    }  # fmt: skip
+        "rows": [],
+        "further_draft_ms": [],
+    }
 
 
 def introduction(report: dict[str, Any]) -> str:

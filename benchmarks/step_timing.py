@@ -92,7 +92,7 @@ def _prompt(executor: PyExecutor, number: int, context: int) -> list[int]:
 class WallClock:
     block_ms: list[float]  # ms a step, for each block
     acceptance_length: float
-    kv_tokens: float  # mean length of the texts meanwhile
+    kv_tokens: float  # mean length of the sequences meanwhile
 
     @property
     def ms(self) -> float:
@@ -112,9 +112,12 @@ class SteadyBatch:
     (of SamplingParams) says otherwise."""
 
     def __init__(
-        self, executor: PyExecutor, batch: int, context: int,
+        self,
+        executor: PyExecutor,
+        batch: int,
+        context: int,
         sampling: dict[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.executor, self.context, self.device = executor, context, executor.device
         for i in range(batch):
             params = SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i, **(sampling or {}))
@@ -154,10 +157,10 @@ class SteadyBatch:
 
     # -- wall clock ------------------------------------------------------------------------------
     def wall_clock(self, num_blocks: int, expected_length: float) -> WallClock:
-        """Steps as in use, never waited for; the texts grow through `context`.
+        """Steps as in use, never waited for; the sequences grow through `context`.
 
         Args:
-            expected_length: accepted tokens a step; centres the texts' growth.
+            expected_length: accepted tokens a step; centres the sequences' growth.
         """
         executor = self.executor
         num_steps = num_blocks * STEPS_PER_BLOCK
@@ -176,8 +179,9 @@ class SteadyBatch:
         if len(self.requests) < count:
             raise RuntimeError("A request ended while it was measured.")
         length = executor.stats().acceptance_length
-        per_block = zip(times[::STEPS_PER_BLOCK], times[STEPS_PER_BLOCK::STEPS_PER_BLOCK],
-                        strict=False)  # fmt: skip
+        per_block = zip(
+            times[::STEPS_PER_BLOCK], times[STEPS_PER_BLOCK::STEPS_PER_BLOCK], strict=False
+        )
         return WallClock(
             [(end - begin) / STEPS_PER_BLOCK * 1e3 for begin, end in per_block],
             length,
@@ -207,9 +211,12 @@ class SteadyBatch:
             return None
         params = self.requests[0].sampling_params
         wanted = (
-            graphs.bucket(count), self.executor.max_draft_len, 0, params.is_greedy,
+            graphs.bucket(count),
+            self.executor.max_draft_len,
+            0,
+            params.is_greedy,
             params.has_filters,
-        )  # fmt: skip
+        )
         return next(
             k
             for k in graphs._graphs
@@ -290,17 +297,23 @@ class SteadyBatch:
         for event in p.key_averages():
             total = event.device_time_total if on_gpu else event.self_cpu_time_total
             if total > 0 and (event.device_type == DeviceType.CUDA) == on_gpu:
-                kernels.append({
-                    "name": event.key[:80], "per_step": event.count / steps,
-                    "us_per_step": total / steps, "mean_us": total / event.count,
-                })  # fmt: skip
+                kernels.append(
+                    {
+                        "name": event.key[:80],
+                        "per_step": event.count / steps,
+                        "us_per_step": total / steps,
+                        "mean_us": total / event.count,
+                    }
+                )
         kernels.sort(key=lambda kernel: -kernel["us_per_step"])
         kernel_ms = sum(kernel["us_per_step"] for kernel in kernels) / 1e3
         return {
-            "kernel_ms": kernel_ms, "gap_ms": step_ms - kernel_ms, "num_names": len(kernels),
+            "kernel_ms": kernel_ms,
+            "gap_ms": step_ms - kernel_ms,
+            "num_names": len(kernels),
             "kernels_per_step": sum(kernel["per_step"] for kernel in kernels),
             "kernels": kernels[:top],
-        }  # fmt: skip
+        }
 
 
 class _Stop(Exception):

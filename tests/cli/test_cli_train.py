@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from matrix import full
 
 from trtspec import cli
 
 Captured = pytest.CaptureFixture[str]
-SMALL = ["--length", "256", "--steps", "3", "--batch-size", "2", "--unroll", "2",
+SMALL = ["--length", "128", "--steps", "3", "--batch-size", "2", "--unroll", "2",
          "--draft-vocab-size", "600", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
 
 
@@ -30,12 +31,14 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "learning_rate" in capsys.readouterr().err
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
-    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", "8",
-              "--max-tokens", "30", "--device", "cpu", "--json"]  # fmt: skip
+    prompts, tokens = ("8", "30") if full() else ("4", "12")
+    doctor = ["doctor", "--target", "smollm2-135m", "--head", str(out), "--prompts", prompts,
+              "--max-tokens", tokens, "--device", "cpu", "--json"]  # fmt: skip
     assert cli.main(doctor) == 1
     verdict = json.loads(capsys.readouterr().out)
-    assert "next to nothing" in verdict["verdict"] and verdict["problems"] == []
-    assert len(verdict["tried"]) > 10
+    expected, tried = ("next to nothing", 11) if full() else ("too short to judge by", 0)
+    assert expected in verdict["verdict"] and verdict["problems"] == []
+    assert len(verdict["tried"]) >= tried
     assert len(verdict["conditional_acceptance"]) == 3
     served = cli.main([
         "generate", "--speculative", "eagle3", "--head", str(out), "--max-draft-len", "2",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Drafters, config_of, make_drafters
+from matrix import Drafters, config_of, full, make_drafters
 from oracle import VOCAB, Oracle, random_prompts
 from tiny_heads import mtp_model_dir
 
@@ -26,7 +26,7 @@ from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
-from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
+from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
 
@@ -83,17 +83,25 @@ class Uncaptured:
         return first_rows(outputs, len(chunks), 1)
 
 
+class ContextsInTriton(triton_paged.TritonAttention):
+    """Generations, which are no concern of these tests, by torch: the interpreter is slow."""
+
+    def attend(self, q: torch.Tensor, meta: AttentionMetadata, **options: Any) -> torch.Tensor:
+        backend = super() if meta.num_context_tokens or full() else TorchAttention()
+        return backend.attend(q, meta, **options)
+
+
 def _llm(
     target_dir: Path, config: DecodingBaseConfig | None, monkeypatch: pytest.MonkeyPatch,
     **arguments: Any,
 ) -> LLM:  # fmt: skip
     """With Triton's attention, in its interpreter."""
-    backend = triton_paged.TritonAttention()
+    backend = ContextsInTriton()
     monkeypatch.setattr(build, "attention_backend", lambda name, device: backend)
     return LLM(
         target_dir, config, device="cpu", dtype="float32",
-        max_batch_size=3, max_seq_len=96,
-        kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8), **arguments,
+        kv_cache_config=KvCacheConfig(max_tokens=512, tokens_per_block=8),
+        **{"max_batch_size": 3, "max_seq_len": 96, **arguments},
     )  # fmt: skip
 
 
@@ -102,16 +110,18 @@ def test_padding_changes_no_token(
     target_dir: Path, drafters: Drafters, mode: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of a pass and less, alone and several, beside generations; some fit no shape."""
-    arguments = {"enable_chunked_prefill": True, "max_num_tokens": 40} if chunked else {}
-    llm = _llm(target_dir, config_of(mode, 2, drafters), monkeypatch, **arguments)
-    graphs = Uncaptured(llm.executor, (24, 40) if chunked else (24, 96))
+    arguments = {"enable_chunked_prefill": True, "max_num_tokens": 12} if chunked else {}
+    config = config_of(mode, 2, drafters)
+    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    llm = _llm(target_dir, config, monkeypatch, max_seq_len=32, **arguments)
+    graphs = Uncaptured(llm.executor, (7, 12) if chunked else (7, 18))
     llm.executor.runner.graphs = graphs  # type: ignore[assignment]
-    prompts = [*random_prompts(4), [1] * 70]
-    params = [SamplingParams(max_tokens=4, ignore_eos=True) for _ in prompts]
+    prompts = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((10, 4, 2, 6, 22))]
+    params = [SamplingParams(max_tokens=3 + i, ignore_eos=True) for i in range(len(prompts))]
     outputs = llm.generate(prompts, params)
     oracle = Oracle(target_dir)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle.extend(prompt, 4)
+    for prompt, output, wanted in zip(prompts, outputs, params, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
     assert graphs.passes >= 2
     cache = llm.executor.kv_cache
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS

@@ -278,9 +278,9 @@ def test_rows_computed_again_stand_where_they_stood(
     compared = 0
     for meta in passes:
         lens = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
-        turning = meta.rope_position_ids.expand(3, -1).split(lens, dim=1)
+        rotated = meta.rope_position_ids.expand(3, -1).split(lens, dim=1)
         for request, (own, places) in enumerate(
-            zip(turning, meta.position_ids.split(lens), strict=True)
+            zip(rotated, meta.position_ids.split(lens), strict=True)
         ):
             delta = int(meta.rope_deltas[request])
             if delta == 0:

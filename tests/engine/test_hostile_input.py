@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.api.text_stream import TextStream
+from trtspec.config import EngineConfig
 from trtspec.errors import MAX_SHOWN, ConfigError, RequestError, shown
 from trtspec.executor.admission import end_ids
+from trtspec.executor.build import build_executor
 from trtspec.metadata.logits import LogitsState
 from trtspec.metadata.sampling import NO_TOP_K, request_sampling_params
 from trtspec.train.data import DataError, render_chat
@@ -279,6 +282,24 @@ def test_an_engine_that_cannot_be_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(model_dir, **{"device": "cpu", **arguments})
+
+
+def test_an_engine_s_arguments_are_the_fields_of_its_config(model_dir: Path) -> None:
+    arguments = list(inspect.signature(LLM).parameters.values())
+    assert arguments == list(inspect.signature(EngineConfig).parameters.values())
+    by_place = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+    assert by_place == ["model", "speculative_config", "device", "dtype"]
+    with pytest.raises(TypeError, match=r"^LLM\.__init__\(\) got an unexpected .* 'max_batch'"):
+        LLM(model_dir, max_batch=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^LLM\.__init__\(\) missing 1 required .* 'model'"):
+        LLM()  # type: ignore[call-arg]
+
+
+def test_an_executor_is_built_from_a_config_or_as_before(model_dir: Path) -> None:
+    executor = build_executor(EngineConfig(model_dir, device="cpu", max_batch_size=3))
+    with pytest.warns(DeprecationWarning, match=r"build_executor\(EngineConfig"):
+        before = build_executor(model_dir, None, device="cpu", max_batch_size=3)
+    assert executor.config == before.config and executor.config.max_batch_size == 3
 
 
 def test_a_pass_has_room_for_no_more_tokens_than_there_can_be(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ TABLE = {
     "drafts_in_step": {*ONE_ENGINE, Mode.NGRAM, Mode.DRAFT_TARGET},
     "drafts_in_passes": {Mode.EAGLE3, Mode.MTP_EAGLE},
     "drafts_on_host": {Mode.USER_PROVIDED},
+    "drafts_with_network": {*ONE_ENGINE, *DRAFT_MODEL},
     "needs_kv_cache_recompute": {Mode.EAGLE3, Mode.MTP_EAGLE},
     "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL},
     "has_spec_decoder": {*ONE_ENGINE, Mode.MTP_EAGLE, Mode.EAGLE3},

@@ -15,7 +15,7 @@ from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
 from trtspec.ops.launch import native
-from trtspec.ops.layer.rope import Rope, apply_rope
+from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 from trtspec.ops.tokens import greedy as choose
 from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker
 
@@ -165,9 +165,8 @@ def test_rope_and_cache(
     rope = Rope(torch.cat([angles.cos(), angles.sin()], -1), positions)
     slots = torch.tensor([7, 3, -1, 9, 4], device="cuda")
     caches = [torch.zeros(12, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"]
-    q = fused.qkv_rope_and_write(
-        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, 11
-    )
+    to = CacheWrite(*caches, slots, scratch_slot=11)
+    q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
     assert served == (["linear_rope"] if dtype == torch.bfloat16 else [])
     qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)
     cos, sin = (t.double() for t in rope.rotation(dtype))
@@ -178,9 +177,8 @@ def test_rope_and_cache(
     untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
     assert not any(cache[untouched].any() for cache in caches)
     x[2] = float("nan")
-    fused.qkv_rope_and_write(
-        (x,), layer, (norm,), rope, q_heads, caches[0], caches[1], slots, 11, keeps_finite=True
-    )
+    to = to._replace(keeps_finite=True)
+    fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
     assert all(cache.isfinite().all() for cache in caches) and not caches[1][11].any()
 
 

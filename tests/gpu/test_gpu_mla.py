@@ -23,19 +23,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LATENT, TURNING = 512, 64
+LATENT, ROTATED = 512, 64
 SCALE = (128 + 64) ** -0.5
 
 
 def _pass(spans: list[tuple[int, int]], dtype: torch.dtype) -> AttentionMetadata:
     return make_latent_pass(
-        spans, LATENT, 32, max_seq_len=1 << 15, dtype=dtype, turning=TURNING, device="cuda"
+        spans, LATENT, 32, max_seq_len=1 << 15, dtype=dtype, rotated=ROTATED, device="cuda"
     )
 
 
 def _queries(rows: int, heads: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator(device="cuda").manual_seed(1)
-    shape = rows, heads, LATENT + TURNING
+    shape = rows, heads, LATENT + ROTATED
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 

@@ -15,7 +15,7 @@ from oracle import VOCAB, Oracle
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, KvCacheConfig, SamplingParams
-from trtspec.layers import experts as moe
+from trtspec.ops.experts import torch as moe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import steady
 import torch
 from naive_experts import BETWEEN, naive_experts, random_experts
 
-from trtspec.layers import experts as moe
 from trtspec.layers.norm import RMSNorm
 from trtspec.models.config import DecoderConfig
 from trtspec.models.decoder import MLP
+from trtspec.ops.experts import torch as moe
 
 pytestmark = [
     pytest.mark.gpu,

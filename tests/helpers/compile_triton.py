@@ -1,7 +1,8 @@
 """Compiles Triton launches for a Hopper GPU that is not there: `compiled(function, *arguments)`.
 
-Run as a script, it prints the shared memory of the latent attention's kernels in DeepSeek-V3's
-sizes, as JSON. It needs an environment without TRITON_INTERPRET.
+Run as a script, it prints the shared memory of kernels as JSON: without arguments, of all kernels
+of paged attention and of layers; with numbers of heads and rows, of latent attention's in
+DeepSeek-V3's sizes. It needs an environment without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +83,7 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     from trtspec.attention.split_kv import Tables
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.layer import triton_latent
-    from trtspec.ops.layer.rope import Rope
+    from trtspec.ops.layer.rope import CacheWrite, Rope
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -95,16 +97,68 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     rope = Rope(torch.zeros(9, 64), positions)
     return {
         **compiled(triton_mla.latent_paged_attention, q, cached, tables, rows, out),
+        **compiled(triton_mla.latent_context_attention, q, cached, tables, tiles, tile_rows, out),
         **compiled(
-            triton_mla.latent_context_attention, q, cached, tables, tiles, tile_rows, out
+            triton_latent.rope_and_write_latent,
+            half(2 * rows, heads, 192)[..., 128:],
+            half(2 * rows, 576),
+            norm,
+            rope,
+            q[..., 512:],
+            CacheWrite(k_slots, k_slots[..., :512], positions, scratch_slot=3, keeps_finite=True),
         ),
-        **compiled(
-            triton_latent.rope_and_write_latent, half(2 * rows, heads, 192)[..., 128:],
-            half(2 * rows, 576), norm, rope, q[..., 512:], k_slots, positions, 3, True,
-        ),
-    }  # fmt: skip
+    }
+
+
+def _layers() -> dict[str, Any]:
+    """One launch or more of every kernel of paged attention, layers, experts and the loss."""
+    from trtspec.attention import paged
+    from trtspec.attention.base import CachedLayer
+    from trtspec.attention.split_kv import Tables
+    from trtspec.layers.norm import RMSNorm
+    from trtspec.ops.experts import triton as experts
+    from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
+    from trtspec.ops.layer.rope import CacheWrite, Rope
+    from trtspec.ops.tokens.triton_soft_cross_entropy import soft_cross_entropy_
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    def indices(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
+    tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
+    tiles, cached = tables.blocks[:, :3], CachedLayer(slots, slots, 32, window=40, softcap=3.0)
+    rope, to = Rope(torch.zeros(9, 64), indices(8)), CacheWrite(slots, slots, indices(8), 3, True)
+    ends, routing = torch.zeros(8, dtype=torch.int32), {"scoring": "sigmoid", "n_group": 4}
+    route = partial(experts.route, **routing, topk_group=2, normalize=True, scale=2.0)
+    launches: list[tuple[Callable[..., Any], *tuple[Any, ...]]] = [
+        (paged.paged_attention, q, cached, tables, 4),
+        (paged.context_attention, q, cached, tables, tiles, 4, q),
+        (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to, (norm, norm), True),
+        (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to),
+        (triton_rope.rope_queries, q, rope, norm),
+        (triton_norm.rms_norm, q, norm),
+        (triton_norm.add_normed, half(8, 64), half(8, 64), norm, None),
+        (triton_norm.add_normed, half(8, 64), half(8, 64), norm, half(1)),
+        (triton_activation.gelu_tanh_and_mul, half(8, 64)),
+        (triton_embedding.lookup, indices(8), half(9, 64), 2.0),
+        (experts.router_logits, half(8, 64), half(8, 64)),
+        (route, torch.zeros(4, 8), None, 2),
+        (route, torch.zeros(4, 8), torch.zeros(8), 2),
+        (experts.sort_by_expert, indices(4, 2), 8),
+        (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends),
+        (experts.combine, half(8, 64), indices(8), torch.zeros(4, 2)),
+        (soft_cross_entropy_, half(4, 300), half(4, 300), indices(4), indices(4) > 0),
+    ]
+    found: dict[str, Any] = {}
+    for launch in launches:
+        found |= compiled(*launch)
+    return found
 
 
 if __name__ == "__main__":
-    kernels = _latent_attention(int(sys.argv[1]), int(sys.argv[2]))
+    numbers = [int(argument) for argument in sys.argv[1:]]
+    kernels = _latent_attention(*numbers) if numbers else _layers()
     json.dump({name: kernel.metadata.shared for name, kernel in kernels.items()}, sys.stdout)

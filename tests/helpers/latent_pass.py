@@ -9,12 +9,12 @@ import torch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata, KVGroup
 from trtspec.ops.step.slots import draft_step_metadata
 
-TURNING = 16
+ROTATED = 16
 
 
 def make_latent_pass(
     spans: list[tuple[int, int]], latent: int, page: int, max_seq_len: int = 4096,
-    dtype: torch.dtype = torch.float32, turning: int = TURNING, device: str | None = None,
+    dtype: torch.dtype = torch.float32, rotated: int = ROTATED, device: str | None = None,
 ) -> AttentionMetadata:  # fmt: skip
     """Generation rows (start, count), as many for each text, over a random latent cache of
     scattered blocks."""
@@ -27,7 +27,7 @@ def make_latent_pass(
     table = torch.zeros(len(spans), max(pages) + 2, dtype=torch.int32)
     for i, count in enumerate(pages):
         table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    cache = torch.randn(2, total, page, 1, latent + turning, generator=generator)
+    cache = torch.randn(2, total, page, 1, latent + rotated, generator=generator)
     cache[:, 0] = 0
     cache = cache.to(device, dtype)
     positions = torch.tensor([[start + r for r in range(spans[0][1])] for start, _ in spans])

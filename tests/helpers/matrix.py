@@ -138,6 +138,15 @@ def _cover(product: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
+def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrises a test by sets in which every value of each axis occurs; by all when `full`."""
+    count, columns = max(map(len, axes.values())), list(axes.values())
+    sets = [tuple(column[i % len(column)] for column in columns) for i in range(count)]
+    return pytest.mark.parametrize(
+        tuple(axes), list(itertools.product(*columns)) if full() else sets
+    )
+
+
 def covering(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrises a test by `pairwise(**axes)`."""
     sets = pairwise(**axes)

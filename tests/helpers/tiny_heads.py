@@ -312,9 +312,9 @@ class NaiveHead:
         q, k = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, HEAD_DIM) for part in "qk")
         if f"{name}.q_norm.weight" in self.t:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        turning = self.flags.get("rotary_dim", HEAD_DIM)
+        rotated = self.flags.get("rotary_dim", HEAD_DIM)
         q, k = (
-            torch.cat([_rotate(y[..., :turning], positions, self.theta), y[..., turning:]], -1)
+            torch.cat([_rotate(y[..., :rotated], positions, self.theta), y[..., rotated:]], -1)
             for y in (q, k)
         )
         v = self.linear(x, f"{name}.v_proj").view(len(x), -1, HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Texts and targets of the tests that train and examine heads."""
+"""Sequences and targets of the tests that train and examine heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRAIN_CONFIG = TrainConfig(
 
 
 class GreedyTexts:
-    """Texts that the tiny target writes, over and over."""
+    """Sequences that the tiny target writes, over and over."""
 
     fingerprint = "greedy"
 

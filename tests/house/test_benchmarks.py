@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 FORCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
+Bench = Callable[..., tuple[dict[str, Any], str]]
 SHORT = ["--device", "cpu", "--replays", "2"]
 
 
@@ -22,16 +24,28 @@ def _run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def _report(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
-    path = tmp_path / "report.json"
-    done = _run(*SHORT, "--json", str(path), *args)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
+@pytest.fixture
+def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Bench:
+    """Runs the script in this process; gives its JSON and what it printed."""
+
+    def run(*args: str) -> tuple[dict[str, Any], str]:
+        path = tmp_path / "report.json"
+        monkeypatch.delenv(FORCE, raising=False)
+        monkeypatch.syspath_prepend(str(SCRIPT.parent))
+        monkeypatch.setattr(sys, "argv", ["gpu_step.py", *SHORT, "--json", str(path), *args])
+        import gpu_step
+
+        gpu_step.main()
+        return json.loads(path.read_text()), capsys.readouterr().out
+
+    return run
 
 
-def test_every_combination_is_a_line_with_all_its_fields(tmp_path: Path) -> None:
-    report, text = _report(
-        tmp_path, "--preset", "tiny", "--modes", "eagle3_one_model,ngram,plain", "--k", "1,3",
+def test_every_combination_is_a_line_with_all_its_fields(bench: Bench) -> None:
+    report, text = bench(
+        "--preset", "tiny", "--modes", "eagle3_one_model,ngram,plain", "--k", "1,3",
         "--batch", "1,3", "--context", "40", "--accept", "1.5", "--blocks", "8",
     )  # fmt: skip
     for field in ("command", "date", "hardware", "device", "versions", "copy_bytes_per_second"):
@@ -61,7 +75,9 @@ def test_every_combination_is_a_line_with_all_its_fields(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_config_file_and_modes_with_other_heads(tmp_path: Path, family: str) -> None:
+def test_a_config_file_and_modes_with_other_heads(
+    bench: Bench, tmp_path: Path, family: str
+) -> None:
     config = {
         "model_type": family, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 300,
         "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,8 +86,8 @@ def test_a_config_file_and_modes_with_other_heads(tmp_path: Path, family: str) -
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     modes = ["eagle3", "mtp", "mtp_eagle"] if family == "qwen3" else ["mtp_eagle_one_model"]
-    report, text = _report(
-        tmp_path, "--config", str(path), "--modes", ",".join(modes), "--k", "2", "--batch", "2",
+    report, text = bench(
+        "--config", str(path), "--modes", ",".join(modes), "--k", "2", "--batch", "2",
         "--context", "30", "--accept", "0", "--blocks", "1",
     )  # fmt: skip
     assert [row["mode"] for row in report["rows"]] == modes
@@ -80,9 +96,9 @@ def test_a_config_file_and_modes_with_other_heads(tmp_path: Path, family: str) -
     assert "FORCED" not in text
 
 
-def test_profile_lists_what_runs(tmp_path: Path) -> None:
-    report, text = _report(
-        tmp_path, "--preset", "tiny", "--modes", "plain", "--batch", "1", "--context", "20",
+def test_profile_lists_what_runs(bench: Bench) -> None:
+    report, text = bench(
+        "--preset", "tiny", "--modes", "plain", "--batch", "1", "--context", "20",
         "--blocks", "1", "--profile",
     )  # fmt: skip
     (row,) = report["rows"]

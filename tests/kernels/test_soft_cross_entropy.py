@@ -57,13 +57,14 @@ def test_a_frozen_weight_gets_no_gradient_and_no_rows_no_loss() -> None:
 @pytest.mark.parametrize("vocab", [5, 300, 9001])
 def test_the_kernel_is_its_twin(vocab: int, dtype: torch.dtype) -> None:
     """Equal maxima, far apart logits, a last block that is not full."""
-    triton_ops = pytest.importorskip("trtspec.ops.layer.triton", reason="needs triton")
+    name = "trtspec.ops.tokens.triton_soft_cross_entropy"
+    triton_loss = pytest.importorskip(name, reason="needs triton")
     logits, theirs = _random(6, vocab, seed=4), 20 * _random(9, vocab, seed=5)
     logits[2], logits[3] = logits[2].round(), 40 * logits[3]
     rows = torch.tensor([8, 0, 3, 3, 1, 2], device=DEVICE)
     counts = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.bool, device=DEVICE)
     ours, twin = logits.to(dtype, copy=True), logits.to("cpu", dtype, copy=True)
-    loss, best = triton_ops.soft_cross_entropy_(ours, theirs.to(dtype), rows, counts)
+    loss, best = triton_loss.soft_cross_entropy_(ours, theirs.to(dtype), rows, counts)
     given = theirs.to(dtype).cpu(), rows.cpu(), counts.cpu()
     expected = soft_cross_entropy_(twin, *given)
     torch.testing.assert_close(loss.cpu(), expected[0], atol=1e-3, rtol=1e-4)

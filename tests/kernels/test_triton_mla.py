@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from latent_pass import TURNING, make_latent_pass
+from latent_pass import ROTATED, make_latent_pass
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -20,7 +20,7 @@ from trtspec.errors import ConfigError
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata.attention import AttentionMetadata
 from trtspec.ops.layer.latent import rope_and_write_latent
-from trtspec.ops.layer.rope import Rope
+from trtspec.ops.layer.rope import CacheWrite, Rope
 
 triton_mla = pytest.importorskip("trtspec.attention.mla", reason="needs triton")
 from trtspec.attention.paged import TritonAttention  # noqa: E402
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 def queries(meta: AttentionMetadata, heads: int, latent: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(len(meta.position_ids), heads, latent + TURNING, generator=generator)
+    q = torch.randn(len(meta.position_ids), heads, latent + ROTATED, generator=generator)
     return q.to(DEVICE)
 
 
@@ -130,34 +130,30 @@ def test_a_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize("keeps_finite", [False, True])
-@pytest.mark.parametrize(("heads", "latent", "turning"), [(3, 32, 16), (20, 48, 8)])
+@pytest.mark.parametrize(("heads", "latent", "rotated"), [(3, 32, 16), (20, 48, 8)])
 def test_rotation_and_cache_write(
-    monkeypatch: pytest.MonkeyPatch, heads: int, latent: int, turning: int, keeps_finite: bool
+    heads: int, latent: int, rotated: int, keeps_finite: bool
 ) -> None:
     generator = torch.Generator().manual_seed(5)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
-    rows, q = 4, noise(4, heads, 24 + turning)
-    x = noise(rows, 7 + latent + turning)[:, 7:]
+    rows, q = 4, noise(4, heads, 24 + rotated)
+    x = noise(rows, 7 + latent + rotated)[:, 7:]
     if keeps_finite:
         x[1, 3], x[2, -1] = float("nan"), float("inf")
     norm = RMSNorm(latent, 1e-6).to(DEVICE)
     norm.weight.data = noise(latent)
-    rope = Rope(noise(9, turning), torch.tensor([0, 8, 3, 5], device=DEVICE))
+    rope = Rope(noise(9, rotated), torch.tensor([0, 8, 3, 5], device=DEVICE))
     slots = torch.tensor([5, 2, -1, 7], device=DEVICE)
     results = []
-    for kernel in (True, False):
-        cache = torch.zeros(9, 1, latent + turning, device=DEVICE)
-        out = torch.zeros(rows, heads, latent + turning, device=DEVICE)
-        monkeypatch.setattr(
-            "trtspec.ops.layer.latent.triton_kernels", lambda _, kernel=kernel: kernel or None
-        )
-        rope_and_write_latent(
-            q[..., 24:], x, norm, rope, out[..., latent:], cache, slots, 3,
-            keeps_finite=keeps_finite,
-        )  # fmt: skip
+    twin = rope_and_write_latent.__wrapped__  # type: ignore[attr-defined]
+    for function in (triton_latent.rope_and_write_latent, twin):
+        cache = torch.zeros(9, 1, latent + rotated, device=DEVICE)
+        out = torch.zeros(rows, heads, latent + rotated, device=DEVICE)
+        to = CacheWrite(cache, cache[..., :latent], slots, 3, keeps_finite)
+        function(q[..., 24:], x, norm, rope, out[..., latent:], to)
         results.append((out, cache))
     assert triton_latent.HEADS == 16
     torch.testing.assert_close(results[0][0], results[1][0])
@@ -167,16 +163,24 @@ def test_rotation_and_cache_write(
     assert not keeps_finite or results[0][1].isfinite().all()
 
 
-@pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
-def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
-    """The interpreter knows neither types nor sizes of memory."""
+def _shared_memory(*arguments: int) -> dict[str, int]:
+    """The bytes of kernels that `compile_triton.py` compiles. The interpreter knows neither types,
+    nor what is a constant, nor sizes of memory."""
     root = Path(__file__).parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "tests/helpers/compile_triton.py", str(heads), str(rows)], cwd=root,
-        capture_output=True, text=True, env={**environment, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    command = [sys.executable, "tests/helpers/compile_triton.py", *map(str, arguments)]
+    environment["PYTHONPATH"] = str(root)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    shared = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
+def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
+    shared = _shared_memory(heads, rows)
     assert len(shared) == 4 and max(shared.values()) > 200_000
     assert max(shared.values()) <= 227 * 1024, shared
+
+
+def test_kernels_of_other_layers_compile_for_hopper() -> None:
+    assert len(_shared_memory()) == 14

@@ -8,9 +8,9 @@ import pytest
 import torch
 from naive_experts import ROUTES, dense_weights, naive_route, random_experts
 
-from trtspec.layers import experts as moe
+from trtspec.ops.experts import torch as moe
 
-triton_moe = pytest.importorskip("trtspec.ops.layer.triton_moe", reason="needs triton")
+triton_moe = pytest.importorskip("trtspec.ops.experts.triton", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

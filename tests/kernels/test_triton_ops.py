@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from trtspec.layers.norm import RMSNorm
-from trtspec.ops.layer.rope import Rope, apply_rope
+from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
-triton_ops = pytest.importorskip("trtspec.ops.layer.triton", reason="needs triton")
+triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
+from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -21,6 +21,12 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32
 def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _norm(weight: torch.Tensor, offset: float) -> RMSNorm:
+    norm = RMSNorm(len(weight), 1e-5, offset)
+    norm.weight.data = weight
+    return norm
 
 
 def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
@@ -34,7 +40,7 @@ def _close(ours: torch.Tensor, twin: torch.Tensor) -> None:
 def test_rms_norm(dtype: torch.dtype, size: int, offset: float) -> None:
     x, weight = _random(5, 2 * size, dtype=dtype)[:, :size], _random(size, dtype=dtype, seed=3)
     expected = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
-    _close(triton_ops.rms_norm(x, weight, 1e-5, offset), expected)
+    _close(triton_norm.rms_norm(x, _norm(weight, offset)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,8 +52,8 @@ def test_add_normed(dtype: torch.dtype, size: int, offset: float, has_scalar: bo
     weight, scalar = _random(size, dtype=dtype, seed=3), _random(1, dtype=dtype, seed=7)
     normed = F.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5).to(dtype)
     expected = (residual + normed) * (scalar if has_scalar else 1)
-    ours = triton_ops.add_normed(residual, x, weight, 1e-5, offset, scalar if has_scalar else None)
-    _close(ours, expected)
+    given = _norm(weight, offset), scalar if has_scalar else None
+    _close(triton_norm.add_normed(residual, x, *given), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +61,7 @@ def test_add_normed(dtype: torch.dtype, size: int, offset: float, has_scalar: bo
 def test_silu_and_mul(dtype: torch.dtype, inner: int) -> None:
     x = 4 * _random(3, 2 * inner, dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
-    _close(triton_ops.silu_and_mul(x), F.silu(gate) * up)
+    _close(triton_activation.silu_and_mul(x), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,16 +70,16 @@ def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
     x = 4 * _random(3, 2 * inner, dtype=dtype)
     x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
-    _close(triton_ops.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
+    _close(triton_activation.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_embed_with_a_scale(dtype: torch.dtype) -> None:
-    table = nn.Embedding(30, 40).to(DEVICE, dtype)
+def test_lookup_with_a_scale(dtype: torch.dtype) -> None:
+    table = _random(30, 40, dtype=dtype)
     ids = torch.tensor([3, -1, 29, 40], device=DEVICE)
     scale = torch.tensor(48**0.5, dtype=dtype).item()
-    expected = table.weight[ids.clamp(0, 29)] * scale
-    assert torch.equal(triton_ops.embed(ids, table.weight, scale), expected)
+    expected = table[ids.clamp(0, 29)] * scale
+    assert torch.equal(triton_embedding.lookup(ids, table, scale), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +93,7 @@ def test_rope_queries(dtype: torch.dtype, heads: int, dim: int, offset: float) -
     norm = RMSNorm(dim, 1e-5, offset)
     norm.weight.data = _random(dim, dtype=dtype, seed=5)
     normed = F.rms_norm(q.float(), (dim,), norm.weight.float() + offset, 1e-5).to(dtype)
-    _close(triton_ops.rope_queries(q, rope, norm), apply_rope(normed, *rope.rotation(dtype)))
+    _close(triton_rope.rope_queries(q, rope, norm), apply_rope(normed, *rope.rotation(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,9 +108,8 @@ def test_rope_and_write_norms_values(dtype: torch.dtype) -> None:
     results = []
     for norms_values in (False, True):
         k_slots, v_slots = (torch.zeros(12, 2, dim, dtype=dtype, device=DEVICE) for _ in "kv")
-        q = triton_ops.rope_and_write(
-            qkv, rope, 5, k_slots, v_slots, slots, 11, norms, False, norms_values
-        )
+        to = CacheWrite(k_slots, v_slots, slots, scratch_slot=11)
+        q = triton_rope.rope_and_write(qkv, rope, 5, to, norms, norms_values)
         results.append((q, k_slots, v_slots))
     plain, normed = results
     assert torch.equal(plain[0], normed[0]) and torch.equal(plain[1], normed[1])
@@ -126,7 +131,7 @@ def test_rope_and_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q_heads, kv_heads = heads
-    monkeypatch.setattr(triton_ops, "FEW_HEADS", few_heads)
+    monkeypatch.setattr(triton_rope, "FEW_HEADS", few_heads)
     rows, slots = 5, torch.tensor([7, 3, -1, 9, 4], device=DEVICE)
     qkv = _random(rows, q_heads + 2 * kv_heads, dim, dtype=dtype)
     if keeps_finite:
@@ -140,9 +145,8 @@ def test_rope_and_write(
         for i, norm in enumerate(norms):
             norm.weight.data = _random(dim, dtype=dtype, seed=5 + i)
     k_slots, v_slots = (torch.zeros(12, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in "kv")
-    q = triton_ops.rope_and_write(
-        qkv, rope, q_heads, k_slots, v_slots, slots, 11, norms, keeps_finite
-    )
+    to = CacheWrite(k_slots, v_slots, slots, scratch_slot=11, keeps_finite=keeps_finite)
+    q = triton_rope.rope_and_write(qkv, rope, q_heads, to, norms)
     clean = torch.nan_to_num(qkv, 0.0, 0.0, 0.0) if keeps_finite else qkv
     qk = clean[:, : q_heads + kv_heads]
     if norms is not None:
@@ -150,9 +154,9 @@ def test_rope_and_write(
         weights = [norm.weight.float() + norm.offset for norm in norms]
         normed = [F.rms_norm(p, (dim,), w, 1e-5) for p, w in zip(parts, weights, strict=True)]
         qk = torch.cat(normed, dim=1).to(dtype)
-    turned = apply_rope(qk, *rope.rotation(dtype))
-    _close(q, turned[:, :q_heads])
-    _close(k_slots[slots], turned[:, q_heads:])
+    rotated = apply_rope(qk, *rope.rotation(dtype))
+    _close(q, rotated[:, :q_heads])
+    _close(k_slots[slots], rotated[:, q_heads:])
     assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])
     untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
     assert not k_slots[untouched].any() and not v_slots[untouched].any()

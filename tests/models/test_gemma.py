@@ -26,7 +26,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.ops.layer.embedding import embed
+from trtspec.layers.embedding import embed
 from trtspec.train.new_head import check_target
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

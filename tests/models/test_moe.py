@@ -32,13 +32,14 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.layers.experts import Experts, grouped_experts, route
+from trtspec.layers.experts import Experts
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.models.config import DecoderConfig, MoEConfig
 from trtspec.models.decoder import feed_forward
 from trtspec.models.drafters.mtp import mtp_decoder_config
 from trtspec.models.moe import MoE
+from trtspec.ops.experts.torch import grouped_experts, route
 from trtspec.train.new_head import NewHead, create_head
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -25,7 +25,7 @@ class DensePass:
     """
 
     def __init__(self, document_ids: Tensor):
-        self.num_texts, self.length = document_ids.shape
+        self.num_sequences, self.length = document_ids.shape
         same = document_ids[:, :, None] == document_ids[:, None, :]
         rows = torch.arange(self.length, device=document_ids.device)
         self._distance = rows[:, None] - rows[None, :]  # [L, L]
@@ -79,9 +79,9 @@ class DensePass:
             seen = seen & (self._distance + use < window)
         if not use:
             return seen
-        same_row = (self._distance == 0).repeat(1, use).expand(self.num_texts, 1, -1, -1)
+        same_row = (self._distance == 0).repeat(1, use).expand(self.num_sequences, 1, -1, -1)
         return torch.cat([seen, same_row], dim=-1)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[N*L, H, D] -> [N, H, L, D]."""
-        return x.view(self.num_texts, self.length, *x.shape[1:]).transpose(1, 2)
+        return x.view(self.num_sequences, self.length, *x.shape[1:]).transpose(1, 2)

@@ -318,7 +318,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
 
     The length ends with the last row that is inside the maximum. Rows guarded to position 0 thus
     leave fewer than R rows at the end of the sequence. Which of the last R keys a row sees follows
-    from its position alone. XQA must not be given less than R keys.
+    from its position alone. XQA must see at least R keys.
     """
     seq = tl.program_id(0)
     row = tl.arange(0, ROWS)

@@ -241,11 +241,11 @@ def store_part(parts, part, group, m, best, total, acc, layer: tl.constexpr, cut
     """Stores a part's softmax sums for the joining kernel."""
     s, groups = tl.arange(0, cut.SEQS), layer.kv_heads * cut.tiles
     before = tl.sum(tl.where(s < part.seq, part.full + part.rest, 0), 0)
-    place = ((before + part.number) * groups + group) * cut.BLOCK_M + m
+    index = ((before + part.number) * groups + group) * cut.BLOCK_M + m
     d = tl.arange(0, cut.BLOCK_D)
-    tl.store(parts.acc + place[:, None] * cut.BLOCK_D + d[None, :], acc)
-    tl.store(parts.stats + place * 2, best)
-    tl.store(parts.stats + place * 2 + 1, total)
+    tl.store(parts.acc + index[:, None] * cut.BLOCK_D + d[None, :], acc)
+    tl.store(parts.stats + index * 2, best)
+    tl.store(parts.stats + index * 2 + 1, total)
 
 
 @triton.jit
@@ -305,11 +305,11 @@ def _join_kernel(
     best, total, acc = no_sums(ROWS, COLUMNS)
     for begin in range(0, count, sizes.PARTS):
         part = begin + tl.arange(0, sizes.PARTS)
-        place = ((before + part) * groups + group)[:, None] * cut.BLOCK_M + m[None, :]
+        index = ((before + part) * groups + group)[:, None] * cut.BLOCK_M + m[None, :]
         is_part = (part < count)[:, None] & (m < cut.BLOCK_M)[None, :]
-        bests = tl.load(parts.stats + place * 2, mask=is_part, other=float("-inf"))
-        totals = tl.load(parts.stats + place * 2 + 1, mask=is_part, other=0.0)
-        sums = parts.acc + place[:, :, None] * cut.BLOCK_D + d[None, None, :]
+        bests = tl.load(parts.stats + index * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(parts.stats + index * 2 + 1, mask=is_part, other=0.0)
+        sums = parts.acc + index[:, :, None] * cut.BLOCK_D + d[None, None, :]
         sums = tl.load(sums, mask=is_part[:, :, None], other=0.0)
         new_best = tl.maximum(best, tl.max(bests, 0))
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
@@ -326,12 +326,12 @@ def _join_kernel(
 @triton.jit
 def load_heads(queries, row, head, d, inside):
     """Loads numbers `d` of the query heads (row, head), 0 where not `inside`."""
-    place = queries.q + row[:, None] * queries.q_row + head[:, None] * queries.q_head + d[None, :]
-    return tl.load(place, mask=inside, other=0.0)
+    pointer = queries.q + row[:, None] * queries.q_row + head[:, None] * queries.q_head + d[None, :]
+    return tl.load(pointer, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_heads(queries, row, head, d, out, inside):
     """Stores numbers `d` of the attention of the query heads (row, head)."""
-    place = queries.out + row[:, None] * queries.out_row + head[:, None] * queries.out_head
-    tl.store(place + d[None, :], out.to(queries.out.dtype.element_ty), mask=inside)
+    pointer = queries.out + row[:, None] * queries.out_row + head[:, None] * queries.out_head
+    tl.store(pointer + d[None, :], out.to(queries.out.dtype.element_ty), mask=inside)

@@ -75,7 +75,7 @@ def _print(directory: Path, report: HeadReport, facts: dict[str, str], has_targe
 
 
 def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str, str]:
-    """What the report says of the head, by heading; empty where nothing could be read."""
+    """Returns what the report says of the head, by heading; nothing if nothing could be read."""
     head = report.config
     if head is None:
         return {}
@@ -86,9 +86,9 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         "Tensors": f"{len(report.tensors)} used, {parameters:,} parameters",
         "Layers": f"{report.num_mtp_layers or decoder.num_layers}, hidden_size "
         f"{decoder.hidden_size}, intermediate_size {decoder.intermediate_size}",
-        "Attention": "\n".join(f"{label}{_attention(own)}" for label, own in _kinds(decoder)),
+        "Attention": "\n".join(f"{label}{_attention(kind)}" for label, kind in _kinds(decoder)),
         "Target hidden size": str(head.target_hidden_size),
-        "RoPE": "\n".join(f"{label}{_rope(own)}" for label, own in _kinds(decoder)),
+        "RoPE": "\n".join(f"{label}{_rope(kind)}" for label, kind in _kinds(decoder)),
         "Vocabulary": _vocabulary(report),
     }
     layers = range(decoder.num_layers)
@@ -112,8 +112,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         facts |= _assistant_facts(head, target)
     shared = [
         name
-        for name, own in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))
-        if not own
+        for name, in_head in (("embedding", head.own_embedding), ("lm_head", head.own_lm_head))
+        if not in_head
     ]
     facts["Shared with target"] = ", ".join(shared) or "nothing by name (equal copies are shared)"
     if head.suggested_draft_len is not None:
@@ -126,7 +126,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         facts["Mask state"] = _mask_state(report.mask_hidden, len(head.layers_to_capture))
     if target is not None:
         ropes = "; ".join(
-            f"{label}{_rope(own)}" for label, own in _kinds(target, names_layers=False)
+            f"{label}{_rope(kind)}" for label, kind in _kinds(target, names_layers=False)
         )
         facts["Target"] = (
             f"{target.num_layers} layers, hidden_size {target.hidden_size}, vocabulary "
@@ -138,15 +138,17 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
 def _kinds(
     decoder: DecoderConfig, names_layers: bool = True
 ) -> Iterator[tuple[str, DecoderConfig]]:
-    """(a label, the config as such layers have it, with their windows) of each kind of layer; no
-    label where all are alike."""
+    """Yields a label and the config, windows included, of each kind of layer.
+
+    The label is empty where all layers are alike.
+    """
     types = decoder.layer_types[: decoder.num_layers] or ("",) * decoder.num_layers
     for kind in dict.fromkeys(types):
-        layers = [i for i, own in enumerate(types) if own == kind]
+        layers = [i for i, layer_type in enumerate(types) if layer_type == kind]
         windows = {decoder.window(i) for i in layers}
-        own = replace(decoder.of_layer(layers[0]), layer_windows=tuple(windows))
+        layer_config = replace(decoder.of_layer(layers[0]), layer_windows=tuple(windows))
         numbers = f" (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))})"
-        yield (f"{kind}{numbers if names_layers else ''}: " if kind else ""), own
+        yield (f"{kind}{numbers if names_layers else ''}: " if kind else ""), layer_config
 
 
 def _assistant_facts(head: HeadConfig, target: DecoderConfig | None) -> dict[str, str]:
@@ -214,12 +216,12 @@ def _vocabulary(report: HeadReport) -> str:
 
 
 def _rope(decoder: DecoderConfig) -> str:
-    parameters, turned = decoder.rope_parameters, decoder.rotary_dim
+    parameters, rotated = decoder.rope_parameters, decoder.rotary_dim
     kind, theta = parameters.get("rope_type", "default"), parameters.get("rope_theta")
     part = parameters.get("partial_rotary_factor", 1)
     factor = f", factor {parameters['factor']:g}" if "factor" in parameters else ""
-    rotates = "" if turned is None else f", rotates {turned} of {decoder.head_dim} dimensions"
-    rotates += f", rotates {part:g} of a head" if part != 1 and turned is None else ""
+    rotates = "" if rotated is None else f", rotates {rotated} of {decoder.head_dim} dimensions"
+    rotates += f", rotates {part:g} of a head" if part != 1 and rotated is None else ""
     return f"{kind}, theta {theta:g}{factor}{rotates}"
 
 

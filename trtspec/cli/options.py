@@ -4,26 +4,24 @@ An option's name, default and help are written here once. `records.py` makes par
 which takes annotations that are no strings: no `from __future__ import annotations` here.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..config.engine import EngineConfig
+from ..config.engine import ENGINE_ARGUMENTS
 
 DEFAULT_MODEL = "smollm2-135m"
-
-_ENGINE = {field.name: field for field in fields(EngineConfig)}
 
 
 def _engine_option(name: str) -> Any:
     """Returns the option of a field of `EngineConfig`, by its name and with its help."""
-    return typer.Option(f"--{name.replace('_', '-')}", help=_ENGINE[name].metadata["help"])
+    return typer.Option(f"--{name.replace('_', '-')}", help=ENGINE_ARGUMENTS[name].metadata["help"])
 
 
 def _engine_default(name: str) -> Any:
-    return _ENGINE[name].default
+    return ENGINE_ARGUMENTS[name].default
 
 
 DEFAULT_DTYPE, DEFAULT_DEVICE = _engine_default("dtype"), _engine_default("device")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .decoding import resolve_speculative_config as resolve_speculative_config
     from .engine import ATTENTION_BACKENDS as ATTENTION_BACKENDS
     from .engine import DEFAULT_CUDA_GRAPHS as DEFAULT_CUDA_GRAPHS
+    from .engine import ENGINE_ARGUMENTS as ENGINE_ARGUMENTS
     from .engine import MAX_BATCH_SIZE as MAX_BATCH_SIZE
     from .engine import CudaGraphConfig as CudaGraphConfig
     from .engine import EngineConfig as EngineConfig
@@ -64,6 +65,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ATTENTION_BACKENDS",
             "CudaGraphConfig",
             "DEFAULT_CUDA_GRAPHS",
+            "ENGINE_ARGUMENTS",
             "EngineConfig",
             "ExecutorConfig",
             "KvCacheConfig",

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from ..checks import are_ints, is_number
@@ -163,7 +163,9 @@ class EngineConfig:
     prefill_batch_size: int = 1
     disable_overlap_scheduler: bool | None = None
     cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS
-    attn_backend: str = "auto"
+    attn_backend: str = field(
+        default="auto", metadata={"help": "auto, torch, triton or flashinfer."}
+    )
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
@@ -192,6 +194,10 @@ class EngineConfig:
     def kv_cache(self) -> KvCacheConfig:
         """The cache's config, the default one where none was given."""
         return self.kv_cache_config or KvCacheConfig()
+
+
+ENGINE_ARGUMENTS = {argument.name: argument for argument in fields(EngineConfig)}
+"""Defaults and short help (`metadata["help"]`) of those that a command line offers."""
 
 
 def takes_fields_of(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..models.decoder import Decoder
+from ..ops.launch.machine import FLOPS, FLOPS_FP32, LAUNCH_SECONDS_PER_LAYER
 from ..state.kv_cache import KVCacheManager
 from ..utils import to_device
 from .inputs import ContextRows, StepInputs
@@ -19,8 +20,6 @@ from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
 """A shape has a context for so many of its rows; shorter prompts want a larger shape."""
-_LAUNCH_SECONDS = 0.58e-3  # of a layer in an eager pass over prompts (an H200's host)
-_FLOPS, _FLOPS_FP32 = 600e12, 60e12  # a second, of such passes (H200)
 
 
 def most_worth_capturing(target: Decoder) -> int:
@@ -32,8 +31,8 @@ def most_worth_capturing(target: Decoder) -> int:
         for name, parameter in layer.named_parameters():
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             weights += parameter.numel() * share
-    flops = _FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else _FLOPS
-    return int(_LAUNCH_SECONDS * len(target.layers) * flops / (2 * weights))
+    flops = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
+    return int(LAUNCH_SECONDS_PER_LAYER * len(target.layers) * flops / (2 * weights))
 
 
 class ContextInputs:

@@ -1,7 +1,23 @@
 """A matrix product with what stands before and after it in a decoder layer.
 
-For the few rows of a decoding step on Hopper each of these is one kernel of `csrc/`; elsewhere they
-are the operations one after the other.
+For the few rows of a decoding step on Hopper each function here is one kernel of `csrc/`; elsewhere
+it is the operations one after the other (`ops/layer/`). A decoder layer is four of them:
+
+    hidden [T, D] ─┬─▶ norm ▸ qkv_proj ▸ rotate, write K and V to the cache   qkv_rope_and_write
+                   │                        │ q
+                   │                    attention
+                   └─── + ◀── o_proj ◀──────┘                                 linear, residual
+                        │
+                        ├─▶ norm ▸ gate_up_proj ▸ silu(gate) * up             swiglu
+                        └─── + ◀── down_proj ◀──┘                             linear, residual
+
+So the pieces of a decoder do not call their norms and do not add. The contract is:
+- Inputs come before their norm, as a tuple: one tensor [T, D], or two whose normed values stand
+  side by side (EAGLE-3's embeddings and hidden states). `norms` has one for each, or is empty.
+- Who owns a product is handed the norm before it: `self_attn((hidden,), (norm,), hidden, …)`.
+- `residual` is what the product is added to. With `in_place` the sum takes the residual's memory,
+  so a layer returns the stream in the memory of its input. Copy what must outlast it.
+- Under autograd nothing is fused and nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +30,7 @@ from torch import Tensor
 from ..ops.launch import native
 from ..ops.layer import cublaslt
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from ..ops.layer.rope import Rope, rope_and_write
+from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
 from .linear import Linear
 from .norm import RMSNorm
 
@@ -39,7 +55,7 @@ def linear(
     residual: Tensor | None = None,
     in_place: bool = False,
 ) -> Tensor:
-    """layer(normed inputs) + residual, [T, out].
+    """Returns layer(normed inputs) + residual, [T, out].
 
     Args:
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
@@ -67,7 +83,7 @@ def linear(
 
 
 def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
-    """silu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    """Returns silu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
     kernels = _kernels((x,), layer, (norm,))
     if kernels is None or layer.out_features % 16:
         return silu_and_mul(layer(norm(x)))
@@ -77,44 +93,56 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
 
 
 def geglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
-    """gelu(gate) * up, where layer(norm(x)) is gate and up: [T, D] -> [T, I]."""
+    """Returns gelu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
     return gelu_tanh_and_mul(linear((x,), layer, (norm,)))
 
 
 def clamped_swiglu(x: Tensor, layer: Linear, norm: RMSNorm, limit: float) -> Tensor:
-    """`swiglu` with both factors clamped, as `clamped_silu_and_mul` does: [T, D] -> [T, I]."""
+    """As `swiglu`, with both factors clamped as `clamped_silu_and_mul` does."""
     return clamped_silu_and_mul(linear((x,), layer, (norm,)), limit)
 
 
 def qkv_rope_and_write(
-    inputs: Inputs, layer: Linear, norms: Norms, rope: Rope, q_heads: int, k_slots: Tensor,
-    v_slots: Tensor, slots: Tensor, scratch_slot: int, *,
+    inputs: Inputs,
+    layer: Linear,
+    norms: Norms,
+    rope: Rope,
+    q_heads: int,
+    to: CacheWrite,
     qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
     norms_values: bool = False,
-    keeps_finite: bool = False,
-) -> Tensor:  # fmt: skip
-    """The queries of layer(normed inputs), rotated, [T, Hq, D]; keys and values go into the cache.
+) -> Tensor:
+    """Returns the rotated queries of layer(normed inputs), [T, Hq, D]; writes keys and values.
 
-    Other arguments as in `rope_and_write`.
+    Args:
+        layer: queries, keys and values of all heads.
+        rope, q_heads, to, qk_norms, norms_values: as of `rope_and_write`.
     """
-    dim = k_slots.shape[2]
+    dim = to.k_slots.shape[2]
     kernels = _kernels(inputs, layer, norms)
-    places = rope.position_ids, slots
-    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in places):
+    indices = rope.position_ids, to.slots
+    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in indices):
         kernels = None
-    if rope.cos_sin.dtype != torch.float32 or k_slots.dtype != inputs[0].dtype:
+    if rope.cos_sin.dtype != torch.float32 or to.k_slots.dtype != inputs[0].dtype:
         kernels = None
     if kernels is None or qk_norms is not None or dim % 16:
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
-        return rope_and_write(
-            qkv, rope, q_heads, k_slots, v_slots, slots, scratch_slot, qk_norms=qk_norms,
-            norms_values=norms_values, keeps_finite=keeps_finite,
-        )  # fmt: skip
+        return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
     out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
     kernels.linear_rope(
-        *_arguments(inputs, norms), layer.weight, layer.bias, rope.cos_sin, rope.position_ids,
-        slots, scratch_slot, k_slots, v_slots, q_heads, keeps_finite, out,
-    )  # fmt: skip
+        *_arguments(inputs, norms),
+        layer.weight,
+        layer.bias,
+        rope.cos_sin,
+        rope.position_ids,
+        to.slots,
+        to.scratch_slot,
+        to.k_slots,
+        to.v_slots,
+        q_heads,
+        to.keeps_finite,
+        out,
+    )
     return out.view(-1, q_heads, dim)
 
 
@@ -125,7 +153,7 @@ def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
 
 
 def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
-    """The module with the kernels if they serve these tensors, else None."""
+    """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
     if not x.is_cuda or type(layer) is not Linear or layer.weight is None:
         return None
@@ -165,7 +193,7 @@ def _is_readable(x: Tensor, first: Tensor) -> bool:
 
 
 def _arguments(inputs: Inputs, norms: Norms) -> tuple[Tensor | float | None, ...]:
-    """x0, x1, norm0, norm1, eps as the kernels take them."""
+    """Returns x0, x1, norm0, norm1, eps as the kernels take them."""
     x = (*inputs, None)[:2]
     weights = (*(norm.weight for norm in norms), None, None)[:2]
     return (*x, *weights, norms[0].eps if norms else 0.0)

@@ -6,8 +6,8 @@ the time of these products at 1-8 rows, in bf16 and in fp32 (docs/performance.md
 In bf16 a row's result must also not depend on how many rows share the call, or greedy text with and
 without speculation would differ at near-ties (docs/decisions/003). oneDNN mostly keeps that, but on
 some shapes, processors and thread counts it splits the sum of few rows differently. So each shape
-is tried once: calls with fewer rows than `_min_rows` are padded, where `_min_rows` is the smallest
-number from which on all calls up to 9 rows (K = 8) agree bit for bit.
+is tried once. Calls with fewer rows than `_min_rows` are padded: from that number on, all calls up
+to 9 rows (K = 8) agree bit for bit.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Linear(nn.Module):
 
 @cache
 def _min_rows(in_features: int, out_features: int, num_threads: int) -> int:
-    """`find_min_rows` of oneDNN's kernel for a shape; it depends on the number of threads."""
+    """Returns `find_min_rows` of oneDNN's kernel for a shape and a number of threads."""
     ones = torch.ones(out_features, in_features, dtype=torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(ones, _PACK_ROWS_HINT)
     return find_min_rows(partial(_multiply, weight=packed, bias=None), in_features)
 
 
 def find_min_rows(multiply: Callable[[Tensor], Tensor], in_features: int) -> int:
-    """The smallest of 1, 2 and 9 to pad to, so that a row's bits do not depend on their number.
+    """Returns the fewest of 1, 2 and 9 rows to pad to, so that a row's bits ignore their number.
 
     Args:
         multiply: x [n, in] bf16 -> x times a weight of ones. The inputs cancel but for rounding,

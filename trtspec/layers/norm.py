@@ -1,4 +1,4 @@
-"""The layer of `ops/layer/norm.py`."""
+"""The RMSNorm layer; its operation is in `ops/layer/norm.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..ops.layer.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Over the last dimension; input and output in the model's dtype."""
+    """RMSNorm over the last dimension; input and output in the model's dtype."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()

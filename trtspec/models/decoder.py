@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..attention.images import attend
+from ..layers.embedding import Embedding, embed
 from ..layers.fused import (
     Inputs,
     Norms,
@@ -43,11 +44,10 @@ from ..layers.fused import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
-from ..ops.layer.embedding import embed
 from ..ops.layer.norm import add_normed
-from ..ops.layer.rope import Rope, apply_rope
+from ..ops.layer.rope import CacheWrite, Rope, apply_rope
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_locations
@@ -130,21 +130,9 @@ class Attention(nn.Module):
         meta: AttentionMetadata,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> Tensor:
-        group = meta.kv_groups[self.kv_group]
-        k_slots, v_slots = group.layer_slots[self.cache_layer]
+        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
         q = qkv_rope_and_write(
-            inputs,
-            self.qkv_proj,
-            norms,
-            rope,
-            self.num_heads,
-            k_slots,
-            v_slots,
-            meta.slot_mappings[self.kv_group],
-            SCRATCH_BLOCK * group.page_size,
-            qk_norms=qk_norms,
-            norms_values=self.norms_values,
-            keeps_finite=self.sanitize_kv,
+            inputs, self.qkv_proj, norms, rope, self.num_heads, to, qk_norms, self.norms_values
         )
         return attend(
             self.backend,
@@ -308,7 +296,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.per_layer_inputs = PerLayerInputs(config) if config.per_layer_input_size else None
         layer_class = SandwichLayer if config.sandwich_norms else DecoderLayer
         self.layers = nn.ModuleList(

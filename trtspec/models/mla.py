@@ -19,9 +19,9 @@ from ..attention.dense import DensePass
 from ..layers.fused import Inputs, Norms, linear
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..metadata.attention import AttentionMetadata
 from ..ops.layer.latent import latent_key, multiply_heads, rope_and_write_latent
-from ..ops.layer.rope import Rope, apply_rope
+from ..ops.layer.rope import CacheWrite, Rope, apply_rope
 from .config import DecoderConfig
 from .kv_layout import kv_locations
 from .placement import Placement
@@ -91,7 +91,7 @@ class MLAttention(nn.Module):
         self, q: Tensor, latent: Tensor, rope: Rope, meta: AttentionMetadata
     ) -> Tensor:
         """q [T, H, nope + R], latent [T, L + R] -> [T, H * v]."""
-        m, group = self.mla, meta.kv_groups[self.kv_group]
+        m = self.mla
         w_uk, w_uv = self._up_projections()
         queries = q.new_empty(q.shape[0], self.num_heads, m.latent_dim)
         rope_and_write_latent(
@@ -100,10 +100,7 @@ class MLAttention(nn.Module):
             self.kv_a_layernorm,
             rope,
             queries[..., m.kv_lora_rank :],
-            group.layer_slots[self.cache_layer][0],
-            meta.slot_mappings[self.kv_group],
-            SCRATCH_BLOCK * group.page_size,
-            keeps_finite=self.sanitize_kv,
+            CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv),
         )
         multiply_heads(q[..., : m.qk_nope_head_dim], w_uk, queries[..., : m.kv_lora_rank])
         attended = self.backend.attend(

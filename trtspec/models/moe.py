@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.experts import Experts, route, router_logits
+from ..layers.experts import Experts
 from ..layers.norm import RMSNorm
+from ..ops.experts.torch import route, router_logits
 from ..ops.layer.activation import gate_and_mul
 from ..ops.layer.norm import add_normed
 from .config import MoEConfig, MoENames

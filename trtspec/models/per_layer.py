@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.embedding import Embedding, embed
 from ..layers.fused import linear
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..metadata.embeds import RowEmbeds
-from ..ops.layer.embedding import embed
 from ..ops.layer.norm import add_normed
 from .config import DecoderConfig
 from .placement import Placement
@@ -32,7 +32,7 @@ class PerLayerInputs(nn.Module):
         self.size, width = config.per_layer_input_size, config.num_layers
         width *= self.size
         self.scale = config.hidden_size**-0.5
-        self.embed_tokens_per_layer = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens_per_layer = Embedding(config.vocab_size, width)
         self.per_layer_model_projection = Linear(config.hidden_size, width, bias=False)
         self.per_layer_projection_norm = RMSNorm(self.size, config.rms_norm_eps, config.norm_offset)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.dense import DensePass
+from ...layers.embedding import Embedding, embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.embedding import embed
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
 from ..kv_layout import kv_group_specs, kv_locations
@@ -72,10 +72,10 @@ class DraftHead(nn.Module, ABC):
         self.config, self.kv_group = config, kv_group
         decoder = config.decoder
         self.num_layers = decoder.num_layers
-        self.embed_tokens: nn.Embedding | None = None
+        self.embed_tokens: Embedding | None = None
         self.lm_head: Linear | ClusteredHead | None = None
         if config.own_embedding:
-            self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.hidden_size)
+            self.embed_tokens = Embedding(decoder.vocab_size, decoder.hidden_size)
         if config.own_lm_head:
             self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass
+from ...layers.embedding import embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.embedding import embed
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
 from ..decoder import SandwichLayer

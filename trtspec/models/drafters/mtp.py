@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass
 from ...errors import CheckpointError
+from ...layers.embedding import Embedding, embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.embedding import embed
 from ...ops.layer.rope import Rope
 from ..config import DecoderConfig
 from ..decoder import DecoderLayer
@@ -42,10 +42,10 @@ class MTPLayer(DecoderLayer):
         self.enorm, self.hnorm = RMSNorm(size, *norm), RMSNorm(size, *norm)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.norm = RMSNorm(size, *norm)
-        self.embed_tokens: nn.Embedding | None = None
+        self.embed_tokens: Embedding | None = None
         self.lm_head: Linear | None = None
         if config.own_embedding:
-            self.embed_tokens = nn.Embedding(decoder.vocab_size, size)
+            self.embed_tokens = Embedding(decoder.vocab_size, size)
         if config.own_lm_head:
             self.lm_head = Linear(size, decoder.vocab_size, bias=False)
         self.hidden_first = config.hidden_first

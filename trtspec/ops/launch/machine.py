@@ -7,3 +7,9 @@ INVARIANT_ROWS = 9
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200: how far work is cut for kernels that should fill the GPU."""
+
+LAUNCH_SECONDS_PER_LAYER = 0.58e-3
+"""What an H200's host needs to launch one layer of an eager pass over prompts."""
+
+FLOPS, FLOPS_FP32 = 600e12, 60e12
+"""What an H200 computes in a second of passes over prompts, in 16 bits and in float32."""

@@ -62,9 +62,12 @@ class _Algorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: a cublasLtMatmulAlgo_t, the workspace it needs in bytes."""
 
     _fields_ = (
-        ("data", c_uint64 * 8), ("workspace", c_size_t), ("state", c_int32), ("waves", c_float),
+        ("data", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int32),
+        ("waves", c_float),
         ("reserved", c_int32 * 4),
-    )  # fmt: skip
+    )
 
 
 class _Tuning(threading.local):
@@ -77,8 +80,10 @@ _chosen: dict[tuple[int, Size], _Algorithm | None] = {}
 
 @contextmanager
 def tuning(enabled: bool = True) -> Iterator[None]:
-    """Inside, in this thread, `multiply` serves, and measures sizes that it meets for the first
-    time, unless a graph is being captured."""
+    """Lets `multiply` serve inside, in this thread.
+
+    It measures sizes that it meets for the first time, unless a graph is being captured.
+    """
     before, _tuning.is_on = _tuning.is_on, enabled
     try:
         yield
@@ -87,14 +92,14 @@ def tuning(enabled: bool = True) -> Iterator[None]:
 
 
 def multiply(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor | None:
-    """x [T, K] times weight [N, K] transposed, by an algorithm that was faster than cuBLAS's.
+    """Multiplies x [T, K] with weight [N, K] transposed, by an algorithm faster than cuBLAS's.
 
     Args:
         residual: [T, N], takes the sum; None: a new tensor.
 
     Returns:
-        [T, N], or None where cuBLAS's own choice is to serve: outside of `tuning`, for sizes it is
-        not for, and where no faster one is known.
+        [T, N], or None where cuBLAS's choice is to serve: outside of `tuning`, for sizes this is
+        not for, and where no faster algorithm is known.
     """
     if not x.is_cuda or not _tuning.is_on:
         return None
@@ -118,7 +123,7 @@ def multiply(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tenso
 
 
 def size_of(x: Tensor, weight: Tensor, residual: Tensor | None) -> Size | None:
-    """The product's size if an algorithm may be chosen for it and these tensors."""
+    """Returns the product's size if an algorithm may be chosen for it and these tensors."""
     if x.dim() != 2 or weight.dim() != 2 or x.dtype not in _KINDS:
         return None
     (rows, inner), (out, expected) = x.shape, weight.shape
@@ -137,8 +142,10 @@ def size_of(x: Tensor, weight: Tensor, residual: Tensor | None) -> Size | None:
 
 # -- choosing -----------------------------------------------------------------------------------
 def _choose(size: Size, weight: Tensor) -> _Algorithm | None:
-    """The fastest algorithm for a size, from the cache directory or by measurement; None is
-    cuBLAS's own."""
+    """Returns the fastest algorithm for a size, from the cache directory or by measurement.
+
+    None is the one that cuBLAS chooses.
+    """
     if _library() is None:
         return None
     try:
@@ -183,16 +190,15 @@ def _measure(size: Size, weight: Tensor) -> _Algorithm | None:
     runs += [partial(product.run, a, x, out=out) for a in algorithms]
     times = _times(runs, weights)
     best = min(range(len(runs)), key=times.__getitem__)
-    logger.info(
-        "%s: %.1f us by cuBLAS, %.1f by the best of %d algorithms.",
-        size, times[0] * 1e3, times[best] * 1e3, len(algorithms),
-    )  # fmt: skip
+    us, best_us = times[0] * 1e3, times[best] * 1e3
+    message = "%s: %.1f us by cuBLAS, %.1f by the best of %d algorithms."
+    logger.info(message, size, us, best_us, len(algorithms))
     gain = 1 - times[best] / times[0]
     return algorithms[best - 1] if best and gain >= MIN_GAIN else None
 
 
 def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> list[float]:
-    """ms of a product each, taking turns: the clock of a GPU at its power limit drifts."""
+    """Returns ms of a product each. They take turns: a GPU's clock drifts at its power limit."""
     runs[0](weights[0])  # loads what is loaded on first use
     torch.cuda.synchronize()
     rounds: list[tuple[list[int], list[torch.cuda.Event]]] = []
@@ -211,7 +217,7 @@ def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> lis
     for order, marks in rounds:
         for number, begin, end in zip(order, marks, marks[1:], strict=False):
             times[number].append(begin.elapsed_time(end) / len(weights))
-    return [median(own) for own in times]
+    return [median(of_run) for of_run in times]
 
 
 def _path(device: int) -> Path:
@@ -279,8 +285,10 @@ def _product(device: int, size: Size) -> _Product:
 
 
 class _Product:
-    """The library's descriptors of one size. It counts columns first: weight [K, N] transposed
-    times x [K, T] is out [N, T]."""
+    """The library's descriptors of one size.
+
+    It counts columns first: weight [K, N] transposed times x [K, T] is out [N, T].
+    """
 
     def __init__(self, device: int, size: Size):
         self.device, self.library = device, _library()
@@ -304,8 +312,10 @@ class _Product:
         self.x, self.out = layout(size.size, size.rows), layout(size.out, size.rows)
 
     def algorithms(self, most: int = 64) -> list[_Algorithm]:
-        """What the heuristic proposes, its favourite first, with and without a workspace; parts of
-        sums are added in fp32."""
+        """Returns what the heuristic proposes, its favourite first, with and without a workspace.
+
+        Parts of sums are added in fp32.
+        """
         library = self.library
         found: dict[bytes, _Algorithm] = {}
         for workspace in (WORKSPACE, 0):
@@ -317,10 +327,8 @@ class _Product:
                 set_attribute = library.cublasLtMatmulPreferenceSetAttribute
                 _check(set_attribute(preference, limit, byref(size), c_size_t(8)))
                 _check(set_attribute(preference, mask, byref(in_fp32), c_size_t(4)))
-                status = library.cublasLtMatmulAlgoGetHeuristic(
-                    _handle(self.device), self.description, self.weight, self.x, self.out,
-                    self.out, preference, most, results, byref(count),
-                )  # fmt: skip
+                ask = library.cublasLtMatmulAlgoGetHeuristic
+                status = ask(*self._problem(), preference, most, results, byref(count))
             finally:
                 library.cublasLtMatmulPreferenceDestroy(preference)
             for result in results[: count.value] if status == 0 else ():
@@ -331,23 +339,35 @@ class _Product:
     def accepts(self, algorithm: _Algorithm) -> bool:
         """Whether the library knows this algorithm for this size."""
         result = _Algorithm()
-        status = self.library.cublasLtMatmulAlgoCheck(
-            _handle(self.device), self.description, self.weight, self.x, self.out, self.out,
-            byref(algorithm), byref(result),
-        )  # fmt: skip
+        check = self.library.cublasLtMatmulAlgoCheck
+        status = check(*self._problem(), byref(algorithm), byref(result))
         return status == 0 and result.workspace <= algorithm.workspace <= WORKSPACE
 
+    def _problem(self) -> tuple[c_void_p, ...]:
+        """Returns the library's handle, and descriptors of the product, its inputs and outputs."""
+        handle = _handle(self.device)
+        return handle, self.description, self.weight, self.x, self.out, self.out
+
     def run(self, algorithm: _Algorithm, x: Tensor, weight: Tensor, out: Tensor) -> bool:
-        """False, and nothing is written, where the library refuses."""
+        """Multiplies; returns False, with nothing written, where the library refuses."""
         with torch.cuda.device(x.device):
-            # Of the stream's memory (in a capture, of the graph's), and free to who comes after.
+            # Of the stream's memory (in a capture, of the graph's); what runs later may reuse it.
             workspace = torch.empty(algorithm.workspace, dtype=torch.uint8, device=x.device)
+            result = c_void_p(out.data_ptr()), self.out
             status = self.library.cublasLtMatmul(
-                _handle(self.device), self.description, byref(c_float(1.0)),
-                c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x,
-                byref(self.beta), c_void_p(out.data_ptr()), self.out, c_void_p(out.data_ptr()),
-                self.out, byref(algorithm), c_void_p(workspace.data_ptr()),
+                _handle(self.device),
+                self.description,
+                byref(c_float(1.0)),
+                c_void_p(weight.data_ptr()),
+                self.weight,
+                c_void_p(x.data_ptr()),
+                self.x,
+                byref(self.beta),
+                *result,  # is added to
+                *result,  # is written
+                byref(algorithm),
+                c_void_p(workspace.data_ptr()),
                 c_size_t(algorithm.workspace),
                 c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
-            )  # fmt: skip
+            )
         return bool(status == 0)

@@ -1,40 +1,23 @@
-"""Token ids to vectors."""
+"""Looking up embeddings of token ids."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import torch.nn.functional as F
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from ...metadata.embeds import RowEmbeds
-from ..launch.dispatch import triton_kernels
+from ..launch.dispatch import kernels
 
 
-def embed(
-    ids: Tensor, table: Any, vocab_size: int, scale: float | None = None,
-    merged: RowEmbeds | None = None,
-) -> Tensor:  # fmt: skip
-    """[T] int -> [T, D].
+def lookup(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Returns the embeddings of ids [T] int, times scale: [T, D].
 
     Args:
-        ids: one outside the vocabulary (-1, "no draft here") is read as its nearest end; such
-            rows are never accepted, so what they compute does not matter.
-        table: an `nn.Embedding`, or any module that maps ids to vectors.
-        scale: of the vectors; it is rounded to their dtype first, as transformers does.
-        merged: rows that do not come from the table, and are not scaled.
+        ids: one outside the table (-1, "no draft here") is read as its nearest end. Such rows are
+            never accepted, so what they compute does not matter.
+        weight: [V, D].
     """
-    if merged is not None:
-        return merged.merged_into(embed(ids, table, vocab_size, scale))
-    if type(table) is nn.Embedding:
-        kernels = triton_kernels(table.weight)
-        if kernels is not None:
-            return kernels.embed(ids, table.weight, _rounded(scale, table.weight.dtype))
-    vectors = table(ids.clamp(0, vocab_size - 1))
-    return vectors if scale is None else vectors * _rounded(scale, vectors.dtype)
-
-
-@cache
-def _rounded(scale: float | None, dtype: torch.dtype) -> float:
-    return 1.0 if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
+    triton = kernels("layer.triton_embedding", weight)
+    if triton is not None:
+        return triton.lookup(ids, weight, scale)
+    embeddings = F.embedding(ids.clamp(0, weight.shape[0] - 1), weight)
+    return embeddings if scale == 1.0 else embeddings * scale

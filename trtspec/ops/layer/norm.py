@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch.dispatch import triton_kernels
+from ..launch.dispatch import kernels
 
 
 class Norm(Protocol):
@@ -29,9 +29,9 @@ class Norm(Protocol):
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalizes x [..., D] over its last dimension; the result has the dtype of x."""
     is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
-    kernels = None if is_trained else triton_kernels(x)
-    if kernels is not None:
-        return kernels.rms_norm(x, norm.weight, norm.eps, norm.offset)
+    triton = None if is_trained else kernels("layer.triton_norm", x)
+    if triton is not None:
+        return triton.rms_norm(x, norm)
     if norm.offset:
         weight = norm.weight.float() + norm.offset
         return F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
@@ -43,8 +43,9 @@ def add_normed(residual: Tensor, x: Tensor, norm: Norm, scalar: Tensor | None = 
     wants_gradient = torch.is_grad_enabled() and any(
         t.requires_grad for t in (residual, x, norm.weight)
     )
-    kernels = None if wants_gradient or residual.dtype != x.dtype else triton_kernels(x)
-    if kernels is not None:
-        return kernels.add_normed(residual, x, norm.weight, norm.eps, norm.offset, scalar)
+    is_served = not wants_gradient and residual.dtype == x.dtype
+    triton = kernels("layer.triton_norm", x) if is_served else None
+    if triton is not None:
+        return triton.add_normed(residual, x, norm, scalar)
     total = residual + rms_norm(x, norm)
     return total if scalar is None else total * scalar

@@ -3,78 +3,115 @@
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
+from .triton_norm import NormWeight, Rows
+from .triton_rope import Heads, Rotation
 
 if TYPE_CHECKING:
     from .norm import Norm
-    from .rope import Rope
+    from .rope import CacheWrite, Rope
 
 HEADS = 16  # that one program rotates
 
 
+class LatentSlots(NamedTuple):
+    """Where latents and keys go; the row is a stride."""
+
+    slots: Tensor  # [T], -1 is `scratch_slot`
+    scratch_slot: int
+    k: Tensor  # [slots, 1, L + R]
+    k_row: int
+
+
+class LatentSizes(NamedTuple):
+    rank: int  # L
+    size: int  # R
+    KEEPS_FINITE: bool
+    HEADS: int
+    BLOCK_L: int  # at least L, a power of two
+    BLOCK_R: int
+
+
 def rope_and_write_latent(
-    turning: Tensor, latent: Tensor, norm: Norm, rope: Rope, out: Tensor, k_slots: Tensor,
-    slots: Tensor, scratch_slot: int, keeps_finite: bool,
-) -> None:  # fmt: skip
-    """As its twin in `latent.py`."""
-    rows, heads, size = turning.shape
+    q: Tensor, latent: Tensor, norm: Norm, rope: Rope, out: Tensor, to: CacheWrite
+) -> None:
+    """As its twin."""
+    rows, heads, size = q.shape
     rank = latent.shape[1] - size
+    sizes = LatentSizes(
+        rank=rank,
+        size=size,
+        KEEPS_FINITE=to.keeps_finite,
+        HEADS=HEADS,
+        BLOCK_L=triton.next_power_of_2(rank),
+        BLOCK_R=triton.next_power_of_2(size),
+    )
+    cache = LatentSlots(
+        slots=to.slots, scratch_slot=to.scratch_slot, k=to.k_slots, k_row=to.k_slots.stride(0)
+    )
     _rope_and_write_latent_kernel[(rows, 1 + triton.cdiv(heads, HEADS))](
-        turning, latent, norm.weight, rope.cos_sin, rope.position_ids, slots, out, k_slots,
-        norm.eps, scratch_slot, turning.stride(0), turning.stride(1), latent.stride(0),
-        out.stride(0), out.stride(1), k_slots.stride(0), heads,
-        rank=rank, size=size, KEEPS_FINITE=keeps_finite, HEADS=HEADS,
-        BLOCK_L=triton.next_power_of_2(rank), BLOCK_R=triton.next_power_of_2(size), num_warps=4,
+        Heads.of(q),
+        Rows.of(latent),
+        NormWeight(norm.weight, norm.eps),
+        Rotation.of(rope),
+        cache,
+        Heads.of(out),
+        heads,
+        sizes=sizes,
+        num_warps=4,
         **dependent_launch(latent),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _rope_and_write_latent_kernel(
-    q_ptr, x_ptr, weight_ptr, table_ptr, position_ptr, slot_ptr, out_ptr, k_ptr, eps, scratch_slot,
-    q_row, q_head, x_row, out_row, out_head, k_row, heads,
-    rank: tl.constexpr, size: tl.constexpr, KEEPS_FINITE: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q, latent, norm, rotation, cache, out, num_heads, sizes: tl.constexpr, PDL: tl.constexpr
+):
     """One row: its latent and key, or HEADS of its query heads."""
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    table = table_ptr + tl.load(position_ptr + row) * size
-    slot = tl.load(slot_ptr + row)
-    slot = tl.where(slot < 0, scratch_slot, slot)
-    r = tl.arange(0, BLOCK_R)[None, :]
+    rank: tl.constexpr = sizes.rank
+    size: tl.constexpr = sizes.size
+    table = rotation.table + tl.load(rotation.positions + row) * size
+    slot = tl.load(cache.slots + row)
+    slot = tl.where(slot < 0, cache.scratch_slot, slot)
+    r = tl.arange(0, sizes.BLOCK_R)[None, :]
     if tl.program_id(1) == 0:
-        d = tl.arange(0, BLOCK_L)
-        x = tl.load(x_ptr + row * x_row + d, mask=d < rank, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 0) / rank + eps)
-        weight = tl.load(weight_ptr + d, mask=d < rank, other=0.0).to(tl.float32)
-        value = (x * scale * weight).to(k_ptr.dtype.element_ty)
-        if KEEPS_FINITE:
+        d = tl.arange(0, sizes.BLOCK_L)
+        x = tl.load(latent.x + row * latent.row + d, mask=d < rank, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / rank + norm.eps)
+        weight = tl.load(norm.weight + d, mask=d < rank, other=0.0).to(tl.float32)
+        value = (x * scale * weight).to(cache.k.dtype.element_ty)
+        if sizes.KEEPS_FINITE:
             value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
-        tl.store(k_ptr + slot * k_row + d, value, mask=d < rank)
+        tl.store(cache.k + slot * cache.k_row + d, value, mask=d < rank)
         one = tl.zeros([1], tl.int64)
-        key = _turned(x_ptr + row * x_row + rank + one, one == 0, table, size, BLOCK_R)
-        if KEEPS_FINITE:
+        key_ptr = latent.x + row * latent.row + rank + one
+        key = _rotated(key_ptr, one == 0, table, size, sizes.BLOCK_R)
+        if sizes.KEEPS_FINITE:
             key = tl.where(tl.abs(key.to(tl.float32)) < float("inf"), key, 0.0)
-        tl.store(k_ptr + slot * k_row + rank + one[:, None] + r, key, mask=r < size)
+        tl.store(cache.k + slot * cache.k_row + rank + one[:, None] + r, key, mask=r < size)
     else:
-        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
-        is_head = head < heads
-        turned = _turned(q_ptr + row * q_row + head * q_head, is_head, table, size, BLOCK_R)
-        place = out_ptr + row * out_row + head[:, None] * out_head + r
-        tl.store(place, turned, mask=is_head[:, None] & (r < size))
+        head = (tl.program_id(1) - 1) * sizes.HEADS + tl.arange(0, sizes.HEADS)
+        is_head = head < num_heads
+        head_ptr = q.x + row * q.row + head * q.head
+        rotated = _rotated(head_ptr, is_head, table, size, sizes.BLOCK_R)
+        pointer = out.x + row * out.row + head[:, None] * out.head + r
+        tl.store(pointer, rotated, mask=is_head[:, None] & (r < size))
 
 
 @triton.jit
-def _turned(start_ptr, exists, table, size: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The rotated vectors [N, BLOCK_R] that begin at start_ptr [N]; rounded in between as torch's
-    two operations do."""
+def _rotated(start_ptr, exists, table, size: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Returns the rotated vectors [N, BLOCK_R] that begin at start_ptr [N].
+
+    They are rounded in between, as torch's two operations do.
+    """
     kind = start_ptr.dtype.element_ty
     half: tl.constexpr = size // 2
     r = tl.arange(0, BLOCK_R)[None, :]
@@ -84,5 +121,5 @@ def _turned(start_ptr, exists, table, size: tl.constexpr, BLOCK_R: tl.constexpr)
     cos = tl.load(table + r % half, mask=r < size, other=0.0).to(kind).to(tl.float32)
     sin = tl.load(table + half + r % half, mask=r < size, other=0.0).to(kind).to(tl.float32)
     sin = tl.where(r < half, -sin, sin)
-    turned = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
-    return (turned + other.to(tl.float32) * sin).to(kind)
+    rotated = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
+    return (rotated + other.to(tl.float32) * sin).to(kind)

@@ -159,7 +159,7 @@ def _step_kernel(
         fits = tl.sum((inside & (row == rows - 1)).to(tl.int32), 0) > 0
         new_len = tl.minimum(tl.where(fits, known, 1), max_seq_len)
     tl.store(out.lens + seq, new_len.to(tl.int32))
-    if tokens is not None:
+    if out.ids is not None:
         place = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
         token = tl.load(place, mask=mask, other=0)
         tl.store(out.ids + index, token.to(tl.int64), mask=is_row)
@@ -457,7 +457,7 @@ def limit_drafts(
     """Puts proposals side by side, up to the maximum length."""
     num_seqs = positions.shape[0]
     drafts = ints(positions, num_seqs, max_draft_len, dtype=torch.int32)
-    _finish_kernel[(triton.cdiv(num_seqs, BLOCK),)](
+    _limit_kernel[(triton.cdiv(num_seqs, BLOCK),)](
         proposals,
         positions,
         positions.stride(0),
@@ -471,7 +471,7 @@ def limit_drafts(
 
 
 @triton.jit
-def _finish_kernel(
+def _limit_kernel(
     proposal_ptrs,
     position_ptr,
     position_seq,

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..launch import native
+from ..launch.machine import MULTIPROCESSORS
 from ..step.rows import to_target_ids
 from .sample import greedy_tokens
 
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
 MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
-_BLOCKS = 264  # two for each multiprocessor of an H100 or H200
+_BLOCKS = 2 * MULTIPROCESSORS
 _tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
 
 
@@ -65,14 +66,12 @@ def accept_greedy(
         num_accepted_drafts=torch.empty(batch, dtype=torch.int32, device=device),
         bad_requests=torch.empty(batch, dtype=torch.bool, device=device),
     )
-    rule = (None, None, 0, 0)
+    rule: tuple[Any, ...] = (None, None, 0, 0)
     if relaxed is not None:
-        rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)  # type: ignore[assignment]
-    kernels.accept_greedy(
-        logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len, *rule,
-        *_scratch(logits, batch), accepted.tokens, accepted.lens, accepted.num_accepted_drafts,
-        accepted.bad_requests,
-    )  # fmt: skip
+        rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)
+    out = (accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests)
+    given = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
+    kernels.accept_greedy(*given, *rule, *_scratch(logits, batch), *out)
     return accepted
 
 
@@ -94,9 +93,13 @@ def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
 
 
 def update_window(
-    hidden: Tensor, ids: Tensor, last: Tensor, slots: Tensor,
-    window_hidden: Tensor, window_ids: Tensor,
-) -> None:  # fmt: skip
+    hidden: Tensor,
+    ids: Tensor,
+    last: Tensor,
+    slots: Tensor,
+    window_hidden: Tensor,
+    window_ids: Tensor,
+) -> None:
     """Keeps each request's last W rows in its slot.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..launch.dispatch import triton_kernels
+from ..launch.dispatch import kernels
 
 ROWS = 4096  # whose logits are made at a time
 
@@ -78,9 +78,9 @@ def soft_cross_entropy_(
 
     Rows that do not count have loss and gradient 0. Arguments as above.
     """
-    kernels = triton_kernels(logits.detach())
-    if kernels is not None:
-        return kernels.soft_cross_entropy_(logits, theirs, rows, counts)
+    triton = kernels("tokens.triton_soft_cross_entropy", logits.detach())
+    if triton is not None:
+        return triton.soft_cross_entropy_(logits, theirs, rows, counts)
     best = logits.argmax(-1)
     ours, p = logits.float(), theirs[rows].softmax(-1, dtype=torch.float32)
     normalizer = ours.logsumexp(-1)

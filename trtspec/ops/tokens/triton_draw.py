@@ -131,9 +131,12 @@ def draw_and_finish(
         scores=torch.empty(shape, dtype=torch.float32, device=device),
         ids=torch.empty(shape, dtype=torch.int32, device=device),
     )
-    _draw_kernel[(items, rows.chunks)](rows, step, memory, race, SIZES=sizes, num_warps=4, **launch)
+    judged = memory is not None
+    _draw_kernel[(items, rows.chunks)](
+        rows, step, memory, race, JUDGED=judged, SIZES=sizes, num_warps=4, **launch
+    )
     _finish_kernel[(step.counts.shape[0],)](
-        rows, step, out, race, JUDGED=memory is not None, SIZES=sizes, num_warps=1, **launch
+        rows, step, out, race, JUDGED=judged, SIZES=sizes, num_warps=1, **launch
     )
 
 
@@ -176,12 +179,13 @@ def draw_drafts(
         scores=scores,
         drawn=drawn,
     )
+    remembers = memory is not None
     _draft_kernel[(batch, chunks)](
-        rows, remembered, depth, stream, CHUNK=chunk, num_warps=4, **launch
+        rows, remembered, depth, stream, REMEMBERS=remembers, CHUNK=chunk, num_warps=4, **launch
     )
     width = triton.next_power_of_2(chunks)
     _draft_finish_kernel[(batch,)](
-        rows, remembered, depth, tokens, CHUNKS=width, num_warps=1, **launch
+        rows, remembered, depth, tokens, REMEMBERS=remembers, CHUNKS=width, num_warps=1, **launch
     )
     return tokens
 
@@ -218,15 +222,17 @@ def _best_of(race, place, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _draw_kernel(rows, step, memory, race, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """With a memory: the token after the accepted drafts, from what p leaves of q if one was
-    rejected (and from p, if nothing is left). Otherwise the token of a row, from p."""
+def _draw_kernel(
+    rows, step, memory, race, JUDGED: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
+):
+    """JUDGED: the token after the accepted drafts, from what p leaves of q if one was rejected
+    (and from p, if nothing is left). Otherwise the token of a row, from p."""
     after_previous(PDL)
     CHUNK: tl.constexpr = SIZES.CHUNK
     ROWS: tl.constexpr = SIZES.ROWS
     item, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, count = item, 0
-    if memory is not None:
+    if JUDGED:
         count = tl.load(step.counts + item)
         row = first_row(item, step.num_contexts, ROWS) + count
     temperature = tl.load(rows.temperatures + row)
@@ -237,7 +243,7 @@ def _draw_kernel(rows, step, memory, race, SIZES: tl.constexpr, PDL: tl.constexp
         noise = exponential(uniform(seed, position, tl.full([], _TARGET, tl.int32), v))
         score = tl.where(p > 0, p / noise, -1.0)
         place = item * rows.chunks + chunk
-        if memory is not None:
+        if JUDGED:
             place = item * 2 * rows.chunks + chunk
             is_rejected = (item >= step.num_contexts) & (count < ROWS - 1)
             judged = step.drafts + (item - step.num_contexts) * (ROWS - 1) + count
@@ -302,14 +308,22 @@ def _finish_kernel(
 
 # -- drafts ----------------------------------------------------------------------------------------
 @triton.jit
-def _draft_kernel(rows, memory, depth, stream, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _draft_kernel(
+    rows,
+    memory,
+    depth,
+    stream,
+    REMEMBERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One chunk of a request's draft logits: to memory; its best, its sum, and whom it draws."""
     after_previous(PDL)
     request, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = v < rows.vocab
     x = tl.load(rows.logits + request * rows.stride + v, mask=inside, other=float("-inf"))
-    if memory is not None:
+    if REMEMBERS:
         place = tl.load(memory.slots + request) * memory.depths + depth
         written = x.to(memory.logits.dtype.element_ty)
         tl.store(memory.logits + place * rows.vocab + v, written, mask=inside)
@@ -324,7 +338,7 @@ def _draft_kernel(rows, memory, depth, stream, CHUNK: tl.constexpr, PDL: tl.cons
     tl.store(rows.indices + place, chunk * CHUNK + tl.argmax(x, 0).to(tl.int32))
     if temperature > 0:
         entry = v
-        if (rows.d2t is not None) and (memory is None):
+        if (rows.d2t is not None) and not REMEMBERS:
             entry = v + tl.load(rows.d2t + v, mask=inside, other=0).to(tl.int32)
         position = tl.load(rows.positions + request * rows.position_stride) + 1 + depth
         seed = tl.load(rows.seeds + request * rows.seed_stride)
@@ -335,7 +349,9 @@ def _draft_kernel(rows, memory, depth, stream, CHUNK: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def _draft_finish_kernel(rows, memory, depth, token_ptr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+def _draft_finish_kernel(
+    rows, memory, depth, token_ptr, REMEMBERS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr
+):
     """One request: its draft, and what it was drawn from."""
     after_previous(PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -352,7 +368,7 @@ def _draft_finish_kernel(rows, memory, depth, token_ptr, CHUNKS: tl.constexpr, P
         score = score * tl.exp((best - base) / divisor)  # each chunk's are relative to its best
         drawn = tl.load(rows.drawn + place, mask=inside, other=0)
         token = tl.sum(tl.where(c == tl.argmax(score, 0), drawn, 0), 0)
-    if memory is not None:
+    if REMEMBERS:
         place = tl.load(memory.slots + request) * memory.depths + depth
         log_sum = tl.log(total)
         x = clean(tl.load(rows.logits + request * rows.stride + token))

@@ -1,0 +1,169 @@
+"""Compiles the Triton kernels of `ops/tokens`, `ops/step` and `ops/padded` for a Hopper GPU.
+
+Run as a script, it prints the names of the kernels as JSON: those there are and those compiled. It
+needs an environment without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from itertools import product
+from typing import Any
+
+import torch
+from compile_triton import compiled
+from triton.runtime.jit import JITFunction
+
+from trtspec.metadata.attention import AttentionMetadata, KVGroup
+from trtspec.metadata.draft_memory import DraftMemory
+from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
+from trtspec.ops.padded import torch as padded_torch
+from trtspec.ops.padded import triton as padded
+from trtspec.ops.step import triton_rows
+from trtspec.ops.tokens import triton_draw, triton_judge
+
+MODULES = (
+    "padded.triton",
+    "step.triton_rows",
+    "tokens.triton_draw",
+    "tokens.triton_filter",
+    "tokens.triton_judge",
+    "tokens.triton_stats",
+)
+CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
+CPU = torch.device("cpu")
+
+
+def longs(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def sampled(has_memory: bool, has_table: bool, has_filters: bool, is_block: bool) -> dict[str, Any]:
+    """The kernels of a sampled step and of its drafts."""
+    batch, rows = CONTEXTS + GENERATIONS, CONTEXTS + GENERATIONS * (K + 1)
+    d2t = longs(DRAFT_VOCAB) if has_table else None
+    vocab = DRAFT_VOCAB if has_table else VOCAB
+    memory = None
+    if has_memory:
+        memory = DraftMemory.allocate(SLOTS, K, vocab, VOCAB, d2t, CPU, torch.bfloat16)
+    sampling = SamplingMetadata(
+        temperatures=torch.ones(rows),
+        top_ks=ints(rows),
+        top_ps=torch.ones(rows),
+        seeds=longs(rows),
+        positions=longs(rows),
+        has_filters=has_filters,
+    )
+
+    def accept() -> None:
+        triton_judge.accept_sampled(
+            torch.zeros(rows, VOCAB, dtype=torch.bfloat16),
+            ints(GENERATIONS, K),
+            CONTEXTS,
+            K + 1,
+            sampling,
+            memory=memory,
+            slots=longs(batch),
+            is_block=is_block,
+        )
+
+    def draw() -> None:
+        triton_draw.draw_drafts(
+            torch.zeros(batch, vocab),
+            d2t,
+            torch.ones(batch),
+            longs(batch),
+            longs(batch),
+            0,
+            longs(batch),
+            memory,
+        )
+
+    return compiled(accept) | compiled(draw)
+
+
+def step() -> dict[str, Any]:
+    """The kernels of `ops/step`."""
+    tables = ints(GENERATIONS, 6), ints(GENERATIONS, 9)
+    cache = torch.zeros(1, 3, 16, 1, 8)
+    meta = AttentionMetadata(
+        context_lens=(),
+        num_generations=GENERATIONS,
+        rows_per_generation=1,
+        position_ids=longs(GENERATIONS),
+        kv_lens=ints(GENERATIONS),
+        max_kv_len=9,
+        kv_groups=(KVGroup(cache, cache),) * 2,
+        block_tables=tables,
+        slot_mappings=(longs(GENERATIONS),) * 2,
+        max_seq_len=40,
+    )
+    accepted, lens, certain = ints(GENERATIONS, K + 1), ints(GENERATIONS), longs(GENERATIONS)
+    sampling, past = SlotSampling.neutral(SLOTS, CPU), longs(SLOTS)
+    states = torch.zeros(8, 48), torch.zeros(8, 80)
+    calls = (
+        (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
+        (
+            *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),
+            *(tables, 16, K + 1, 40),
+        ),
+        (triton_rows.shift_for_drafting, accepted, lens, longs(8), K + 1),
+        (triton_rows.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
+        (triton_rows.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
+        (triton_rows.gather_distinct, certain, states),
+        (triton_rows.to_target_ids, lens, longs(DRAFT_VOCAB)),
+        (triton_rows.limit_drafts, (lens, lens), certain, 40, K),
+        (triton_rows.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
+        (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
+    )
+    found: dict[str, Any] = {}
+    for function, *arguments in calls:
+        found |= compiled(function, *arguments)
+    return found
+
+
+def vllm() -> dict[str, Any]:
+    """The kernels of `ops/padded`."""
+    starts, lens = ints(GENERATIONS + 1), ints(GENERATIONS)
+    target = padded_torch.TargetRows(longs(8), longs(8), lens, lens, starts)
+    discard = torch.zeros(GENERATIONS, dtype=torch.bool)
+    calls = (
+        (padded.next_tokens_padded, ints(GENERATIONS, K + 1), lens, discard, VOCAB),
+        (padded.inputs_padded, starts, lens, lens),
+        (padded.compact_rejected, starts, lens, 8),
+        (padded.step_slots_and_lens, longs(GENERATIONS), lens, (ints(GENERATIONS, 6),), (16,), 40),
+        (padded.expand_rows, target, 3, 2, 7, 0),
+        (padded.expand_rows, target, 3, 3, 7, 0),
+        (padded.extend_starts, starts, lens, 2),
+    )
+    found: dict[str, Any] = {}
+    for function, *arguments in calls:
+        found |= compiled(function, *arguments)
+    return found
+
+
+def kernels() -> set[str]:
+    """The names of all kernels of these modules: jitted functions that a host function launches."""
+    modules = [importlib.import_module(f"trtspec.ops.{name}") for name in MODULES]
+    jitted = (
+        (name, value.__module__ == module.__name__)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+    )
+    return {name for name, is_there in jitted if is_there and name.endswith("_kernel")}
+
+
+if __name__ == "__main__":
+    found = step() | vllm()
+    for case in product([False, True], repeat=4):
+        has_memory, has_table, has_filters, is_block = case
+        if has_filters == has_memory and (has_memory or not is_block):
+            found |= sampled(*case)
+    json.dump({"there": sorted(kernels()), "compiled": sorted(found)}, sys.stdout)

@@ -1,0 +1,65 @@
+"""Every op with a kernel: its twins have the same parameters, and a test compares them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trtspec.ops
+from trtspec.ops.launch.dispatch import TWINS, Twin
+
+pytest.importorskip("triton", reason="needs triton")
+
+ROOT = Path(__file__).parents[2]
+
+
+def _twins() -> list[Twin]:
+    for module in pkgutil.walk_packages(trtspec.ops.__path__, "trtspec.ops."):
+        if "triton" not in module.name:
+            importlib.import_module(module.name)
+    return TWINS
+
+
+@pytest.mark.parametrize("twin", _twins(), ids=lambda twin: twin.function.__name__)
+def test_an_op_with_a_kernel(twin: Twin) -> None:
+    names = [list(inspect.signature(f).parameters) for f in (twin.function, twin.kernel)]
+    assert names[0] == names[1], "a call must mean the same to both"
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    name = twin.function.__name__
+    assert any(re.search(rf"\b{n}\b", tests) for n in (name, *_callers(name))), f"no test of {name}"
+
+
+def _callers(name: str) -> set[str]:
+    """Functions of `trtspec/ops` that call this one."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "trtspec" / "ops").rglob("*.py")]
+    functions = (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
+    return {
+        function.name
+        for function in functions
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
+    }
+
+
+def test_the_kernels_compile_for_hopper() -> None:
+    """The interpreter knows no types, and takes what the compiler refuses."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "tests/helpers/compile_ops.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = json.loads(done.stdout)
+    assert names["there"] == names["compiled"] and len(names["there"]) >= 23

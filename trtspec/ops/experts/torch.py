@@ -1,0 +1,146 @@
+"""What a mixture of experts computes beside its products: routing, sorting, combining.
+
+The routing is DeepSeek-V3's (arXiv:2412.19437, section 2.1.2), which GLM-4-MoE shares. With one
+group, softmax scores and no bias it is the classic one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..launch.dispatch import kernels, twin
+from ..launch.machine import INVARIANT_ROWS
+from ..layer.activation import silu_and_mul
+
+MAX_ROUTER_ROWS = 16
+"""For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
+MIN_LIBRARY_ROWS = 64
+"""Rows an expert, on average, from which on torch's `grouped_mm` is faster than our kernel."""
+
+
+@twin("experts.triton")
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    *,
+    scoring: str = "sigmoid",
+    n_group: int = 1,
+    topk_group: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each row and their weights, [T, top_k] int64 and float32.
+
+    Args:
+        logits: [T, E] float32.
+        bias: [E] float32, added to the scores for the choice, not for the weights; or None.
+        scoring: "sigmoid" of each logit or "softmax" over all.
+        n_group, topk_group: experts come from the `topk_group` of `n_group` groups whose two best
+            scores have the largest sums.
+        normalize: weights sum to 1 before `scale` is applied.
+    """
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)  # [T, E]
+    choice = scores if bias is None else scores + bias
+    if n_group > 1:
+        grouped = choice.unflatten(-1, (n_group, -1))  # [T, G, E/G]
+        groups = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_group, dim=-1).indices
+        inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, groups, True)
+        choice = grouped.masked_fill(~inside[..., None], -torch.inf).flatten(-2)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x [T, D] times weight [E, D], [T, E] in float32 whatever the model's dtype.
+
+    So does transformers for DeepSeek. (Gemma's it rounds, so that near-ties in bf16 may go another
+    way.) On the CPU few rows are padded, so that a row's logits do not depend on their number
+    (`layers/linear.py` has the reason).
+    """
+    rows = x.shape[0]
+    triton = kernels("experts.triton", x) if 0 < rows <= MAX_ROUTER_ROWS else None
+    if triton is not None:
+        return triton.router_logits(x, weight)
+    if not x.is_cuda and rows < INVARIANT_ROWS:
+        x = F.pad(x, (0, 0, 0, INVARIANT_ROWS - rows))
+    return F.linear(x.float(), weight.float())[:rows]
+
+
+def grouped_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+) -> Tensor:
+    """As `Experts.forward`, by two grouped products over the rows sorted by expert.
+
+    The host waits for nothing.
+    """
+    rows, ends, positions = sort_by_expert(ids, gate_up_proj.shape[0])
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
+    return combine(grouped_matmul(inner, down_proj, ends), positions, weights)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
+
+    Args:
+        ends: [E] int32, where each expert's rows end.
+
+    Returns:
+        [N, M].
+    """
+    is_many = x.shape[0] >= MIN_LIBRARY_ROWS * weight.shape[0]
+    by_library = is_many and has_grouped_mm(x, weight)
+    triton = None if by_library else kernels("experts.triton", x)
+    if triton is not None:
+        return triton.grouped_matmul(x, weight, ends)
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's `grouped_mm` is one kernel for these; else it asks the host for `ends`."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    is_aligned = x.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0  # rows of 16 bytes
+    return is_aligned and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+@twin("experts.triton")
+def sort_by_expert(ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the (row, choice) pairs of ids [T, k] by expert, of which there are `count`.
+
+    Returns:
+        The row of each sorted pair, [T*k] int64; where each expert's pairs end, [E] int32; the
+        position of each pair in that order, [T*k] int64.
+    """
+    by_expert, order = ids.flatten().sort(stable=True)
+    experts = torch.arange(count, device=ids.device)
+    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    pairs = torch.arange(len(order), device=ids.device)
+    return order // ids.shape[1], ends, torch.empty_like(order).scatter_(0, order, pairs)
+
+
+@twin("experts.triton")
+def combine(y: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    """Returns each row's weighted sum of what its experts returned, [T, D] in y's dtype.
+
+    It is added up in float32.
+
+    Args:
+        y: [T*k, D], sorted by expert.
+        positions: [T*k] int64, each pair's position in that order.
+        weights: [T, k].
+    """
+    chosen = y[positions].unflatten(0, weights.shape).float()  # [T, k, D]
+    return (chosen * weights[..., None]).sum(1).to(y.dtype)

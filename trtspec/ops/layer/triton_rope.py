@@ -1,0 +1,214 @@
+"""The Triton kernel of `rope.py`: one program works on a few heads of one row."""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.triton import after_previous, dependent_launch
+
+if TYPE_CHECKING:
+    from .norm import Norm
+    from .rope import CacheWrite, Rope
+
+FEW_HEADS = 1024  # heads of all rows that get a program each: few want every multiprocessor
+
+
+class Heads(NamedTuple):
+    """Heads [T, H, D]; rows and heads are strides."""
+
+    x: Tensor
+    row: int
+    head: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Heads:
+        return cls(x, x.stride(0), x.stride(1))
+
+
+class Rotation(NamedTuple):
+    table: Tensor  # [positions, D], as of `Rope`
+    positions: Tensor  # [T]
+
+    @classmethod
+    def of(cls, rope: Rope) -> Rotation:
+        return cls(rope.cos_sin, rope.position_ids)
+
+
+class CacheSlots(NamedTuple):
+    """Where keys and values go; rows and heads are strides."""
+
+    slots: Tensor  # [T], -1 is `scratch_slot`
+    scratch_slot: int
+    k: Tensor
+    k_row: int
+    k_head: int
+    v: Tensor
+    v_row: int
+    v_head: int
+
+    @classmethod
+    def of(cls, to: CacheWrite) -> CacheSlots:
+        return cls(
+            slots=to.slots,
+            scratch_slot=to.scratch_slot,
+            k=to.k_slots,
+            k_row=to.k_slots.stride(0),
+            k_head=to.k_slots.stride(1),
+            v=to.v_slots,
+            v_row=to.v_slots.stride(0),
+            v_head=to.v_slots.stride(1),
+        )
+
+
+class HeadNorms(NamedTuple):
+    q: Tensor | None  # [D], the weight; None is no norms
+    k: Tensor | None
+    eps: float
+
+
+class HeadSizes(NamedTuple):
+    q_heads: int
+    kv_heads: int
+    dim: int
+    OFFSET: float  # of the norms' weights
+    NORMS_VALUES: bool
+    KEEPS_FINITE: bool
+    HEADS: int  # that a program works on
+    BLOCK: int  # at least dim, a power of two
+
+
+def rope_and_write(
+    qkv: Tensor,
+    rope: Rope,
+    q_heads: int,
+    to: CacheWrite,
+    qk_norms: tuple[Norm, Norm] | None = None,
+    norms_values: bool = False,
+) -> Tensor:
+    """As its twin."""
+    rows, heads, dim = qkv.shape
+    norms, offset = HeadNorms(None, None, 0.0), 0.0
+    if qk_norms is not None:
+        q_norm, k_norm = qk_norms
+        norms, offset = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps), q_norm.offset
+    sizes = HeadSizes(
+        q_heads=q_heads,
+        kv_heads=to.k_slots.shape[1],
+        dim=dim,
+        OFFSET=offset,
+        NORMS_VALUES=norms_values,
+        KEEPS_FINITE=to.keeps_finite,
+        HEADS=_heads_per_program(rows * heads),
+        BLOCK=triton.next_power_of_2(dim),
+    )
+    q = torch.empty((rows, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    _launch(qkv, rope, CacheSlots.of(to), norms, q, sizes)
+    return q
+
+
+def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
+    """As its twin."""
+    rows, heads, dim = q.shape
+    sizes = HeadSizes(
+        q_heads=heads,
+        kv_heads=0,
+        dim=dim,
+        OFFSET=norm.offset,
+        NORMS_VALUES=False,
+        KEEPS_FINITE=False,
+        HEADS=_heads_per_program(rows * heads),
+        BLOCK=triton.next_power_of_2(dim),
+    )
+    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
+    nowhere = CacheSlots(
+        slots=rope.position_ids,  # any numbers: there are no keys and values
+        scratch_slot=0,
+        k=out,
+        k_row=0,
+        k_head=0,
+        v=out,
+        v_row=0,
+        v_head=0,
+    )
+    _launch(q, rope, nowhere, HeadNorms(norm.weight, norm.weight, norm.eps), out, sizes)
+    return out
+
+
+def _heads_per_program(heads: int) -> int:
+    return 1 if heads <= FEW_HEADS else 4
+
+
+def _launch(
+    x: Tensor, rope: Rope, cache: CacheSlots, norms: HeadNorms, out: Tensor, sizes: HeadSizes
+) -> None:
+    _rope_and_write_kernel[(x.shape[0], triton.cdiv(x.shape[1], sizes.HEADS))](
+        Heads.of(x),
+        Rotation.of(rope),
+        cache,
+        norms,
+        out,
+        sizes=sizes,
+        num_warps=1,
+        **dependent_launch(x),
+    )
+
+
+@triton.jit
+def _rope_and_write_kernel(
+    heads, rotation, cache, norms, out, sizes: tl.constexpr, PDL: tl.constexpr
+):
+    """HEADS heads of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * sizes.HEADS + tl.arange(0, sizes.HEADS))[:, None]
+    kind = out.dtype.element_ty
+    half: tl.constexpr = sizes.dim // 2
+    qk_heads: tl.constexpr = sizes.q_heads + sizes.kv_heads
+    d = tl.arange(0, sizes.BLOCK)[None, :]
+    is_q, is_value = head < sizes.q_heads, head >= qk_heads
+    in_dim = d < sizes.dim
+    inside = in_dim & (head < qk_heads + sizes.kv_heads)
+    opposite = (d + half) % sizes.dim
+    slot = tl.load(cache.slots + row, cache_modifier=".cg")
+    slot = tl.where(slot < 0, cache.scratch_slot, slot)
+    position = tl.load(rotation.positions + row, cache_modifier=".cg")
+    table = rotation.table + position * sizes.dim + d % half
+    # Rounded as the model's dtype holds them, and in between, as torch's two operations do.
+    cos = tl.load(table, mask=in_dim, other=0.0, cache_modifier=".cg").to(kind).to(tl.float32)
+    sin = tl.load(table + half, mask=in_dim, other=0.0, cache_modifier=".cg")
+    sin = sin.to(kind).to(tl.float32)
+    sin = tl.where(d < half, -sin, sin)
+    after_previous(PDL)  # which made q, k and v; positions and slots are older
+    source = heads.x + row * heads.row + head * heads.head
+    x = tl.load(source + d, mask=inside, other=0.0)
+    other = tl.load(source + opposite, mask=inside, other=0.0)
+    if sizes.KEEPS_FINITE:
+        x = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
+        other = tl.where(tl.abs(other.to(tl.float32)) < float("inf"), other, 0.0)
+    pointer = cache.v + slot * cache.v_row + (head - qk_heads) * cache.v_head
+    value = x.to(tl.float32)
+    if norms.q is not None:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / sizes.dim + norms.eps)[:, None]
+    stored = (value * scale).to(kind) if sizes.NORMS_VALUES else x
+    tl.store(pointer + d, stored.to(cache.v.dtype.element_ty), mask=inside & is_value)
+    if norms.q is not None:
+        q_weight = tl.load(norms.q + d, mask=in_dim, other=0.0)
+        k_weight = tl.load(norms.k + d, mask=in_dim, other=0.0)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + sizes.OFFSET
+        x = (value * scale * weight).to(kind)
+        q_weight = tl.load(norms.q + opposite, mask=in_dim, other=0.0)
+        k_weight = tl.load(norms.k + opposite, mask=in_dim, other=0.0)
+        weight = tl.where(is_q, q_weight, k_weight).to(tl.float32) + sizes.OFFSET
+        other = (other.to(tl.float32) * scale * weight).to(kind)
+    rotated = (x.to(tl.float32) * cos).to(kind).to(tl.float32)
+    rotated = (rotated + other.to(tl.float32) * sin).to(kind)
+    if sizes.KEEPS_FINITE:  # a rotation may overflow too
+        rotated = tl.where(tl.abs(rotated.to(tl.float32)) < float("inf"), rotated, 0.0)
+    tl.store(out + (row * sizes.q_heads + head) * sizes.dim + d, rotated, mask=inside & is_q)
+    pointer = cache.k + slot * cache.k_row + (head - sizes.q_heads) * cache.k_head
+    tl.store(pointer + d, rotated, mask=inside & ~is_q & ~is_value)

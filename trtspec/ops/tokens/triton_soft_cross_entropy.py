@@ -1,0 +1,96 @@
+"""The Triton kernel of `soft_cross_entropy.py`."""
+
+# mypy: disallow-untyped-defs=False
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch.triton import after_previous, dependent_launch
+
+
+class LogitRows(NamedTuple):
+    """Logits [R, V] and the stride between rows."""
+
+    x: Tensor
+    row: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> LogitRows:
+        return cls(x, x.stride(0))
+
+
+def soft_cross_entropy_(
+    logits: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As its twin."""
+    count, vocab = logits.shape
+    loss = torch.empty(count, dtype=torch.float32, device=logits.device)
+    best = torch.empty(count, dtype=torch.int64, device=logits.device)
+    _soft_cross_entropy_kernel[(count,)](
+        LogitRows.of(logits),
+        LogitRows.of(theirs),
+        rows,
+        counts,
+        loss,
+        best,
+        vocab,
+        # A thread for every element, or two warps would hold the same one while it is overwritten.
+        BLOCK=min(4096, max(256, triton.next_power_of_2(vocab))),
+        num_warps=8,
+        **dependent_launch(logits),
+    )
+    return loss, best
+
+
+@triton.jit
+def _soft_cross_entropy_kernel(
+    logits,
+    teacher,
+    rows_ptr,
+    counts_ptr,
+    loss_ptr,
+    best_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row, read twice: normalizers and the best token, then loss and gradient."""
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr = logits.x + row * logits.row
+    t_ptr = teacher.x + tl.load(rows_ptr + row) * teacher.row
+    counts = tl.load(counts_ptr + row)
+    v = tl.arange(0, BLOCK)
+    z_max, t_max = float("-inf"), float("-inf")
+    z_sum, t_sum = 0.0, 0.0
+    best = 0
+    for start in range(0, vocab, BLOCK):
+        inside = start + v < vocab
+        z = tl.load(z_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(t_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.max(z, 0)
+        if new > z_max:
+            best = start + tl.argmax(z, 0)
+        new = tl.maximum(new, z_max)
+        z_sum = z_sum * tl.exp(z_max - new) + tl.sum(tl.exp(z - new), 0)
+        z_max = new
+        new = tl.maximum(tl.max(t, 0), t_max)
+        t_sum = t_sum * tl.exp(t_max - new) + tl.sum(tl.exp(t - new), 0)
+        t_max = new
+    normalizer, t_normalizer = z_max + tl.log(z_sum), t_max + tl.log(t_sum)
+    cross = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        inside = start + v < vocab
+        z = tl.load(z_ptr + start + v, mask=inside, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + start + v, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(t - t_normalizer)
+        cross += p * z
+        gradient = tl.where(counts, tl.exp(z - normalizer) - p, 0.0)
+        tl.store(z_ptr + start + v, gradient.to(logits.x.dtype.element_ty), mask=inside)
+    tl.store(loss_ptr + row, tl.where(counts, normalizer - tl.sum(cross, 0), 0.0))
+    tl.store(best_ptr + row, best)
