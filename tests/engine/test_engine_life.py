@@ -7,16 +7,20 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
 
-from trtspec import LLM, EagleDecodingConfig, NGramDecodingConfig, SamplingParams
+from trtspec import LLM, CudaGraphConfig, EagleDecodingConfig, NGramDecodingConfig, SamplingParams
 from trtspec.api.text_stream import TextStream
 from trtspec.errors import RequestError
+from trtspec.executor import graphs
 
 
 class Letters:
@@ -156,6 +160,16 @@ def _with_head(target_dir: Path, tmp_path: Path) -> LLM:
     return LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=64)
 
 
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_shutdown_gives_all_memory_back_without_the_collector(
     target_dir: Path, tmp_path: Path
 ) -> None:
@@ -172,14 +186,60 @@ def test_shutdown_gives_all_memory_back_without_the_collector(
     }
     refs = {name: weakref.ref(tensor) for name, tensor in held.items()}
     del held, executor
-    gc.collect()
-    gc.disable()
-    try:
+    with _collector_off():
         llm.shutdown()
         alive = [name for name, ref in refs.items() if ref() is not None]
-    finally:
-        gc.enable()
     assert not alive
+
+
+def test_an_engine_that_nobody_holds_is_gone_without_the_collector(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graphs too: destroyed by the collector, they could spoil another engine's capture. A
+    stream that was left early holds nothing either."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))  # nothing is captured
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
+    with _collector_off():
+        llm = _with_head(target_dir, tmp_path)
+        executor = llm.executor
+        executor.runner.graphs = graphs.CudaGraphs(
+            executor.runner.step, executor.config, CudaGraphConfig(), executor.device
+        )
+        held = {
+            "llm": llm,
+            "executor": executor,
+            "runner": executor.runner,
+            "graphs": executor.graphs,
+            "step": executor.runner.step,
+            "scheduler": executor.scheduler,
+            "cache": executor.kv_cache,
+            "target": executor.target,
+            "head": executor.draft_model,
+        }
+        refs = {name: weakref.ref(thing) for name, thing in held.items()}
+        executor.runner.graphs.run = lambda plan: None  # type: ignore[method-assign]
+        executor.runner.graphs.shape_for = lambda chunks: None  # type: ignore[method-assign]
+        llm.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=4, temperature=1.0))
+        stream = llm.generate_stream([5, 6], SamplingParams(max_tokens=30, ignore_eos=True))
+        next(stream)
+        del llm, executor, held, stream
+        alive = [name for name, ref in refs.items() if ref() is not None]
+    assert not alive
+
+
+def test_stop_strings_are_found_after_the_llm_is_gone(target_dir: Path) -> None:
+    """Whoever keeps the executor alone keeps what it asks."""
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    llm.tokenizer = Letters()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    text = llm.generate([3, 1], params).outputs[0].text
+    executor = llm.executor
+    del llm
+    stop = replace(params, stop=text[4])
+    request = executor.enqueue([3, 1], stop)
+    executor.run_until_done()
+    assert request.finish_reason == "stop"
+    assert len(request.output_token_ids) == text.index(text[4]) + 1
 
 
 def test_after_shutdown_outputs_can_be_read_and_nothing_new_begins(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,32 @@ def test_shutdown_gives_the_gpus_memory_back_without_the_collector(
             with _engine(target_dir, head_dir, 200_000) as llm:
                 llm.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=4, temperature=1.0))
                 held.append(torch.cuda.memory_allocated())
+            left.append(torch.cuda.memory_allocated())
+    finally:
+        gc.enable()
+    assert held[-1] - left[-1] > 16 * MIB
+    assert left[2] - left[1] <= MIB // 4, left
+
+
+def test_graphs_of_an_engine_that_nobody_holds_are_gone_without_the_collector(
+    target_dir: Path, tmp_path: Path
+) -> None:
+    """Nobody called shutdown; the collector never ran."""
+    head_dir = eagle3_dir(tmp_path)
+    left, held = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):  # the first leaves what a process keeps: handles, workspaces
+            llm = _engine(target_dir, head_dir, 200_000)
+            llm.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=4, temperature=1.0))
+            graphs = llm.executor.graphs
+            assert graphs is not None and graphs.num_graphs > 0
+            refs = [weakref.ref(g) for captured in graphs._graphs.values() for g in captured.graphs]
+            refs += [weakref.ref(graphs), weakref.ref(llm.executor)]
+            held.append(torch.cuda.memory_allocated())
+            del llm, graphs
+            assert all(ref() is None for ref in refs)
             left.append(torch.cuda.memory_allocated())
     finally:
         gc.enable()
