@@ -52,9 +52,13 @@ class LogitsState:
         )
 
     def admit(
-        self, slot: int, params: Any, prompt: Sequence[int], output: Sequence[int],
+        self,
+        slot: int,
+        params: Any,
+        prompt: Sequence[int],
+        output: Sequence[int],
         end_ids: Sequence[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A request enters `slot`, with its output if it was preempted. Also one that shapes
         nothing: what the slot's last request asked for must not stay. (After another such there is
         nothing to do.)

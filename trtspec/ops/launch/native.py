@@ -91,9 +91,11 @@ def build(architecture: str) -> Path:
             TemporaryDirectory(dir=directory) as aside,
         ):
             built = ffi.build(
-                "trtspec_kernels", cuda_files=[str(path) for path in sources],
-                extra_include_paths=[str(root / "include")], build_directory=aside,
-            )  # fmt: skip
+                "trtspec_kernels",
+                cuda_files=[str(path) for path in sources],
+                extra_include_paths=[str(root / "include")],
+                build_directory=aside,
+            )
             os.replace(built, library)
     except OSError as error:
         raise ConfigError(
