@@ -17,10 +17,12 @@ import torch
 from drafting import (
     CASES,
     LAYERS,
+    cases_by_k,
     make_case,
     run_random_schedule,
     run_with_changing_draft_len,
 )
+from matrix import covering
 from oracle import VOCAB, Oracle
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
@@ -37,8 +39,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=LAYERS)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "k"), cases_by_k(CASES, ["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"])
+)
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
 ) -> None:
@@ -98,9 +101,10 @@ def test_a_crowded_step_drafts_nothing(target_dir: Path, tmp_path: Path) -> None
 # -- perfect heads -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"])
+@covering(
+    mode=["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"], k=[1, 3, 8],
+    overlap=[False, True],
+)  # fmt: skip
 def test_a_perfect_head_is_always_accepted(
     tmp_path: Path, mode: str, k: int, overlap: bool
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import run_random_schedule, run_with_changing_draft_len
+from drafting import cases_by_k, run_random_schedule, run_with_changing_draft_len
 from masked import MASKED_CASES, MaskedScript, make_masked_case
 from oracle import VOCAB
 from safetensors.torch import load_file, save_file
@@ -35,8 +35,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- logits ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("name", MASKED_CASES)
+@pytest.mark.parametrize(("name", "k"), cases_by_k(MASKED_CASES, ["p_eagle"]))
 def test_draft_logits_equal_recomputation(
     target_dir: Path, tmp_path: Path, name: str, k: int
 ) -> None:

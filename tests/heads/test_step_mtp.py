@@ -12,6 +12,7 @@ import pytest
 import torch
 from drafting import run_random_schedule
 from freed_blocks import Ledger, assert_nothing_leaked, poison_free_blocks
+from matrix import covering
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata
 from tiny_heads import mtp_model_dir
@@ -75,9 +76,7 @@ def test_draft_logits_equal_recomputation(
     assert executor.kv_cache.windows == (None, WINDOW, *([WINDOW] if k == 1 else [WINDOW, None]))
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", [None, 88])
+@covering(chunked=[False, True], overlap=[False, True], pool=[None, 88])
 def test_greedy_equals_transformers(
     target: Path, oracle: StepOracle, monkeypatch: pytest.MonkeyPatch,
     chunked: bool, overlap: bool, pool: int | None,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matrix import full
 from oracle import VOCAB, Oracle
 from safetensors.torch import load_file, save_file
 from tiny_heads import NaiveHead, eagle1_dir, eagle3_dir, mtp_model_dir
@@ -132,8 +133,13 @@ CASES = [
     "eagle3", "eagle3_flags", "eagle3_before_fc", "eagle3_two_engine", "eagle1", "mtp_eagle",
     "mtp_eagle_two_engine", "mtp_eagle_pre_norm", "mimo", "mtp_vanilla", "mtp_vanilla_own_ends",
     "mimo_vanilla", "glm", "glm_vanilla", "qwen3_next", "qwen3_next_vanilla",
-    "mimo_vanilla", "deepseek_v3", "deepseek_v3_vanilla",
+    "deepseek_v3", "deepseek_v3_vanilla",
 ]  # fmt: skip
+
+
+def cases_by_k(names: Sequence[str], few: Sequence[str]) -> list[tuple[str, int]]:
+    """Every name with K = 4, which preempts; also with 1 and 2 the `few`, or all when `full`."""
+    return [(name, k) for name in names for k in (1, 2, 4) if k == 4 or name in few or full()]
 
 
 class Script:

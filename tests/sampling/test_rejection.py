@@ -8,10 +8,12 @@ joint distribution is compared with the product of the target's tables.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from matrix import full
 from sampled_tables import (
     RULES,
     SUBSET,
@@ -31,17 +33,23 @@ from trtspec.errors import ConfigError
 from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.metadata.spec import SpecMetadata
 
+SETTINGS: dict[str, dict[str, object]] = {
+    "plain": {}, "d2t": {"d2t": SUBSET}, "top_k": {"top_k": 2}, "top_p": {"top_p": 0.7},
+    "hot": {"temperature": 1.5}, "fewer drafts": {"drafts_sometimes": True},
+    "broken drafter": {"is_broken": True},
+}  # fmt: skip
+FEW = [
+    *((rule, "plain") for rule in RULES), ("rejection", "d2t"), ("block", "d2t"),
+    ("block", "top_k"), ("rejection", "top_p"), ("block", "hot"), ("rejection", "fewer drafts"),
+    ("block", "fewer drafts"), ("rejection", "broken drafter"),
+]  # fmt: skip
 
-@pytest.mark.parametrize("rule", RULES)
+
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {}, {"d2t": SUBSET}, {"top_k": 2}, {"top_p": 0.7}, {"temperature": 1.5},
-        {"drafts_sometimes": True}, {"is_broken": True},
-    ],
-    ids=["plain", "d2t", "top_k", "top_p", "hot", "fewer drafts", "broken drafter"],
-)  # fmt: skip
-def test_texts_are_distributed_as_the_targets(rule: str, setting: dict[str, object]) -> None:
+    ("rule", "name"), list(itertools.product(RULES, SETTINGS)) if full() else FEW
+)
+def test_texts_are_distributed_as_the_targets(rule: str, name: str) -> None:
+    setting = SETTINGS[name]
     texts, _ = decode_tables(rule, **setting)  # type: ignore[arg-type]
     given = {k: v for k, v in setting.items() if k in ("temperature", "top_k", "top_p")}
     assert p_value(texts, expected_distribution(**given)) > 1e-3  # type: ignore[arg-type]

@@ -23,6 +23,8 @@ from trtspec import (
     EagleDecodingConfig,
     KvCacheConfig,
     SamplingParams,
+    full,
+    spread,
 )
 from trtspec.config import SaveHiddenStatesDecodingConfig
 from trtspec.errors import ConfigError, RequestError
@@ -66,8 +68,12 @@ def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((VOCAB - 1) / 2).double(), chi_square / 2))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("mode", NETWORKS)
+@pytest.mark.parametrize(
+    ("mode", "rule"),
+    list(itertools.product(NETWORKS, ["rejection", "block"]))
+    if full()
+    else [("eagle3", "rejection"), ("pard", "block")],
+)
 def test_the_engine_draws_what_the_target_would(
     folder: Path, probabilities: list[Tensor], mode: str, rule: str
 ) -> None:
@@ -87,8 +93,7 @@ def test_the_engine_draws_what_the_target_would(
 
 
 # -- reproducible ------------------------------------------------------------------------------
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("mode", NETWORKS)
+@spread(mode=NETWORKS, rule=["rejection", "block"])
 def test_a_seeded_request_says_the_same_in_any_company(folder: Path, mode: str, rule: str) -> None:
     prompts, params = requests(12)
     config = config_of(folder, mode, rule)
