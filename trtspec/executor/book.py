@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .request import Request, StopCheck
-from .results import RequestResult
+from .results import HiddenRows, RequestResult
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
@@ -42,7 +42,9 @@ class RequestBook:
         Args:
             num_rows: K'+1, of each generation in the step.
         """
-        request, reason, before = result.request, None, result.request.num_tokens
+        request, reason = result.request, None
+        output = request.output_token_ids
+        before = len(output)
         if result.is_generation:
             request.past_upper -= num_rows - len(result.tokens)
         try:
@@ -51,25 +53,26 @@ class RequestBook:
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {said(error)}")
-        num_appended = request.num_tokens - before
+        num_appended = len(output) - before
         if result.logprobs is not None:
             if request.logprobs is None:
                 request.logprobs = []
             request.logprobs += result.logprobs[:num_appended]
-        self.save_rows(result)
+        if result.hidden is not None:
+            self.save_rows(request, result.hidden)
         if reason is not None:
             self.finish(request, reason)
-        request.num_read = len(request.output_token_ids)  # what came before can come again
+        request.num_read = len(output)  # what came before can come again
         if not request.is_finished:
             self.scheduler.trim(request)
         return num_appended
 
-    def save_rows(self, result: RequestResult) -> None:
+    def save_rows(self, request: Request, rows: HiddenRows) -> None:
         """Hands rows to the saver, now that the token after them is known. A request that its stop
         check cancelled has no sample any more."""
-        if result.hidden is not None and result.request.finish_reason not in NOT_WHOLE:
-            assert self.saver is not None
-            self.saver.add(result.request, result.hidden.start, result.hidden.states)
+        assert self.saver is not None
+        if request.finish_reason not in NOT_WHOLE:
+            self.saver.add(request, rows.start, rows.states)
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request, if it lives: takes back its slot, and its blocks when no step in flight

@@ -90,6 +90,7 @@ class PyExecutor:
         """Requests queued from now on keep a `StepRecord` of every generation step."""
         self._pending: deque[LaunchedStep] = deque()
         self._cancel_later: deque[tuple[int, bool]] = deque()  # and whether a step returns it
+        self._drafts_on_host = self.mode.drafts_on_host()
         self._is_half_done = False  # an exception left a step half done
         self._is_shut_down = False
 
@@ -299,25 +300,26 @@ class PyExecutor:
             request.is_poisoned |= result.is_bad
             if request.is_finished and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
+        num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
         for result in results:
             if not result.request.is_finished:  # else it stopped while this step ran
-                self._read_request(result, launched.num_drafts + 1)
+                self._give(result, num_rows, is_forced)
         if self.saver is not None:
             self.saver.write_full_shard()
-        if self.mode.drafts_on_host():
+        if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
-    def _read_request(self, result: RequestResult, num_rows: int) -> None:
-        if result.request.is_poisoned:
-            self.book.fail_poisoned(result.request)
-        elif not result.yields_token:
-            self.book.save_rows(result)
-        else:
-            kv_len = result.request.num_tokens - 1
+    def _give(self, result: RequestResult, num_rows: int, is_forced: bool) -> None:
+        """Gives a request its share of a step."""
+        request = result.request
+        if request.is_poisoned:
+            self.book.fail_poisoned(request)
+        elif result.yields_token:
+            kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
-            self.statistics.add_result(
-                result, count, kv_len, is_forced=self.forced_acceptance is not None
-            )
+            self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
+        elif result.hidden is not None:
+            self.book.save_rows(request, result.hidden)
 
     def _draft_on_host(self, requests: list[Request]) -> None:
         config = self.worker.config
