@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
-from .request import Request, StopCheck
+from .request import Request, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
+from .runner import StepRunner
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
@@ -34,6 +36,19 @@ class RequestBook:
         # In this order: one that only waits, for an interrupt came between, runs for nobody.
         self.scheduler.waiting.append(request)
         self.live[request.request_id] = request
+
+    def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
+        """Gives new requests their slots. Returns the batch without those that could not be
+        admitted, which fail alone."""
+        for chunk in batch.contexts:
+            if chunk.start == 0:
+                try:
+                    runner.admit(chunk.request)
+                except Exception as error:  # whatever its parameters or the drafter's state raise
+                    logger.exception("Request %d could not be admitted.", chunk.request.request_id)
+                    self.fail(chunk.request, f"its admission raised {said(error)}")
+        left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
+        return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
 
     def add_tokens(self, result: RequestResult, num_rows: int, stop_check: StopCheck | None) -> int:
         """Gives a request its tokens of one step, and ends it where they say so. Returns how many

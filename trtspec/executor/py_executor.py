@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -25,7 +24,7 @@ from ..api.sampling_params import SamplingParams
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import RequestError
 from .admission import Admission
-from .book import RequestBook, said
+from .book import RequestBook
 from .draft_len import DraftLen
 from .host_drafts import draft_on_host
 from .request import Request, ScheduledBatch, StepPlan, StopCheck
@@ -70,12 +69,9 @@ class PyExecutor:
                 self.mode.name,
             )
         target, worker = runner.step.target, runner.step.worker
+        extra_kv, rewritten = worker.num_extra_kv_tokens, worker.num_rewritten_tokens
         self.scheduler = Scheduler(
-            config,
-            runner.kv_cache,
-            worker.max_draft_len,
-            extra_kv=worker.num_extra_kv_tokens,
-            rewritten=worker.num_rewritten_tokens,
+            config, self.kv_cache, self.max_draft_len, extra_kv=extra_kv, rewritten=rewritten
         )
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
@@ -215,7 +211,7 @@ class PyExecutor:
     def _launch_and_read(self) -> list[Request]:
         started = time.perf_counter()
         self._cancel_marked()
-        batch = self._admit_new(self._schedule())
+        batch = self.book.admit_new(self._schedule(), self.runner)
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
             self._pending.append(self._launch(part, draft_len))
@@ -250,18 +246,6 @@ class PyExecutor:
             for victim in victims:
                 self.statistics.num_preemptions += 1
                 self.scheduler.preempt(victim)
-
-    def _admit_new(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch without the requests that could not be admitted, which fail alone."""
-        for chunk in batch.contexts:
-            if chunk.start == 0:
-                try:
-                    self.runner.admit(chunk.request)
-                except Exception as error:  # whatever its parameters or the drafter's state raise
-                    logger.exception("Request %d could not be admitted.", chunk.request.request_id)
-                    self.book.fail(chunk.request, f"its admission raised {said(error)}")
-        left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
-        return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
 
     @property
     def runtime_draft_len(self) -> int:
