@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
-from .request import Request, StopCheck
-from .results import RequestResult
+from .request import Request, ScheduledBatch, StopCheck
+from .results import HiddenRows, RequestResult
+from .runner import StepRunner
 from .saving import NOT_WHOLE, HiddenStatesSaver
 from .scheduler import Scheduler
 
@@ -35,6 +37,19 @@ class RequestBook:
         self.scheduler.waiting.append(request)
         self.live[request.request_id] = request
 
+    def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
+        """Gives new requests their slots. Returns the batch without those that could not be
+        admitted, which fail alone."""
+        for chunk in batch.contexts:
+            if chunk.start == 0:
+                try:
+                    runner.admit(chunk.request)
+                except Exception as error:  # whatever its parameters or the drafter's state raise
+                    logger.exception("Request %d could not be admitted.", chunk.request.request_id)
+                    self.fail(chunk.request, f"its admission raised {said(error)}")
+        left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
+        return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
+
     def add_tokens(self, result: RequestResult, num_rows: int, stop_check: StopCheck | None) -> int:
         """Gives a request its tokens of one step, and ends it where they say so. Returns how many
         it took. A stop check that raises fails its request alone.
@@ -42,7 +57,9 @@ class RequestBook:
         Args:
             num_rows: K'+1, of each generation in the step.
         """
-        request, reason, before = result.request, None, result.request.num_tokens
+        request, reason = result.request, None
+        output = request.output_token_ids
+        before = len(output)
         if result.is_generation:
             request.past_upper -= num_rows - len(result.tokens)
         try:
@@ -51,25 +68,26 @@ class RequestBook:
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {said(error)}")
-        num_appended = request.num_tokens - before
+        num_appended = len(output) - before
         if result.logprobs is not None:
             if request.logprobs is None:
                 request.logprobs = []
             request.logprobs += result.logprobs[:num_appended]
-        self.save_rows(result)
+        if result.hidden is not None:
+            self.save_rows(request, result.hidden)
         if reason is not None:
             self.finish(request, reason)
-        request.num_read = len(request.output_token_ids)  # what came before can come again
+        request.num_read = len(output)  # what came before can come again
         if not request.is_finished:
             self.scheduler.trim(request)
         return num_appended
 
-    def save_rows(self, result: RequestResult) -> None:
+    def save_rows(self, request: Request, rows: HiddenRows) -> None:
         """Hands rows to the saver, now that the token after them is known. A request that its stop
         check cancelled has no sample any more."""
-        if result.hidden is not None and result.request.finish_reason not in NOT_WHOLE:
-            assert self.saver is not None
-            self.saver.add(result.request, result.hidden.start, result.hidden.states)
+        assert self.saver is not None
+        if request.finish_reason not in NOT_WHOLE:
+            self.saver.add(request, rows.start, rows.states)
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a request, if it lives: takes back its slot, and its blocks when no step in flight

@@ -271,8 +271,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """An engine that is garbage owns graphs: CUDA lets none be destroyed during a capture, which
-    then fails."""
+    """Keeps the collector from destroying somebody's graph: CUDA allows none of that during a
+    capture, which then fails. An engine is no reference cycle, but a caller's cycle may hold one,
+    and other libraries have graphs too (docs/decisions/011)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

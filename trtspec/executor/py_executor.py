@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -25,7 +24,7 @@ from ..api.sampling_params import SamplingParams
 from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import RequestError
 from .admission import Admission
-from .book import RequestBook, said
+from .book import RequestBook
 from .draft_len import DraftLen
 from .host_drafts import draft_on_host
 from .request import Request, ScheduledBatch, StepPlan, StopCheck
@@ -70,12 +69,9 @@ class PyExecutor:
                 self.mode.name,
             )
         target, worker = runner.step.target, runner.step.worker
+        extra_kv, rewritten = worker.num_extra_kv_tokens, worker.num_rewritten_tokens
         self.scheduler = Scheduler(
-            config,
-            runner.kv_cache,
-            worker.max_draft_len,
-            extra_kv=worker.num_extra_kv_tokens,
-            rewritten=worker.num_rewritten_tokens,
+            config, self.kv_cache, self.max_draft_len, extra_kv=extra_kv, rewritten=rewritten
         )
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
@@ -90,6 +86,7 @@ class PyExecutor:
         """Requests queued from now on keep a `StepRecord` of every generation step."""
         self._pending: deque[LaunchedStep] = deque()
         self._cancel_later: deque[tuple[int, bool]] = deque()  # and whether a step returns it
+        self._drafts_on_host = self.mode.drafts_on_host()
         self._is_half_done = False  # an exception left a step half done
         self._is_shut_down = False
 
@@ -214,7 +211,7 @@ class PyExecutor:
     def _launch_and_read(self) -> list[Request]:
         started = time.perf_counter()
         self._cancel_marked()
-        batch = self._admit_new(self._schedule())
+        batch = self.book.admit_new(self._schedule(), self.runner)
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
             self._pending.append(self._launch(part, draft_len))
@@ -249,18 +246,6 @@ class PyExecutor:
             for victim in victims:
                 self.statistics.num_preemptions += 1
                 self.scheduler.preempt(victim)
-
-    def _admit_new(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch without the requests that could not be admitted, which fail alone."""
-        for chunk in batch.contexts:
-            if chunk.start == 0:
-                try:
-                    self.runner.admit(chunk.request)
-                except Exception as error:  # whatever its parameters or the drafter's state raise
-                    logger.exception("Request %d could not be admitted.", chunk.request.request_id)
-                    self.book.fail(chunk.request, f"its admission raised {said(error)}")
-        left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
-        return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
 
     @property
     def runtime_draft_len(self) -> int:
@@ -299,25 +284,26 @@ class PyExecutor:
             request.is_poisoned |= result.is_bad
             if request.is_finished and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
+        num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
         for result in results:
             if not result.request.is_finished:  # else it stopped while this step ran
-                self._read_request(result, launched.num_drafts + 1)
+                self._give(result, num_rows, is_forced)
         if self.saver is not None:
             self.saver.write_full_shard()
-        if self.mode.drafts_on_host():
+        if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
-    def _read_request(self, result: RequestResult, num_rows: int) -> None:
-        if result.request.is_poisoned:
-            self.book.fail_poisoned(result.request)
-        elif not result.yields_token:
-            self.book.save_rows(result)
-        else:
-            kv_len = result.request.num_tokens - 1
+    def _give(self, result: RequestResult, num_rows: int, is_forced: bool) -> None:
+        """Gives a request its share of a step."""
+        request = result.request
+        if request.is_poisoned:
+            self.book.fail_poisoned(request)
+        elif result.yields_token:
+            kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
-            self.statistics.add_result(
-                result, count, kv_len, is_forced=self.forced_acceptance is not None
-            )
+            self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
+        elif result.hidden is not None:
+            self.book.save_rows(request, result.hidden)
 
     def _draft_on_host(self, requests: list[Request]) -> None:
         config = self.worker.config

@@ -115,11 +115,12 @@ class Request:
         One by one, so that a stop inside an accepted run cuts the output where it would have ended
         without speculation. Whatever the stop check raises comes through.
         """
+        output, limit = self.output_token_ids, self.max_total_tokens - len(self.prompt_token_ids)
         for token in tokens:
-            self.output_token_ids.append(token)
+            output.append(token)
             if token in ends or (stop_check is not None and stop_check(self)):
                 return "stop"
-            if self.num_tokens >= self.max_total_tokens:
+            if len(output) >= limit:
                 return "length"
             if self.is_finished:  # cancelled by its stop check
                 break
@@ -181,8 +182,7 @@ class ScheduledBatch:
         return bool(self.contexts or self.generations)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """A step as the host knows it: upper bounds, never an accepted count."""
 
     batch: ScheduledBatch

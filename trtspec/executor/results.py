@@ -7,7 +7,6 @@ executor's affair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -20,8 +19,7 @@ from .forward_step import StepOutputs
 from .request import Request, ScheduledBatch, StepPlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step whose results the host has not read. Tensors are on the host, once `ready`."""
 
     batch: ScheduledBatch
@@ -108,17 +106,19 @@ class StepReader:
             launched.ready.synchronize()
         tokens, lens = launched.new_tokens.tolist(), launched.new_tokens_lens.tolist()
         is_bad, num_proposed = launched.bad_requests.tolist(), _num_proposed(launched)
-        hidden, first_generation = _hidden_rows(launched), len(launched.batch.contexts)
+        logprobs, hidden = _logprobs(launched, tokens, lens), _hidden_rows(launched)
+        first_generation = len(launched.batch.contexts)
+        yields_token, num_asked = launched.yields_token, launched.num_asked
         return [
             RequestResult(
                 request=request,
                 is_generation=row >= first_generation,
                 is_bad=is_bad[row],
-                yields_token=launched.yields_token[row],
+                yields_token=yields_token[row],
                 tokens=tokens[row][: lens[row]],
-                num_asked=launched.num_asked[row],
+                num_asked=num_asked[row],
                 num_proposed=num_proposed[row],
-                logprobs=_logprobs(launched, row, tokens[row][: lens[row]]),
+                logprobs=logprobs[row],
                 hidden=hidden[row],
             )
             for row, request in enumerate(launched.batch.requests)
@@ -147,24 +147,30 @@ def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
 
 
 def _logprobs(
-    launched: LaunchedStep, row: int, tokens: list[int]
-) -> list[dict[int, Logprob]] | None:
-    """What is known of the tokens that one request of the step got; None if it did not ask."""
-    known, batch = launched.logprobs, launched.batch
-    if known is None or not launched.yields_token[row]:
-        return None
-    count, num_contexts = batch.requests[row].sampling_params.logprobs, len(batch.contexts)
-    if count is None:
-        return None
-    if row < num_contexts:
-        first = row
-    else:
-        first = num_contexts + (row - num_contexts) * (launched.num_drafts + 1)
-    entries = []
-    for i, token in enumerate(tokens, start=first):
-        entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
-        pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
-        for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):
-            entry.setdefault(other, Logprob(logprob, rank))
-        entries.append(entry)
-    return entries
+    launched: LaunchedStep, tokens: list[list[int]], lens: list[int]
+) -> Sequence[list[dict[int, Logprob]] | None]:
+    """Per request, of each token that it got; None for one that did not ask."""
+    batch, known = launched.batch, launched.logprobs
+    if known is None:
+        return [None] * len(batch.requests)
+    num_contexts = len(batch.contexts)
+    columns: list[list[dict[int, Logprob]] | None] = []
+    for row, request in enumerate(batch.requests):
+        count = request.sampling_params.logprobs
+        if count is None or not launched.yields_token[row]:
+            columns.append(None)
+            continue
+        generation = max(0, row - num_contexts)
+        first = min(row, num_contexts) + generation * (launched.num_drafts + 1)
+        own = tokens[row][: lens[row]]
+        columns.append([_entry(known, first + i, token, count) for i, token in enumerate(own)])
+    return columns
+
+
+def _entry(known: TokenLogprobs, i: int, token: int, count: int) -> dict[int, Logprob]:
+    """The token that came out at logits row `i`, then the `count` likeliest."""
+    entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
+    pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
+    for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):
+        entry.setdefault(other, Logprob(logprob, rank))
+    return entry

@@ -41,11 +41,9 @@ class Statistics:
             is_forced: drafts were accepted by force, which says nothing of the drafter.
         """
         self.generated_tokens += num_tokens
-        if result.is_generation:
-            self.decoded_tokens += num_tokens
-            self._add_generation(result, kv_len, is_forced)
-
-    def _add_generation(self, result: RequestResult, kv_len: int, is_forced: bool) -> None:
+        if not result.is_generation:
+            return
+        self.decoded_tokens += num_tokens
         request, accepted = result.request, len(result.tokens) - 1
         request.record_step(len(result.tokens))
         self.accepted_lens[accepted] += 1
