@@ -78,7 +78,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "ops.sample": ("ops.tokens.sample",),
     "ops.slots": ("ops.step.slots",),
     "ops.soft_cross_entropy": ("ops.tokens.soft_cross_entropy",),
-    "ops.triton_drafting": ("ops.step.triton_rows", "ops.padded.triton"),
+    "ops.triton_drafting": ("ops.step.triton_rows", "ops.step.triton_drafts", "ops.padded.triton"),
     "ops.triton_latent": ("ops.layer.triton_latent",),
     "ops.triton_launch": ("ops.launch.triton",),
     "ops.triton_moe": ("ops.experts.triton",),

@@ -21,11 +21,12 @@ from trtspec.metadata.draft_memory import DraftMemory
 from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
-from trtspec.ops.step import triton_rows
+from trtspec.ops.step import triton_drafts, triton_rows
 from trtspec.ops.tokens import triton_draw, triton_judge
 
 MODULES = (
     "padded.triton",
+    "step.triton_drafts",
     "step.triton_rows",
     "tokens.triton_draw",
     "tokens.triton_filter",
@@ -113,13 +114,13 @@ def step() -> dict[str, Any]:
             *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),
             *(tables, 16, K + 1, 40),
         ),
-        (triton_rows.shift_for_drafting, accepted, lens, longs(8), K + 1),
-        (triton_rows.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
-        (triton_rows.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
-        (triton_rows.gather_distinct, certain, states),
-        (triton_rows.to_target_ids, lens, longs(DRAFT_VOCAB)),
-        (triton_rows.limit_drafts, (lens, lens), certain, 40, K),
-        (triton_rows.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
+        (triton_drafts.shift_for_drafting, accepted, lens, longs(8), K + 1),
+        (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
+        (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
+        (triton_drafts.gather_distinct, certain, states),
+        (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
+        (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),
+        (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )
     found: dict[str, Any] = {}

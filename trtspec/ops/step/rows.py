@@ -1,4 +1,4 @@
-"""What a step does between its networks, one launch each on CUDA; the kernels: `triton_rows.py`.
+"""What a step does between its networks, one launch each on CUDA; kernels: `triton_*.py`.
 
 Nothing reads a value on the host and no shape depends on data, so all of it can be captured. Counts
 of accepted tokens stand for rows by the contract of `metadata/accepted_path.py`.
@@ -20,7 +20,7 @@ from ..launch.dispatch import twin
 from ..tokens.accept import last_accepted
 from .slots import draft_step_metadata, guard_positions, slot_mapping
 
-_KERNELS = "step.triton_rows"
+_KERNELS, _DRAFT_KERNELS = "step.triton_rows", "step.triton_drafts"
 
 
 class StepRows(NamedTuple):
@@ -81,7 +81,7 @@ def gather_step_inputs(
     ), tokens[:, 1:]
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def shift_for_drafting(
     accepted: Tensor, lens: Tensor, position_ids: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,7 @@ def shift_for_drafting(
     return ids, first + lens - 1, position_ids[first] + lens
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def last_two_tokens(
     input_ids: Tensor, position_ids: Tensor, accepted: Tensor, lens: Tensor, certain: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class MaskedRows(NamedTuple):
     last_positions: Tensor  # [B] int64, of the last accepted tokens
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def masked_rows(
     accepted: Tensor,
     lens: Tensor,
@@ -199,13 +199,13 @@ def gather_rows(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     return tuple(places[id(state)] for state in states)
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gathers rows [G] int64 of each of these different states [T, H]: [G, H] each."""
     return tuple(state[rows] for state in states)
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
     """tokens [R] int32 in the draft vocabulary, d2t [Vd] int64 offsets -> [R] int32."""
     return (tokens + d2t[tokens.to(torch.int64)]).to(torch.int32)
@@ -229,7 +229,7 @@ def finish_drafts(
     return limit_drafts(tuple(proposals), positions, max_seq_len, max_draft_len)
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def limit_drafts(
     proposals: tuple[Tensor, ...], positions: Tensor, max_seq_len: int, max_draft_len: int
 ) -> Tensor:
@@ -242,7 +242,7 @@ def limit_drafts(
     return torch.nn.functional.pad(drafts, (0, unused), value=-1).to(torch.int32)
 
 
-@twin(_KERNELS)
+@twin(_DRAFT_KERNELS)
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
     """accepted [B, K+1] int32, lens [B] int32, drafts [B, K] -> [last accepted, drafts] int32."""
     last = last_accepted(accepted, lens)

@@ -1,0 +1,269 @@
+"""Triton kernels between acceptance and the next drafts; each has its twin in `rows.py`."""
+# mypy: disallow-untyped-defs=False
+# (kernels are Triton's language, not Python's)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .rows import MaskedRows
+from .triton_rows import BLOCK, Accepted, Grid, ints
+
+
+def shift_for_drafting(
+    accepted: Tensor, lens: Tensor, position_ids: Tensor, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds what a head reads, and the row that proposes."""
+    num_seqs = accepted.shape[0]
+    ids = ints(accepted, num_seqs * rows)
+    last_rows, positions = (ints(accepted, num_seqs) for _ in range(2))
+    _shift_kernel[(num_seqs,)](
+        Accepted(accepted, accepted.stride(0), lens),
+        position_ids,
+        ids,
+        last_rows,
+        positions,
+        rows,
+        BLOCK=triton.next_power_of_2(rows),
+        num_warps=1,
+    )
+    return ids, last_rows, positions
+
+
+@triton.jit
+def _shift_kernel(
+    accepted, position_ptr, id_ptr, last_ptr, last_position_ptr, rows, BLOCK: tl.constexpr
+):
+    seq = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    token = tl.load(accepted.tokens + seq * accepted.stride + row, mask=mask, other=0)
+    tl.store(id_ptr + seq * rows + row, token.to(tl.int64), mask=mask)
+    length = tl.load(accepted.lens + seq).to(tl.int64)
+    tl.store(last_ptr + seq, seq * rows + length - 1)
+    tl.store(last_position_ptr + seq, tl.load(position_ptr + seq * rows).to(tl.int64) + length)
+
+
+def last_two_tokens(
+    input_ids: Tensor, position_ids: Tensor, accepted: Tensor, lens: Tensor, certain: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Finds the bonus and the token before it."""
+    num_seqs = accepted.shape[0]
+    tokens = ints(accepted, num_seqs, 2, dtype=torch.int32)
+    positions = ints(accepted, num_seqs, 2)
+    _last_two_kernel[(triton.cdiv(num_seqs, BLOCK),)](
+        input_ids,
+        position_ids,
+        Accepted(accepted, accepted.stride(0), lens),
+        certain,
+        tokens,
+        positions,
+        num_seqs,
+        BLOCK=BLOCK,
+    )
+    return tokens, positions
+
+
+@triton.jit
+def _last_two_kernel(
+    id_ptr,
+    position_ptr,
+    accepted,
+    certain_ptr,
+    token_ptr,
+    last_position_ptr,
+    num_seqs,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seq < num_seqs
+    row = tl.load(certain_ptr + seq, mask=mask, other=0)
+    length = tl.load(accepted.lens + seq, mask=mask, other=1).to(tl.int64)
+    read = tl.load(id_ptr + row, mask=mask, other=0).to(tl.int32)
+    last = accepted.tokens + seq.to(tl.int64) * accepted.stride + length - 1
+    before = tl.load(last - 1, mask=mask & (length > 1), other=0)
+    tl.store(token_ptr + 2 * seq, tl.where(length > 1, before, read), mask=mask)
+    tl.store(token_ptr + 2 * seq + 1, tl.load(last, mask=mask, other=0), mask=mask)
+    position = tl.load(position_ptr + row, mask=mask, other=0).to(tl.int64) + length
+    tl.store(last_position_ptr + 2 * seq, position - 1, mask=mask)
+    tl.store(last_position_ptr + 2 * seq + 1, position, mask=mask)
+
+
+class _Masked(NamedTuple):
+    """Of `masked_rows`: what its rows follow from."""
+
+    positions: Tensor  # [T] int64
+    certain: Tensor  # [B] int64
+    rows: int
+    num_proposals: int
+    mask_token: int
+    offset: int
+
+
+def masked_rows(
+    accepted: Tensor,
+    lens: Tensor,
+    position_ids: Tensor,
+    certain: Tensor,
+    num_rows: int,
+    num_proposals: int,
+    mask_token: int,
+    offset: int,
+) -> MaskedRows:
+    """Makes the accepted tokens and the masks after them."""
+    num_seqs = accepted.shape[0]
+    out = MaskedRows(
+        tokens=ints(accepted, num_seqs, num_rows, dtype=torch.int32),
+        positions=ints(accepted, num_seqs, num_rows),
+        sources=ints(accepted, num_seqs * num_rows),
+        proposing=ints(accepted, num_proposals * num_seqs),
+        last_positions=ints(accepted, num_seqs),
+    )
+    masked = _Masked(position_ids, certain, num_rows, num_proposals, mask_token, offset)
+    _masked_rows_kernel[(num_seqs,)](
+        Accepted(accepted, accepted.stride(0), lens),
+        masked,
+        out,
+        num_seqs,
+        position_ids.shape[0],
+        BLOCK=triton.next_power_of_2(num_rows),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _masked_rows_kernel(accepted, masked, out, num_seqs, total, BLOCK: tl.constexpr):
+    seq = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    rows = masked.rows
+    mask = row < rows
+    index = seq * rows + row
+    length = tl.load(accepted.lens + seq).to(tl.int64)
+    certain = tl.load(masked.certain + seq)
+    start = tl.load(masked.positions + certain).to(tl.int64)
+    is_known = row < length
+    place = accepted.tokens + seq * accepted.stride + row
+    token = tl.load(place, mask=mask & is_known, other=0)
+    token = tl.where(is_known, token.to(tl.int32), masked.mask_token)
+    tl.store(out.tokens + index, token, mask=mask)
+    tl.store(out.positions + index, start + masked.offset + row, mask=mask)
+    tl.store(out.sources + index, tl.where(is_known, certain + row, total), mask=mask)
+    first = seq * rows + length - 1
+    place = out.proposing + row * num_seqs + seq
+    tl.store(place, first + row, mask=row < masked.num_proposals)
+    tl.store(out.last_positions + seq, start + length)
+
+
+def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gathers the same rows of several states."""
+    sizes = tuple(state.shape[1] for state in states)
+    outs = tuple(
+        torch.empty((rows.shape[0], size), dtype=state.dtype, device=state.device)
+        for state, size in zip(states, sizes, strict=True)
+    )
+    strides = tuple(state.stride(0) for state in states)
+    block = min(1024, triton.next_power_of_2(max(sizes)))
+    _gather_rows_kernel[(rows.shape[0], triton.cdiv(max(sizes), block))](
+        rows, states, strides, outs, sizes, BLOCK=block
+    )
+    return outs
+
+
+@triton.jit
+def _gather_rows_kernel(row_ptr, state_ptrs, strides, out_ptrs, sizes, BLOCK: tl.constexpr):
+    out_row = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + out_row)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(len(state_ptrs)):
+        x = tl.load(state_ptrs[i] + row * strides[i] + d, mask=d < sizes[i], other=0.0)
+        tl.store(out_ptrs[i] + out_row * sizes[i] + d, x, mask=d < sizes[i])
+
+
+def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
+    """Adds each token's offset to it."""
+    count = tokens.shape[0]
+    out = ints(tokens, count, dtype=torch.int32)
+    _target_ids_kernel[(triton.cdiv(count, BLOCK),)](tokens, d2t, out, count, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def _target_ids_kernel(token_ptr, d2t_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ptr + row, mask=row < count, other=0).to(tl.int64)
+    offset = tl.load(d2t_ptr + token, mask=row < count, other=0)
+    tl.store(out_ptr + row, (token + offset).to(tl.int32), mask=row < count)
+
+
+def limit_drafts(
+    proposals: tuple[Tensor, ...], positions: Tensor, max_seq_len: int, max_draft_len: int
+) -> Tensor:
+    """Puts proposals side by side, up to the maximum length."""
+    num_seqs = positions.shape[0]
+    drafts = ints(positions, num_seqs, max_draft_len, dtype=torch.int32)
+    _limit_kernel[(triton.cdiv(num_seqs, BLOCK),)](
+        proposals,
+        positions,
+        positions.stride(0),
+        drafts,
+        num_seqs,
+        max_seq_len,
+        WIDTH=max_draft_len,
+        BLOCK=BLOCK,
+    )
+    return drafts
+
+
+@triton.jit
+def _limit_kernel(
+    proposal_ptrs,
+    position_ptr,
+    position_seq,
+    draft_ptr,
+    num_seqs,
+    max_seq_len,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = seq < num_seqs
+    room = max_seq_len - 1 - tl.load(position_ptr + seq * position_seq, mask=mask, other=0)
+    for i in tl.static_range(WIDTH):
+        draft = tl.full([BLOCK], -1, tl.int32)
+        if i < len(proposal_ptrs):
+            proposal = tl.load(proposal_ptrs[i] + seq, mask=mask & (i < room), other=-1)
+            draft = proposal.to(tl.int32)
+        tl.store(draft_ptr + seq * WIDTH + i, draft, mask=mask)
+
+
+def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
+    """Puts each request's last accepted token before its drafts."""
+    num_seqs, columns = drafts.shape[0], drafts.shape[1] + 1
+    out = ints(accepted, num_seqs, columns, dtype=torch.int32)
+    _next_new_kernel[(num_seqs,)](
+        Accepted(accepted, accepted.stride(0), lens),
+        Grid.of(drafts),
+        out,
+        columns,
+        BLOCK=triton.next_power_of_2(columns),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr):
+    seq = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    length = tl.load(accepted.lens + seq)
+    last = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
+    place = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
+    draft = tl.load(place, mask=mask & (column > 0), other=-1).to(tl.int32)
+    tl.store(out_ptr + seq * columns + column, tl.where(column > 0, draft, last), mask=mask)
