@@ -4,10 +4,10 @@ Pages are gathered into a padded [G, S] view and given to `scaled_dot_product_at
 mask built from the rows' positions, so post-acceptance lengths never need the host.
 
 On CPU in bf16, a row's result must not depend on how many rows are verified together, or greedy
-text with and without speculation would differ at near-ties. Each row is therefore its own batch
-entry (K and V are shared by stride 0, not copied) and is shown a number of keys that follows from
-its own position; folding the rows into one matrix differs in one element of a few thousand. In
-fp32 such ties do not matter and rows are folded (docs/decisions/003).
+text with and without speculation would differ at near-ties. So each row is a batch entry by itself
+(K and V are shared by stride 0, not copied), and its position alone decides how many keys it is
+shown. Rows folded into one matrix differ in one element of a few thousand. In fp32 such ties do not
+matter, and rows are folded (docs/decisions/003).
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from ..metadata.attention import AttentionMetadata
 from .base import AttentionBackend, CachedLayer
 
 _ALIGNED_GROUP = 8
-"""On CPU in bf16 the query heads of a group are filled up to a multiple of this. Each thread of
-torch's kernel has its scratch memory behind the one before; with other counts it is not aligned to
-a cache line, and then its sums differ from the first thread's in the last bit, once in a thousand
-rows."""
+"""On CPU in bf16 the query heads of a group are padded to a multiple of this.
+
+Each thread of torch's kernel has its scratch memory behind the one before. With other counts it is
+not aligned to a cache line, and then its sums differ from the first thread's in the last bit, once
+in a thousand rows.
+"""
 
 
 class TorchAttention(AttentionBackend):

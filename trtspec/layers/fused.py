@@ -14,7 +14,7 @@ it is the operations one after the other (`ops/layer/`). A decoder layer is four
 So the pieces of a decoder do not call their norms and do not add. The contract is:
 - Inputs come before their norm, as a tuple: one tensor [T, D], or two whose normed values stand
   side by side (EAGLE-3's embeddings and hidden states). `norms` has one for each, or is empty.
-- Who owns a product is handed the norm before it: `self_attn((hidden,), (norm,), hidden, …)`.
+- A module that owns a product takes the norm before it: `self_attn((hidden,), (norm,), hidden, …)`.
 - `residual` is what the product is added to. With `in_place` the sum takes the residual's memory,
   so a layer returns the stream in the memory of its input. Copy what must outlast it.
 - Under autograd nothing is fused and nothing is overwritten.

@@ -85,20 +85,10 @@ def kernels(module: str, x: Tensor) -> Any:
     return _module(module) if x.is_cuda and not needs_gradient else None
 
 
-def triton_kernels(x: Tensor) -> Any:
-    """Returns `ops/layer/triton.py` where it serves (see `kernels`)."""
-    return kernels("layer.triton", x)
-
-
 def sampling_kernels(logits: Tensor) -> Any:
     """Returns `ops/tokens/triton_sampled.py` for CUDA logits of a dtype it reads, else None."""
     is_read = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return _module("tokens.triton_sampled") if logits.is_cuda and is_read else None
-
-
-def moe_kernels(x: Tensor) -> Any:
-    """Returns `ops/layer/triton_moe.py` where it serves (see `kernels`)."""
-    return kernels("layer.triton_moe", x)
 
 
 @functools.cache
