@@ -1,12 +1,29 @@
-"""Makes `tests/helpers` importable from every folder, and Triton kernels runnable on CPU."""
+"""Makes `tests/helpers` importable, Triton kernels runnable on CPU, and whole products optional."""
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with suppress(ImportError):
+        from interpreter import patch_language_once_a_launch
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+        patch_language_once_a_launch()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run whole products of parameters (make test-all)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full"):  # read by tests/helpers/matrix.py, here and in workers
+        os.environ["TRTSPEC_FULL_TESTS"] = "1"

@@ -87,7 +87,7 @@ def test_greedy_equals_transformers(
     assert cache.num_free_blocks == cache.num_blocks - 2
 
 
-@covering(k=[1, 2, 5, 8], overlap=[False, True])
+@spread(k=[1, 2, 5, 8], overlap=[False, True])
 def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, overlap: bool) -> None:
     """The target drafting for itself: any error in draft KV, positions or rows costs acceptance."""
     llm = LLM(

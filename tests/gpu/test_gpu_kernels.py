@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import covering
 from torch import Tensor
 
 from trtspec import EagleDecodingConfig, MTPDecodingConfig
@@ -260,9 +261,10 @@ def _accepted(
     return [t.cpu() for t in (tokens, lens, spec.bad_requests, spec.num_accepted_draft_tokens)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
-@pytest.mark.parametrize("vocab", [11, 1003, 128256])
-@pytest.mark.parametrize(("contexts", "num_drafts"), [(0, 3), (2, 3), (3, 0), (0, 1)])
+@covering(**{
+    "dtype": [torch.float32, *DTYPES], "vocab": [11, 1003, 128256],
+    "contexts,num_drafts": [(0, 3), (2, 3), (3, 0), (0, 1)],
+})  # fmt: skip
 def test_acceptance(
     dtype: torch.dtype, vocab: int, contexts: int, num_drafts: int, served: list[str]
 ) -> None:

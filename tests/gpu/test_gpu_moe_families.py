@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import steady
 import torch
+from matrix import covering
 from naive_experts import BETWEEN, naive_experts, random_experts
 
 from trtspec.layers.norm import RMSNorm
@@ -20,9 +21,9 @@ pytestmark = [
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize(("rows", "count"), [(1, 8), (5, 8), (300, 4)])
+@covering(**{
+    "dtype": list(BOUNDS), "between": list(BETWEEN), "rows,count": [(1, 8), (5, 8), (300, 4)],
+})  # fmt: skip
 def test_experts_equal_a_loop_and_replay_in_a_graph(
     dtype: torch.dtype, between: str, rows: int, count: int
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import covering
 from tiny import tiny_model_dir
 
 from trtspec import LLM, CudaGraphConfig, SamplingParams
@@ -44,11 +45,12 @@ def _largest_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float(((out.double() - exact).abs() / (1 + exact.abs())).max())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize(("rows", "out", "size"), [
-    (1, OUT, SIZE), (33, OUT, SIZE), (128, OUT, SIZE), (32, 4096, 14336), (128, 4096, 4096),
-])  # fmt: skip
+@covering(**{
+    "dtype": [torch.bfloat16, torch.float16], "adds": [False, True],
+    "rows,out,size": [
+        (1, OUT, SIZE), (33, OUT, SIZE), (128, OUT, SIZE), (32, 4096, 14336), (128, 4096, 4096),
+    ],
+})  # fmt: skip
 def test_every_algorithm_is_the_product(
     rows: int, out: int, size: int, adds: bool, dtype: torch.dtype
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import sampled_kernels as small
 import torch
+from matrix import covering
 from sampled_tables import RULES, SUBSET, decode_tables, expected_distribution, p_value
 from torch import Tensor
 
@@ -36,9 +37,7 @@ def test_texts_are_distributed_as_the_targets(rule: str, setting: dict[str, obje
     assert p_value(texts.cpu(), expected_distribution(**given)) > 1e-3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("filters", ["", "k", "p", "kp"])
-@pytest.mark.parametrize("has_table", [False, True])
+@covering(rule=RULES, filters=["", "k", "p", "kp"], has_table=[False, True])
 def test_long_rows(
     rule: str, filters: str, has_table: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,11 +56,13 @@ def test_long_rows(
     assert different <= 1, f"{different} of {total} requests differ"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("top_k", "top_p"), [(50, 1.0), (0, 0.9), (20, 0.95), (0, 0.999), (5000, 1.0), (100_000, 0.5)]
-)
-@pytest.mark.parametrize("scale", [1.0, 6.0])  # many candidates, few
+@covering(**{
+    "dtype": [torch.bfloat16, torch.float16, torch.float32],
+    "top_k,top_p": [
+        (50, 1.0), (0, 0.9), (20, 0.95), (0, 0.999), (5000, 1.0), (100_000, 0.5),
+    ],
+    "scale": [1.0, 6.0],  # many candidates, few
+})  # fmt: skip
 def test_filters_of_long_rows(dtype: torch.dtype, top_k: int, top_p: float, scale: float) -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     logits = (scale * torch.randn(6, V, generator=generator, device="cuda")).to(dtype)

@@ -138,18 +138,22 @@ def _cover(product: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
+def covering(**axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrises a test by `pairwise(**axes)`. An axis "a,b" has tuples: of a and of b."""
+    return _parametrize(axes, pairwise(**axes))
+
+
 def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test by sets in which every value of each axis occurs; by all when `full`."""
+    """As `covering`, but each value occurs at least once, whatever it is beside."""
     count, columns = max(map(len, axes.values())), list(axes.values())
     sets = [tuple(column[i % len(column)] for column in columns) for i in range(count)]
-    return pytest.mark.parametrize(
-        tuple(axes), list(itertools.product(*columns)) if full() else sets
-    )
+    return _parametrize(axes, list(itertools.product(*columns)) if full() else sets)
 
 
-def covering(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test by `pairwise(**axes)`."""
-    sets = pairwise(**axes)
-    if len(axes) == 1:
-        return pytest.mark.parametrize(next(iter(axes)), [values[0] for values in sets])
-    return pytest.mark.parametrize(tuple(axes), sets)
+def _parametrize(axes: dict[str, Sequence[Any]], sets: list[tuple[Any, ...]]) -> Any:
+    names = [axis.split(",") for axis in axes]
+    flat = []
+    for row in sets:
+        parts = [value if len(n) > 1 else (value,) for n, value in zip(names, row, strict=True)]
+        flat.append(tuple(itertools.chain(*parts)))
+    return pytest.mark.parametrize(",".join(axes), [f[0] if len(f) == 1 else f for f in flat])

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import full, spread
 from tiny import tiny_model_dir
 from tiny_heads import eagle1_dir, eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 from torch import Tensor
@@ -38,8 +39,10 @@ from trtspec.ops.step import rows as step_rows
 pytest.importorskip("triton", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 SEEDS = st.integers(0, 10**6)
-CASES = settings(max_examples=25, deadline=None)
+# Triton's interpreter takes most of the time; on a GPU all examples are quick.
+CASES = settings(max_examples=25 if DEVICE == "cuda" or full() else 12, deadline=None)
 
 
 @contextmanager
@@ -572,21 +575,13 @@ def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eagle3",
-        "eagle3_two_engine",
-        "eagle1",
-        "mtp_eagle",
-        "mtp_vanilla",
-        "draft_target",
-        "p_eagle",
-        "pard",
-        "plain",
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+WHOLE_STEPS = [
+    "eagle3", "eagle3_two_engine", "eagle1", "mtp_eagle", "mtp_vanilla", "draft_target", "p_eagle",
+    "pard", "plain",
+]  # fmt: skip
+
+
+@spread(name=WHOLE_STEPS, temperature=[0.0, 1.0])
 def test_a_run_with_kernels_is_the_same(tmp_path: Path, name: str, temperature: float) -> None:
     """Texts, and what every step leaves in the slots, up to the maximum length."""
     target, config = (

@@ -9,6 +9,7 @@ from trtspec.ops.tokens import soft_cross_entropy as loss_module
 from trtspec.ops.tokens.soft_cross_entropy import linear_soft_cross_entropy, soft_cross_entropy_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:

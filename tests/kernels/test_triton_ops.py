@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from matrix import covering
 
 from trtspec.layers.norm import RMSNorm
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
@@ -43,10 +44,7 @@ def test_rms_norm(dtype: torch.dtype, size: int, offset: float) -> None:
     _close(triton_norm.rms_norm(x, _norm(weight, offset)), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 48, 576])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("has_scalar", [False, True])
+@covering(dtype=DTYPES, size=[16, 48, 576], offset=[0.0, 1.0], has_scalar=[False, True])
 def test_add_normed(dtype: torch.dtype, size: int, offset: float, has_scalar: bool) -> None:
     residual, x = _random(5, 2 * size, dtype=dtype).chunk(2, dim=-1)
     weight, scalar = _random(size, dtype=dtype, seed=3), _random(1, dtype=dtype, seed=7)
@@ -116,11 +114,12 @@ def test_rope_and_write_norms_values(dtype: torch.dtype) -> None:
     _close(normed[2][slots], F.rms_norm(qkv[:, 7:], (dim,), eps=1e-5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim"), [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)])
-@pytest.mark.parametrize("keeps_finite", [False, True])
-@pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])  # None is without norms
-@pytest.mark.parametrize("few_heads", [0, 1024])  # several heads to a program, or one
+@covering(**{
+    "dtype": DTYPES, "heads,dim": [((6, 2), 8), ((9, 3), 64), ((4, 4), 48)],
+    "keeps_finite": [False, True],
+    "norm_offset": [None, 0.0, 1.0],  # None is without norms
+    "few_heads": [0, 1024],  # several heads to a program, or one
+})  # fmt: skip
 def test_rope_and_write(
     dtype: torch.dtype,
     heads: tuple[int, int],

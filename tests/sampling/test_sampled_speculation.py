@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import NETWORKS
+from matrix import NETWORKS, full, spread
 from safetensors.torch import load_file, save_file
 from sampled import VOCAB, K, config_of, engine, make_models, requests, texts
 from tiny_heads import eagle3_dir
@@ -23,8 +23,6 @@ from trtspec import (
     EagleDecodingConfig,
     KvCacheConfig,
     SamplingParams,
-    full,
-    spread,
 )
 from trtspec.config import SaveHiddenStatesDecodingConfig
 from trtspec.errors import ConfigError, RequestError
