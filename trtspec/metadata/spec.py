@@ -17,17 +17,11 @@ from torch import Tensor
 
 from ..checks import is_int
 from ..errors import ConfigError
-from ..utils import to_device
+from ..utils import rows_to_tensor, to_device
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
-from .sampling import (
-    GREEDY_TEMPERATURE,
-    NO_TOP_K,
-    NO_TOP_P,
-    SamplingMetadata,
-    request_sampling_params,
-)
+from .sampling import RequestSampling, SamplingMetadata, SlotSampling, request_sampling_params
 from .step import StepContext, StepSizes
 
 
@@ -249,8 +243,8 @@ class SpecMetadata:
         """The sampling parameters of a step's rows, drawn anew where `sampling_rows` draws."""
         if self.sampling is not None or not self.allow_advanced_sampling:
             return self.sampling
-        temperatures, top_ks, top_ps = self.temperatures, self.top_ks, self.top_ps
-        if temperatures is None or top_ks is None or top_ps is None:
+        given = {name: getattr(self, name) for name in SlotSampling._fields}
+        if any(rows is None for name, rows in given.items() if name != "seeds"):
             return None
         num_contexts, num_generations, num_drafts = sizes
         count = sizes.num_rows
@@ -271,20 +265,18 @@ class SpecMetadata:
             return torch.cat([rows[:num_contexts], generations[:, : num_drafts + 1].flatten()])
 
         def drawn() -> Tensor:
-            return torch.randint(2**62, (count,), dtype=torch.int64, device=temperatures.device)
+            device = given["temperatures"].device
+            return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
         positions = self._next_positions
         if positions is not None:  # of a padded pass the first; if there are too few, of no use
             positions = positions[:count] if len(positions) >= count else None
         if self.positions is not None:
             positions = of_step(self.positions)
-        return SamplingMetadata(
-            temperatures=of_step(temperatures),
-            top_ks=of_step(top_ks),
-            top_ps=of_step(top_ps),
-            seeds=drawn() if self.seeds is None else of_step(self.seeds),
-            positions=drawn() if positions is None else positions,
-        )
+        columns: dict[str, Any] = {
+            name: drawn() if rows is None else of_step(rows) for name, rows in given.items()
+        }
+        return SamplingMetadata(**columns, positions=drawn() if positions is None else positions)
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.
@@ -309,36 +301,31 @@ class SpecMetadata:
             raise ConfigError(
                 f"{len(requests)} requests in a batch of max_num_requests={self.max_num_requests}."
             )
-        rows: list[tuple[float, int, float, int]] = []
+        rows: list[RequestSampling] = []
         for request in requests:
             repeat = 1 + self.max_draft_len if _is_generation(request) else 1
             rows += [request_sampling_params(request)] * repeat
-        *buffers, slot_buffer = self._make_buffers(self.max_num_requests)
-        rows += [_NEUTRAL] * (buffers[0].shape[0] - len(rows))
-        for i, buffer in enumerate(buffers):
-            values = torch.tensor([row[i] for row in rows], dtype=buffer.dtype)
-            buffer.copy_(to_device(values, buffer.device))
+        buffers, slot_buffer = self._make_buffers(self.max_num_requests)
+        rows += [RequestSampling()] * (buffers.seeds.shape[0] - len(rows))
+        for buffer, values in zip(buffers, zip(*rows, strict=True), strict=True):
+            buffer.copy_(rows_to_tensor(list(values), buffer.dtype, buffer.device))
         if self.slot_ids is self._populated_slots:  # else it is the loop's own
             slots = [getattr(request, "py_seq_slot", None) for request in requests]
             self.slot_ids = self._populated_slots = self._written(slots, slot_buffer)
 
-    def _make_buffers(self, num_requests: int) -> tuple[Tensor, ...]:
-        """temperatures, top_ks, top_ps, seeds and slots: made on first use, or if too small."""
+    def _make_buffers(self, num_requests: int) -> tuple[SlotSampling, Tensor]:
+        """Rows of parameters, and slots: made on first use, or if too small."""
         count = (self.max_draft_len + 1) * num_requests
-        sizes = (count, count, count, count, num_requests)
-        made = self.temperatures, self.top_ks, self.top_ps, self.seeds, self._slot_buffer
-        is_enough = all(
-            buffer is not None and buffer.shape[0] >= size
-            for buffer, size in zip(made, sizes, strict=True)
-        )
-        if not is_enough:
-            dtypes = torch.float32, torch.int32, torch.float32, torch.int64, torch.int64
-            made = tuple(
-                torch.full((size,), value, dtype=dtype, device=self.buffer_device)
-                for size, value, dtype in zip(sizes, (*_NEUTRAL, 0), dtypes, strict=True)
-            )  # type: ignore[assignment]
-            self.temperatures, self.top_ks, self.top_ps, self.seeds, self._slot_buffer = made
-        return made  # type: ignore[return-value]
+        made = [getattr(self, name) for name in SlotSampling._fields]
+        slots = self._slot_buffer
+        is_enough = all(buffer is not None and buffer.shape[0] >= count for buffer in made)
+        if is_enough and slots is not None and slots.shape[0] >= num_requests:
+            return SlotSampling(*made), slots
+        buffers = SlotSampling.neutral(count, self.buffer_device)
+        for name, buffer in buffers._asdict().items():
+            setattr(self, name, buffer)
+        self._slot_buffer = torch.zeros(num_requests, dtype=torch.int64, device=self.buffer_device)
+        return buffers, self._slot_buffer
 
     def _written(self, slots: list[int | None], buffer: Tensor) -> Tensor | None:
         """The buffer's first places with these slots; None if no request has one."""
@@ -367,9 +354,6 @@ class SpecMetadata:
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-_NEUTRAL = (GREEDY_TEMPERATURE, NO_TOP_K, NO_TOP_P, 0)
 
 
 def _is_generation(request: Any) -> bool:

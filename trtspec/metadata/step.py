@@ -17,7 +17,7 @@ from ..utils import to_device
 from .attention import AttentionMetadata
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
-from .sampling import SamplingMetadata
+from .sampling import SamplingMetadata, SlotSampling
 
 if TYPE_CHECKING:
     from .spec import CapturedHiddenStates, SpecMetadata
@@ -135,13 +135,9 @@ class StepContext:
 
 def no_sampling(device: torch.device) -> SamplingMetadata:
     """Parameters of no rows: every request is greedy."""
-    none = torch.empty(0, device=device)
     return SamplingMetadata(
-        temperatures=none,
-        top_ks=none,
-        top_ps=none,
-        seeds=none,
-        positions=none,
+        **SlotSampling.neutral(0, device)._asdict(),
+        positions=torch.empty(0, dtype=torch.int64, device=device),
         all_greedy=True,
         has_filters=False,
     )
