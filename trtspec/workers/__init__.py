@@ -6,7 +6,7 @@ from ..acceptance.forced import (
     FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR,
     get_force_num_accepted_tokens,
 )
-from ..config import DecodingBaseConfig, EagleDecodingConfig, resolve_speculative_config
+from ..config import DecodingBaseConfig, HeadDecodingConfig, resolve_speculative_config
 from ..errors import ConfigError
 from ..metadata.mode import SpeculativeDecodingMode
 from ..utils import renamed
@@ -59,10 +59,10 @@ def create_worker(
             draft in parallel.
     """
     config = resolve_speculative_config(config)
-    if isinstance(config, EagleDecodingConfig) and config.max_draft_len == 0:
+    if isinstance(config, HeadDecodingConfig) and config.max_draft_len == 0:
         raise ConfigError(
-            "EagleDecodingConfig.max_draft_len=0 means the head's own, which `LLM` looks up; a "
-            "worker made alone needs the number."
+            f"{type(config).__name__}.max_draft_len=0 means the head's own, which `LLM` looks up; "
+            "a worker made alone needs the number."
         )
     mode = config.spec_dec_mode if config is not None else SpeculativeDecodingMode.NONE
     if mask_token_id is None:
