@@ -16,14 +16,8 @@ from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
 kernels = pytest.importorskip("trtspec.ops.tokens.triton_sampled", reason="needs triton")
-
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 V, K, SLOTS, CONTEXTS, GENERATIONS = 300, 3, 9, 1, 4
-
-
 SUBSET = torch.arange(0, V, 3)[:90]  # the target ids of a drafter that knows fewer tokens
 
 
