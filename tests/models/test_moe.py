@@ -32,7 +32,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.layers.experts import Experts, grouped_experts, route
+from trtspec.layers.experts import Experts, grouped_experts, route, router_logits
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.models.config import DecoderConfig, MoEConfig
@@ -180,6 +180,15 @@ def test_a_row_in_bf16_does_not_depend_on_the_rows_beside_it() -> None:
         together = layer(hidden.clone(), norm)
         for rows in range(1, 9):
             assert torch.equal(layer(hidden[:rows].clone(), norm), together[:rows])
+
+
+def test_a_rows_router_logits_do_not_depend_on_the_rows_beside_it() -> None:
+    """Bit for bit: a tie that falls the other way is another expert."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(n, 512, generator=generator).bfloat16() for n in (9, 160))
+    together = router_logits(x, weight)
+    for rows in range(1, 9):
+        assert torch.equal(router_logits(x[:rows], weight), together[:rows])
 
 
 def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:
