@@ -6,18 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import thinned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from doctor_sabotage import SABOTAGES, Clinic, Sabotage, is_named, is_silent
 
 pytestmark = pytest.mark.model
-TRIED = (
-    "layer ids in reverse order",
-    "norm_output true",
-    "d2t holds ids",
-    "halves of eh_proj swapped",
-)
+TRIED = thinned(
+    ["halves of eh_proj swapped", "layer ids in reverse order", "norm_output true",
+     "d2t holds ids"], 4,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def clinic() -> Clinic:
     return Clinic(num_prompts=6, max_tokens=40)
 
 
-@pytest.mark.parametrize("head", ["eagle3", "mtp"])
+@pytest.mark.parametrize("head", thinned(["eagle3", "mtp"], 2))
 def test_a_good_head_is_left_in_peace(clinic: Clinic, head: str) -> None:
     diagnosis = clinic.examine(head)
     assert is_silent(diagnosis), diagnosis.verdict

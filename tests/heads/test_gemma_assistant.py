@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import Script, run_random_schedule
+from matrix import covering
 from oracle import VOCAB, Oracle
 from oracle import random_prompts as executor_prompts
 from safetensors.torch import load_file, save_file
@@ -265,12 +266,10 @@ def oracles(pairs: dict[str, tuple[Path, Path]]) -> dict[str, Oracle]:
     return {family: Oracle(target) for family, (target, _) in pairs.items()}
 
 
-@pytest.mark.parametrize(
-    ("family", "one_model"), [*product(FAMILIES[:2], [True, False]), ("gemma4_small", True)]
-)
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("pool", [512, 100])
+@covering(**{
+    "family,one_model": [*product(FAMILIES[:2], [True, False]), ("gemma4_small", True)],
+    "chunked": [False, True], "overlap": [False, True], "pool": [512, 100],
+})  # fmt: skip
 def test_greedy_equals_transformers(
     pairs: dict[str, tuple[Path, Path]], oracles: dict[str, Oracle],
     family: str, one_model: bool, chunked: bool, overlap: bool, pool: int,

@@ -22,17 +22,9 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 
 SIZE = DEFAULTS["hidden_size"]
-
-
 LAYERS = 6
-
-
 IMAGE = 96  # the placeholder's id
-
-
 PROMPT = [5, 6, *[IMAGE] * 6, 7, 8, 9, IMAGE, IMAGE, 3]
-
-
 MASK = torch.tensor([token == IMAGE for token in PROMPT])
 
 

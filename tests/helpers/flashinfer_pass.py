@@ -27,11 +27,7 @@ def why_unavailable() -> str | None:
 
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the norm of a row's head
-
-
 MAX_SEQ_LEN = 40_000
-
-
 SALIENT = 8
 
 

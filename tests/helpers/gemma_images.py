@@ -17,11 +17,7 @@ from trtspec import (
 )
 
 SIZE, IMAGE = 48, 96  # 96 is the placeholder's id
-
-
 COUNT = 16
-
-
 WHOLE: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "model_type": "gemma3", "prefix": "language_model.model.",

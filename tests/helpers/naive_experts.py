@@ -39,11 +39,7 @@ _ROUTES = [  # experts, chosen, groups, searched groups, scoring, normalize, sca
     (36, 5, 3, 2, "softmax", True, 1.0),
     (6, 6, 1, 1, "softmax", False, 1.0),
 ]
-
-
 _FIELDS = ("experts", "top_k", "n_group", "topk_group", "scoring", "normalize", "scale")
-
-
 ROUTES = [dict(zip(_FIELDS, values, strict=True)) for values in _ROUTES]
 
 

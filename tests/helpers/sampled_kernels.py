@@ -19,14 +19,8 @@ kernels = pytest.importorskip("trtspec.ops.tokens.triton_sampled", reason="needs
 dependent_launch = pytest.importorskip("trtspec.ops.launch.triton").dependent_launch
 triton_filter = pytest.importorskip("trtspec.ops.tokens.triton_filter")
 triton_stats = pytest.importorskip("trtspec.ops.tokens.triton_stats")
-
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 V, K, SLOTS, CONTEXTS, GENERATIONS = 300, 3, 9, 1, 4
-
-
 SUBSET = torch.arange(0, V, 3)[:90]  # the target ids of a drafter that knows fewer tokens
 
 

@@ -14,11 +14,7 @@ from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.protocols import DraftInputs
 
 V, LENGTH, K, REQUESTS = 4, 3, 3, 100_000
-
-
 RULES = ["strict", "exact_match", "rejection", "block"]
-
-
 SUBSET = torch.tensor([0, 1, 1])  # a drafter that knows tokens 0, 2, 3 only: offsets
 
 

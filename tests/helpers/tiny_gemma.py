@@ -37,8 +37,6 @@ GEMMA: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-
-
 GEMMA["gemma4_unified_text"] = GEMMA["gemma4_text"]
 GEMMA["gemma4_small"] = {  # as E2B: three layers read the keys of layers 2 and 1
     **GEMMA["gemma4_text"], "num_hidden_layers": 6, "layer_types": [S, F, S, S, S, F],

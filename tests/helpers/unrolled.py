@@ -14,8 +14,6 @@ from trtspec.train.trainer import TrainConfig
 from trtspec.train.unroll import Sequences
 
 CPU, F32 = torch.device("cpu"), torch.float32
-
-
 CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3
 
 

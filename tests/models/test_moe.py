@@ -39,7 +39,7 @@ from trtspec.models.config import DecoderConfig, MoEConfig
 from trtspec.models.decoder import feed_forward
 from trtspec.models.drafters.mtp import mtp_decoder_config
 from trtspec.models.moe import MoE
-from trtspec.ops.experts.torch import grouped_experts, route
+from trtspec.ops.experts.torch import grouped_experts, route, router_logits
 from trtspec.train.new_head import NewHead, create_head
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -181,6 +181,15 @@ def test_a_row_in_bf16_does_not_depend_on_the_rows_beside_it() -> None:
         together = layer(hidden.clone(), norm)
         for rows in range(1, 9):
             assert torch.equal(layer(hidden[:rows].clone(), norm), together[:rows])
+
+
+def test_a_rows_router_logits_do_not_depend_on_the_rows_beside_it() -> None:
+    """Bit for bit: a tie that falls the other way is another expert."""
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(n, 512, generator=generator).bfloat16() for n in (9, 160))
+    together = router_logits(x, weight)
+    for rows in range(1, 9):
+        assert torch.equal(router_logits(x[:rows], weight), together[:rows])
 
 
 def test_an_overflow_stays_with_the_rows_that_chose_it() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import full, thinned
 
 from trtspec import (
     LLM,
@@ -132,8 +133,15 @@ def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+FEW = [
+    ("none", False, True), ("ngram", True, True), ("draft_target", True, False),
+    ("user_provided", False, True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("mode", "chunked", "overlap"), list(itertools.product(MODES, (False, True), (False, True)))
+    ("mode", "chunked", "overlap"),
+    list(itertools.product(MODES, (False, True), (False, True))) if full() else FEW,
 )
 def test_mixed_batches_in_a_tight_pool_equal_transformers(
     model_dir: Path, short_model_dir: Path, prompts: list[list[int]], expected: list[list[int]],
@@ -152,7 +160,7 @@ def test_mixed_batches_in_a_tight_pool_equal_transformers(
         assert llm.stats().acceptance_length > 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", thinned(MODES[::-1], 4))
 def test_batch_one_equals_transformers(
     model_dir: Path, short_model_dir: Path, prompts: list[list[int]], expected: list[list[int]],
     mode: str,
@@ -177,7 +185,16 @@ def bf16_texts(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("mode", "k"),
-    [("ngram", 4), ("ngram", 8), ("draft_target", 8), ("user_provided", 4), ("user_provided", 8)],
+    thinned(
+        [
+            ("ngram", 8),
+            ("ngram", 4),
+            ("draft_target", 8),
+            ("user_provided", 8),
+            ("user_provided", 4),
+        ],
+        3,
+    ),
 )
 def test_bf16_text_is_the_same_with_and_without_speculation(
     model_dir: Path, short_model_dir: Path, prompts: list[list[int]], bf16_texts: list[list[int]],

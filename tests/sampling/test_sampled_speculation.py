@@ -109,9 +109,9 @@ def test_a_seeded_request_says_the_same_in_any_company(folder: Path, mode: str, 
     assert llm.stats().num_preemptions > 0
 
 
-def test_two_hundred_requests(folder: Path) -> None:
+def test_many_requests(folder: Path) -> None:
     """Alone, together, the other way round, and preempted."""
-    prompts, params = requests(200, 12)
+    prompts, params = requests(200 if full() else 60, 12)
     config = config_of(folder, "eagle3", "rejection")
     expected = texts(engine(folder, config, max_batch_size=1), prompts, params)
     tight = KvCacheConfig(max_tokens=96, tokens_per_block=4)
