@@ -10,6 +10,7 @@ import random
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, TrtspecError
 from trtspec.models.decoder import Decoder
-from trtspec.models.drafters.base import DraftHead
+from trtspec.models.drafters.base import DraftHead, HeadConfig
+from trtspec.train.unroll import Sequences, unroll
 
 CPU, BIN, SAFE = torch.device("cpu"), "pytorch_model.bin", "model.safetensors"
 IDS, INNER = "eagle_aux_hidden_state_layer_ids", "transformer_layer_config"
@@ -427,6 +429,29 @@ def test_a_layer_number_without_end_is_no_mtp_layer(tmp_path: Path) -> None:
     edit_tensors(path, _put("model.layers." + "9" * 5000 + ".eh_proj.weight", torch.ones(48)))
     with pytest.raises(CheckpointError, match="1 tensors its config"):
         _target(path)
+
+
+class _Sum(DraftHead):
+    """A head without layers."""
+
+    advances_positions = False
+
+    def forward(self, input_ids: Tensor, _: Tensor, hidden_states: Tensor, *others: Any) -> Any:
+        out = self.embed(input_ids) + hidden_states
+        return out, out
+
+
+def test_a_head_without_layers_is_unrolled_and_keeps_no_kv(target: Decoder) -> None:
+    decoder = replace(target.config, num_layers=0)
+    head = _Sum(HeadConfig("sum", "sum", decoder, SIZE, VOCAB), 64, kv_group=1)
+    head.share(target)
+    assert head.kv_group_specs(torch.float32) == []
+    ids, hidden = torch.arange(8)[None], torch.ones(8, SIZE)
+    texts = Sequences(ids, ids >= 0, torch.zeros_like(ids), ids)
+    steps = list(unroll(head, texts, hidden, num_steps=2))
+    assert [step.hidden.shape for step in steps] == [(8, SIZE)] * 2
+    expected = target.embed_tokens.weight[1:3].sum(0) + 1  # row 0 reads tokens 1, then 2
+    torch.testing.assert_close(steps[1].hidden[0], expected)
 
 
 def test_a_head_without_its_target_is_checked(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ class Judged:
 class Rule(ABC):
     """One row of `rules.RULES`, or a wrapper around one (`Relaxed`, `Forced`).
 
-    To write one, write `judge`; it has no kernel then. Rules keep nothing between steps but what
-    `allocate_state` makes.
+    To write one, write `judge` and `accept`; it has no kernel then. Rules keep nothing between
+    steps but what `allocate_state` makes.
     """
 
     drawn: Drawn = Drawn.BEST

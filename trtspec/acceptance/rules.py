@@ -13,8 +13,8 @@ A greedy request's drafts are the drafter's best tokens and judged by exact matc
 but the last two. The kernel for all-greedy batches is CUDA C++ (`ops/tokens/greedy.py`), the one
 for batches with sampled requests is Triton (`ops/tokens/triton_sampled.py`).
 
-To add a rule: a file here with a subclass of `Rule`, a row of `RULES`, and its name in
-`ACCEPTANCE_RULES` beside the configs.
+To add a rule: a file here with a subclass of `Rule`, a row of `RULES`, and its name at the same
+place of `ACCEPTANCE_RULES` beside the configs.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def kv_locations(config: DecoderConfig) -> tuple[KVLocation, ...]:
 
 
 def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpec]:
-    """Returns the shapes of the model's groups, in their order."""
+    """Returns the shapes of the model's groups, in their order; none without layers."""
     locations = kv_locations(config)
     specs = []
-    for group in range(max(location.group for location in locations) + 1):
+    for group in range(max((location.group for location in locations), default=-1) + 1):
         layers = [i for i, location in enumerate(locations) if location.group == group]
         count = len({locations[i] for i in layers})  # of those with keys and values of their own
         window, kv_heads, head_dim, value_dim = _kind(config, layers[0])
