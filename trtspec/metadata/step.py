@@ -123,7 +123,7 @@ class StepContext:
         """Whether there are rows of parameters, be they greedy."""
         return self.sampling.temperatures.shape[0] > 0
 
-    def text_lens(self, lens: Tensor) -> Tensor:
+    def output_lens(self, lens: Tensor) -> Tensor:
         """lens [B] of accepted tokens -> those that are text: 0 for a context that ends inside its
         prompt, whose next token is known already."""
         contexts = self.sizes.num_contexts
