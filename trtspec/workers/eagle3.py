@@ -9,7 +9,7 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
 
 A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass.
 Pass 0 reads the last accepted token with the target's hidden state before it; later passes read as
-above. All of them see the target's KV up to p + n - 1 and nothing later, so they share one metadata.
+above. All of them see the target's KV up to p + n - 1 and nothing later, so they share metadata.
 
 Pass 0 rewrites the KV that drafting wrote from its feedback. So the head's KV is computed from the
 target's hidden state as soon as that is known (docs/architecture.md has a worked trace).
