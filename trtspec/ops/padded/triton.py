@@ -89,7 +89,7 @@ def _inputs_padded_kernel(
 def compact_rejected(
     query_starts: Tensor, num_rejected: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows that are left when the rejected ones leave the pass."""
+    """Removes rejected rows from the pass."""
     num_seqs = num_rejected.shape[0]
     starts = torch.empty_like(query_starts, dtype=torch.int32)
     rows = ints(query_starts, num_rows)
@@ -103,7 +103,7 @@ def compact_rejected(
 def _compact_kernel(
     start_ptr, rejected_ptr, new_start_ptr, row_ptr, num_seqs, num_rows, BLOCK: tl.constexpr
 ):
-    """Program b writes request b's rows, the last one what is left of the pass."""
+    """Program b writes request b's rows; the last one also fills the pass's end."""
     seq = tl.program_id(0)
     new_start = seq * 0
     for begin in range(0, seq, BLOCK):
@@ -149,7 +149,7 @@ def step_slots_and_lens(
 def expand_rows(
     target: TargetRows, num_proposals: int, extra: int, mask_token: int, padding_token: int
 ) -> ParallelRows:
-    """Makes the rows of the pass that reads mask tokens."""
+    """Builds the rows of a masked drafter's pass."""
     like, num_seqs = target.input_ids, target.next_tokens.shape[0]
     total = like.shape[0] + num_seqs * extra
     out = ParallelRows(

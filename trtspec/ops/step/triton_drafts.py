@@ -95,7 +95,7 @@ def _last_two_kernel(
 
 
 class _Masked(NamedTuple):
-    """Of `masked_rows`: what its rows follow from."""
+    """Inputs of `masked_rows`."""
 
     positions: Tensor  # [T] int64
     certain: Tensor  # [B] int64
@@ -115,7 +115,7 @@ def masked_rows(
     mask_token: int,
     offset: int,
 ) -> MaskedRows:
-    """Makes the accepted tokens and the masks after them."""
+    """Builds rows of the accepted tokens and of masks after them."""
     num_seqs = accepted.shape[0]
     out = MaskedRows(
         tokens=ints(accepted, num_seqs, num_rows, dtype=torch.int32),
@@ -204,7 +204,7 @@ def _target_ids_kernel(token_ptr, d2t_ptr, out_ptr, count, BLOCK: tl.constexpr):
 def limit_drafts(
     proposals: tuple[Tensor, ...], positions: Tensor, max_seq_len: int, max_draft_len: int
 ) -> Tensor:
-    """Puts proposals side by side, up to the maximum length."""
+    """Stacks proposals, up to the maximum length."""
     num_seqs = positions.shape[0]
     drafts = ints(positions, num_seqs, max_draft_len, dtype=torch.int32)
     _limit_kernel[(triton.cdiv(num_seqs, BLOCK),)](

@@ -1,7 +1,7 @@
 """Triton kernels of a step's rows and slots; each has its twin in `rows.py`.
 
-A program works on one request: these are bound by launching, not by arithmetic. KV groups and
-other lists of tensors are tuples, unrolled when a kernel is compiled.
+A program works on one request: launching takes longer than the arithmetic. KV groups and other
+lists of tensors are tuples, unrolled when a kernel is compiled.
 """
 # mypy: disallow-untyped-defs=False
 # (kernels are Triton's language, not Python's)
@@ -26,7 +26,7 @@ BLOCK = 128
 
 
 class Grid(NamedTuple):
-    """A matrix with a row per request; neither of its dimensions need be dense."""
+    """A matrix with a row per request, with any strides."""
 
     x: Tensor  # [B, R]
     seq_stride: int
@@ -38,7 +38,7 @@ class Grid(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What came out of a step."""
+    """A step's accepted tokens."""
 
     tokens: Tensor  # [B, K+1] int32, -1 past the length
     stride: int  # from row to row
@@ -46,7 +46,7 @@ class Accepted(NamedTuple):
 
 
 class _KvGroups(NamedTuple):
-    """Per KV group: where its blocks are, and where a pass's rows go."""
+    """Per KV group: its block table, and the slots of a pass's rows."""
 
     tables: tuple[Tensor, ...]  # [B, M] int32
     strides: tuple[int, ...]  # from row to row
@@ -67,7 +67,7 @@ class _KvGroups(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """What a step finds in the slots, and leaves there."""
+    """Slot state that a step reads and writes."""
 
     next_tokens: Tensor  # [S, K+1] int32
     stride: int  # from row to row
@@ -75,7 +75,7 @@ class _Slots(NamedTuple):
 
 
 class _StepOutputs(NamedTuple):
-    """Of `step`."""
+    """Outputs of `step`."""
 
     positions: Tensor  # [B * R] int64, guarded
     lens: Tensor  # [B] int32, KV lengths
@@ -167,7 +167,7 @@ def _step_kernel(
 
 @triton.jit
 def _store_slots(groups, seq, index, position, inside, mask):
-    """Where each KV group keeps these rows of one request; `position` is guarded."""
+    """Writes the KV slots of these rows of one request, per group; `position` is guarded."""
     for i in tl.static_range(len(groups.tables)):
         page_size = groups.page_sizes[i]
         page = position // page_size
@@ -273,7 +273,7 @@ def save_step(
     past_lens: Tensor,
     next_tokens: Tensor,
 ) -> None:
-    """Leaves the next step's inputs in the slots."""
+    """Writes the next step's inputs to the slots."""
     num_seqs, columns = new_tokens.shape
     rows = position_ids.shape[0] // max(num_seqs, 1)
     new = Accepted(new_tokens, new_tokens.stride(0), lens)

@@ -1,8 +1,8 @@
 """Penalties, biases, bans and min-p on the target's logits, before a token is chosen.
 
-Under speculation the row after draft i must see the text *and* drafts 1 … i, or the tokens would
-not be those of plain decoding. This comes before temperature and filters, and before a draft is
-judged by any rule.
+Under speculation the row after draft i must count the sequence *and* drafts 1 … i, or the tokens
+would not be those of plain decoding. This comes before temperature and filters, and before any rule
+judges a draft.
 
 Formulas: repetition penalty of Keskar et al. (2019), presence and frequency penalties of the
 OpenAI API, min-p of Nguyen et al. (2024).
@@ -35,7 +35,7 @@ def shape_logits(
     per_row = torch.cat([slots[:contexts], slots[contexts:].repeat_interleave(num_drafts + 1)])
     logits, counts = logits.float(), state.counts[per_row]
     seen = counts[contexts:].view(generations, num_drafts + 1, counts.shape[1])
-    for i in range(num_drafts):  # rows after draft i have it in their text
+    for i in range(num_drafts):  # rows after draft i have it in their sequence
         draft = drafts[:, i].to(torch.int64)
         one = (draft >= 0).to(torch.int32)[:, None, None].expand(-1, num_drafts - i, -1)
         index = draft.clamp_min(0)[:, None, None].expand(-1, num_drafts - i, -1)
@@ -62,8 +62,10 @@ def shape_logits(
 def _bad_words(
     state: LogitsState, slots: Tensor, per_row: Tensor, drafts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the last token of every word [R, W]; whether the text before each row, drafts included,
-    ends in the rest of it [R, W])."""
+    """Returns (the last token of every bad word [R, W], whether it would complete the word [R, W]).
+
+    It would if the tokens before the row, drafts included, end in the word's other tokens.
+    """
     contexts, width = slots.shape[0] - drafts.shape[0], state.tail.shape[1]
     texts = torch.cat([state.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
     before = torch.cat(

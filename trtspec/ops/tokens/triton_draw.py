@@ -1,10 +1,10 @@
-"""Drawing tokens in Triton: the target's after the accepted drafts, and the drafts themselves.
+"""Draws tokens in Triton: the target's after the accepted drafts, and drafts.
 
-    draw     requests x chunks   the best of each chunk in a race of p, or of what p leaves of q
+    draw     requests x chunks   the winner of each chunk under p, or under max(p - q, 0)
     finish   requests            the tokens
 
 A token is drawn as argmax of p / E with E standard exponential, which is the Gumbel trick without
-one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `sampling/draft.py`.
+one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `acceptance/draw.py`.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What comes out of a step."""
+    """A step's outputs."""
 
     tokens: Tensor  # [B, K+1] int32
     columns: int  # K+1
@@ -71,14 +71,14 @@ class Outcome(NamedTuple):
 
 
 class Race(NamedTuple):
-    """The winner of each chunk: of p, and with a memory then of what p leaves of q."""
+    """The winner of each chunk under p and, with a memory, under max(p - q, 0)."""
 
     scores: Tensor  # [items, 1 or 2, chunks] float32
     ids: Tensor  # [items, 1 or 2, chunks] int32
 
 
 class _DraftRows(NamedTuple):
-    """A row of draft logits for each request, and what was found out about it."""
+    """A row of draft logits for each request, and its statistics."""
 
     logits: Tensor  # [B, Vd]
     stride: int

@@ -25,13 +25,13 @@ _GROUP = 64  # parts that the filters read at a time
 
 
 class _Scratch(NamedTuple):
-    """Room in which the filters work."""
+    """Scratch memory of the filters."""
 
     parts: Tensor  # [R, P] float32, largest logit of every part
     num_parts: int
     live: Tensor  # [R, P] int32, the parts that hold candidates
     candidates: Tensor  # [R, CAPACITY] float32
-    places: Tensor  # [R, CAPACITY] int32, where they are
+    places: Tensor  # [R, CAPACITY] int32, their indices
 
 
 class _Sizes(NamedTuple):
@@ -64,7 +64,7 @@ def analyse(logits: Tensor, sampling: SamplingMetadata, launch: dict[str, bool])
     """Takes the statistics of every row, and filters the rows if a request asks for it.
 
     Args:
-        logits: [R, V], entries of a row side by side. sampling: R rows, contiguous.
+        logits: [R, V], each row contiguous. sampling: R rows, contiguous.
         launch: of `dependent_launch`.
     """
     rows, parts = take_statistics(logits, sampling, launch)
@@ -105,10 +105,13 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
 
 @triton.jit
 def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """A bound first, from the largest logit of every part: what is kept is not below the largest
-    key that k of these reach; or that some of these reach which together weigh top_p; or so far
-    down that all its like weigh less than 1 - top_p. What is not below the bound is put aside, from
-    those parts that have any, and the search goes on there."""
+    """Filters one row in two passes.
+
+    The largest logits of all parts give a lower bound of what passes: the largest key that k of
+    them reach (top-k), or that some of them reach which together weigh top_p. A key below which
+    everything together weighs less than 1 - top_p is a bound too. Logits above the bound are copied
+    aside as candidates, from the parts that have any. The search goes on among these.
+    """
     after_previous(PDL)
     CAPACITY: tl.constexpr = SIZES.CAPACITY
     PART: tl.constexpr = SIZES.PART
@@ -146,7 +149,7 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
         order = tl.cumsum(is_live.to(tl.int32), 0) - 1
         tl.store(scratch.live + row * num_parts + order, i, mask=is_live)
         num_live = tl.sum(is_live.to(tl.int32), 0)
-        tl.debug_barrier()  # before what other threads stored is read
+        tl.debug_barrier()  # other threads' stores must be done
         count = 0
         for start in range(0, num_live, GROUP):
             j = start + tl.arange(0, GROUP)
@@ -185,9 +188,11 @@ def _between(
     LOW_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Neighbouring keys between low and high: COUNTS: `wanted` values reach the first and not the
-    second. Otherwise: what is above the first weighs `wanted`, what is above the second does not.
-    Seven keys are tried at a time."""
+    """Returns neighbouring keys between low and high that enclose `wanted`.
+
+    With COUNTS `wanted` values reach the first key and not the second. Otherwise what is above the
+    first weighs `wanted`, and what is above the second does not. Seven keys are tried at a time.
+    """
     low, high = low.to(tl.int64), high.to(tl.int64)
     i = tl.arange(0, 8)
     while low + 1 < high:
@@ -211,8 +216,11 @@ def _between(
 
 @triton.jit
 def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr):
-    """(smallest key kept, last place at which it is, sum of what is kept). What is kept is not
-    below the bound; nor, without top-k, is `total` the sum of the values alone."""
+    """Returns (smallest key that passes, last index at which it passes, sum of what passes).
+
+    Nothing below the bound passes. Without top-k `total` is the sum over all logits, not over these
+    values alone.
+    """
     BLOCK: tl.constexpr = 1024
     highest = key_of(scale.base, LOW_BITS)
     threshold, equals, room, kept = bound, 0, 0x7FFFFFFF, total
@@ -256,8 +264,8 @@ def _values_at(values, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _around(values, key, scale, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """(logits above the key, logits with it, the weight of one of these, the sum of the weights of
-    those above)."""
+    """Returns (number of logits above the key, number at it, weight of one at it, sum of the
+    weights above)."""
     above, equals = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     value = float("-inf")
