@@ -19,7 +19,7 @@ class ModeTraits:
     """What a mode is and needs."""
 
     one_engine: bool = False  # the drafter is part of the target's forward
-    draft_model: bool = False  # a second checkpoint is loaded as a model of its own
+    draft_model: bool = False  # a second checkpoint is loaded, as a separate model
     kv_cache_rewind: bool = False
     kv_cache_recompute: bool = False  # first draft pass recomputes the KV of accepted tokens
     load_draft_weights: bool = False  # drafter weights come from another directory

@@ -78,7 +78,7 @@ class SpecMetadata:
     slot_ids: Tensor | None = None  # [B] int64 below slot_capacity, a row in per-slot state
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
     inputs_embeds: RowEmbeds | None = None  # rows with an embedding of the prompt, not a token's
-    next_inputs_embeds: RowEmbeds | None = None  # rows before such a one
+    next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token has such an embedding
     reread_embeds: RereadEmbeds | None = None  # the same for drafters that compute rows again
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None

@@ -82,8 +82,8 @@ def compact_rejected(
         (cumulative rows left [B+1] int32, the row of the pass that each of them was [T] int64, -1
         after the last).
     """
-    kept = (query_starts.diff() - num_rejected).clamp_min(0)
-    starts = torch.nn.functional.pad(kept.cumsum(0), (1, 0))  # [B+1] int64
+    left = (query_starts.diff() - num_rejected).clamp_min(0)
+    starts = torch.nn.functional.pad(left.cumsum(0), (1, 0))  # [B+1] int64
     rows = torch.arange(num_rows, device=starts.device)
     removed = query_starts[:-1] - starts[:-1]  # [B], before each request
     seq = torch.searchsorted(starts[1:], rows, right=True)  # B behind the last
@@ -223,9 +223,9 @@ def expand_rows(
     rows = torch.arange(total, device=device)
     # Rows past the last request count as its rows: far past its masks, so they are padding.
     seq = torch.searchsorted(new_starts[1:], rows, right=True).clamp(max=num_seqs - 1)
-    place = rows - new_starts[seq]
-    source = starts[seq] + place
-    past_bonus = place - bonus[seq]
+    index = rows - new_starts[seq]
+    source = starts[seq] + index
+    past_bonus = index - bonus[seq]
     is_rejected = (past_bonus >= num_proposals) | (counts == 0)[seq]
     is_masked = (past_bonus > 0) & ~is_rejected
     read = (source + 1 if shift else source).clamp(max=input_ids.shape[0] - 1)
@@ -235,11 +235,11 @@ def expand_rows(
     samples = (new_starts[:-1] + bonus)[:, None] + torch.arange(num_proposals, device=device)
     return ParallelRows(
         input_ids=ids.masked_fill(is_rejected, padding_token),
-        position_ids=torch.where(is_rejected, 0, first + place),
+        position_ids=torch.where(is_rejected, 0, first + index),
         is_rejected=is_rejected,
         is_masked=is_masked,
         rows_to_sample=samples.clamp(0, total - 1),
-        hidden_rows=torch.where(place < valid[seq], source, -1),
+        hidden_rows=torch.where(index < valid[seq], source, -1),
     )
 
 

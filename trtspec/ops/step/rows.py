@@ -196,8 +196,8 @@ def gather_rows(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """
     distinct = {id(state): state for state in states}
     gathered = gather_distinct(rows, tuple(distinct.values()))
-    places = dict(zip(distinct, gathered, strict=True))
-    return tuple(places[id(state)] for state in states)
+    gathered_of = dict(zip(distinct, gathered, strict=True))
+    return tuple(gathered_of[id(state)] for state in states)
 
 
 @twin(_DRAFT_KERNELS)

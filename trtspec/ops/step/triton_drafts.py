@@ -148,15 +148,15 @@ def _masked_rows_kernel(accepted, masked, out, num_seqs, total, BLOCK: tl.conste
     certain = tl.load(masked.certain + seq)
     start = tl.load(masked.positions + certain).to(tl.int64)
     is_known = row < length
-    place = accepted.tokens + seq * accepted.stride + row
-    token = tl.load(place, mask=mask & is_known, other=0)
+    entry = accepted.tokens + seq * accepted.stride + row
+    token = tl.load(entry, mask=mask & is_known, other=0)
     token = tl.where(is_known, token.to(tl.int32), masked.mask_token)
     tl.store(out.tokens + index, token, mask=mask)
     tl.store(out.positions + index, start + masked.offset + row, mask=mask)
     tl.store(out.sources + index, tl.where(is_known, certain + row, total), mask=mask)
     first = seq * rows + length - 1
-    place = out.proposing + row * num_seqs + seq
-    tl.store(place, first + row, mask=row < masked.num_proposals)
+    entry = out.proposing + row * num_seqs + seq
+    tl.store(entry, first + row, mask=row < masked.num_proposals)
     tl.store(out.last_positions + seq, start + length)
 
 
@@ -264,6 +264,6 @@ def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr):
     mask = column < columns
     length = tl.load(accepted.lens + seq)
     last = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
-    place = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
-    draft = tl.load(place, mask=mask & (column > 0), other=-1).to(tl.int32)
+    entry = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
+    draft = tl.load(entry, mask=mask & (column > 0), other=-1).to(tl.int32)
     tl.store(out_ptr + seq * columns + column, tl.where(column > 0, draft, last), mask=mask)

@@ -111,11 +111,11 @@ def step(
         lens=ints(positions, padded, dtype=torch.int32),
         ids=None if tokens is None else ints(positions, padded * rows),
     )
-    given = None if tokens is None else Grid.of(tokens)
+    token_grid = None if tokens is None else Grid.of(tokens)
     _step_kernel[(padded,)](
         Grid.of(positions),
         seq_lens,
-        given,
+        token_grid,
         groups,
         out,
         num_seqs,
@@ -146,8 +146,8 @@ def _step_kernel(
     in_batch = seq < num_seqs
     is_row = row < rows
     mask = is_row & in_batch
-    place = positions.x + seq * positions.seq_stride + row * positions.row_stride
-    position = tl.load(place, mask=mask, other=0).to(tl.int64) + advance
+    entry = positions.x + seq * positions.seq_stride + row * positions.row_stride
+    position = tl.load(entry, mask=mask, other=0).to(tl.int64) + advance
     inside = mask & (position < max_seq_len)
     position = tl.where(inside, position, 0)
     index = seq * rows + row
@@ -160,8 +160,8 @@ def _step_kernel(
         new_len = tl.minimum(tl.where(fits, known, 1), max_seq_len)
     tl.store(out.lens + seq, new_len.to(tl.int32))
     if out.ids is not None:
-        place = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
-        token = tl.load(place, mask=mask, other=0)
+        entry = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
+        token = tl.load(entry, mask=mask, other=0)
         tl.store(out.ids + index, token.to(tl.int64), mask=is_row)
 
 
@@ -172,8 +172,8 @@ def _store_slots(groups, seq, index, position, inside, mask):
         page_size = groups.page_sizes[i]
         page = position // page_size
         is_known = inside & (page < groups.widths[i])
-        place = groups.tables[i] + seq * groups.strides[i] + page
-        block = tl.load(place, mask=is_known, other=_NULL_BLOCK)
+        entry = groups.tables[i] + seq * groups.strides[i] + page
+        block = tl.load(entry, mask=is_known, other=_NULL_BLOCK)
         slot = block.to(tl.int64) * page_size + position % page_size
         tl.store(groups.slots[i] + index, tl.where(block != _NULL_BLOCK, slot, -1), mask=mask)
 

@@ -71,8 +71,8 @@ def accept_greedy(
     if relaxed is not None:
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)
     out = (accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests)
-    given = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
-    kernels.accept_greedy(*given, *rule, *_scratch(logits, batch), *out)
+    inputs = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
+    kernels.accept_greedy(*inputs, *rule, *_scratch(logits, batch), *out)
     return accepted
 
 

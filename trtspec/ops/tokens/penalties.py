@@ -67,9 +67,9 @@ def _bad_words(
     It would if the tokens before the row, drafts included, end in the word's other tokens.
     """
     contexts, width = slots.shape[0] - drafts.shape[0], state.tail.shape[1]
-    texts = torch.cat([state.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
+    tokens_so_far = torch.cat([state.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
     before = torch.cat(
-        [state.tail[slots[:contexts]], texts.unfold(1, width, 1).flatten(0, 1)]
+        [state.tail[slots[:contexts]], tokens_so_far.unfold(1, width, 1).flatten(0, 1)]
     )  # [R, L-1]
     words = state.words[per_row]
     rest, last = words[..., :-1], words[..., -1]
@@ -79,9 +79,9 @@ def _bad_words(
 def count_output(state: LogitsState, slots: Tensor, tokens: Tensor, lens: Tensor) -> None:
     """Adds a step's output to the state: tokens [B, K'+1] int32, of which lens [B] are new."""
     width = state.tail.shape[1]
-    texts = torch.cat([state.tail[slots], tokens.to(torch.int64)], dim=1)
-    places = lens[:, None] + torch.arange(width, device=lens.device)
-    state.tail[slots] = texts.gather(1, places.to(torch.int64))
+    tokens_so_far = torch.cat([state.tail[slots], tokens.to(torch.int64)], dim=1)
+    columns = lens[:, None] + torch.arange(width, device=lens.device)
+    state.tail[slots] = tokens_so_far.gather(1, columns.to(torch.int64))
     is_new = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
-    place = slots[:, None] * state.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
-    state.counts.view(-1).scatter_add_(0, place.flatten(), is_new.to(torch.int32).flatten())
+    entry = slots[:, None] * state.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
+    state.counts.view(-1).scatter_add_(0, entry.flatten(), is_new.to(torch.int32).flatten())

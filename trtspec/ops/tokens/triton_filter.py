@@ -31,7 +31,7 @@ class _Scratch(NamedTuple):
     num_parts: int
     live: Tensor  # [R, P] int32, the parts that hold candidates
     candidates: Tensor  # [R, CAPACITY] float32
-    places: Tensor  # [R, CAPACITY] int32, their indices
+    indices: Tensor  # [R, CAPACITY] int32, their indices
 
 
 class _Sizes(NamedTuple):
@@ -49,7 +49,7 @@ class _Values(NamedTuple):
     """Logits among which the filters search."""
 
     x: Tensor  # [length]
-    places: Tensor | None  # [length] int32, their indices; None: 0 … length-1
+    indices: Tensor | None  # [length] int32, their indices; None: 0 … length-1
     length: int
 
 
@@ -82,7 +82,7 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
         num_parts=num_parts,
         live=torch.empty(parts.shape, dtype=torch.int32, device=device),
         candidates=torch.empty((num_rows, capacity), dtype=torch.float32, device=device),
-        places=torch.empty((num_rows, capacity), dtype=torch.int32, device=device),
+        indices=torch.empty((num_rows, capacity), dtype=torch.int32, device=device),
     )
     sizes = _Sizes(
         CAPACITY=capacity,
@@ -159,15 +159,15 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
             logits_ptr = rows.logits + row * rows.stride
             x = clean(tl.load(logits_ptr + v, mask=v < rows.vocab, other=float("-inf")))
             is_candidate = (key_of(x, LOW_BITS) >= bound) & (v < rows.vocab)
-            place = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-            fits = is_candidate & (place < CAPACITY)
-            tl.store(scratch.candidates + row * CAPACITY + place, x, mask=fits)
-            tl.store(scratch.places + row * CAPACITY + place, v, mask=fits)
+            entry = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+            fits = is_candidate & (entry < CAPACITY)
+            tl.store(scratch.candidates + row * CAPACITY + entry, x, mask=fits)
+            tl.store(scratch.indices + row * CAPACITY + entry, v, mask=fits)
             count += tl.sum(is_candidate.to(tl.int32), 0)
         tl.debug_barrier()
         if count <= CAPACITY:
             offset = row * CAPACITY
-            found = _Values(scratch.candidates + offset, scratch.places + offset, count)
+            found = _Values(scratch.candidates + offset, scratch.indices + offset, count)
             threshold, last, kept = _search(found, top_k, top_p, scale, total, bound, LOW_BITS)
         else:
             whole = _Values(rows.logits + row * rows.stride, None, rows.vocab)
@@ -247,11 +247,11 @@ def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr):
             x = _values_at(values, start, BLOCK)
             is_equal = (key_of(x, LOW_BITS) == threshold) & (v < values.length)
             order = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-            place = v
-            if values.places is not None:
-                place = tl.load(values.places + v, mask=v < values.length, other=0)
-            place = tl.where(is_equal & (order == room), place, 0x7FFFFFFF)
-            last = tl.minimum(last, tl.min(place, 0))
+            entry = v
+            if values.indices is not None:
+                entry = tl.load(values.indices + v, mask=v < values.length, other=0)
+            entry = tl.where(is_equal & (order == room), entry, 0x7FFFFFFF)
+            last = tl.minimum(last, tl.min(entry, 0))
             seen += tl.sum(is_equal.to(tl.int32), 0)
     return threshold, last, kept
 

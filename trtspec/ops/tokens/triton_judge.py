@@ -174,8 +174,8 @@ def _left_kernel(rows, step, memory, left_ptr, SIZES: tl.constexpr, PDL: tl.cons
         q = draft_weight(memory, slot * memory.depths + after, v, rows.vocab, temperature)
         rest = weight * p - q
         left = tl.sum(tl.where(rest > 0, rest, 0.0), 0)
-    place = (generation * (ROWS - 2) + after - 1) * rows.chunks + chunk
-    tl.store(left_ptr + place, left)
+    entry = (generation * (ROWS - 2) + after - 1) * rows.chunks + chunk
+    tl.store(left_ptr + entry, left)
 
 
 @triton.jit
@@ -223,9 +223,9 @@ def _judge_kernel(
                 keep = weight
                 if i + 1 < ROWS - 1:
                     c = tl.arange(0, SIZES.CHUNKS)
-                    place = ((request - step.num_contexts) * (ROWS - 2) + i) * rows.chunks
+                    entry = ((request - step.num_contexts) * (ROWS - 2) + i) * rows.chunks
                     inside = is_generation & (c < rows.chunks)
-                    left = tl.sum(tl.load(left_ptr + place + c, mask=inside, other=0.0), 0)
+                    left = tl.sum(tl.load(left_ptr + entry + c, mask=inside, other=0.0), 0)
                     inner = left / tl.maximum(left + 1.0 - weight, 1e-30)
                     after = tl.load(drafts_ptr + i + 1, mask=is_generation, other=-1)
                     keep = tl.where(after >= 0, inner, weight)

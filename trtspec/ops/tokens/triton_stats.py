@@ -95,13 +95,13 @@ def _stats_kernel(rows, parts_ptr, PART: tl.constexpr, CHUNK: tl.constexpr, PDL:
     base = tl.where(best > float("-inf"), best, 0.0)
     total = tl.sum(tl.exp((x - base) / divisor_of(tl.load(rows.temperatures + row))), 0)
     index = chunk * CHUNK + tl.argmax(x, 0).to(tl.int32)
-    place = row * rows.chunks + chunk
-    tl.store(rows.best + place, best)
-    tl.store(rows.totals + place, total)
-    tl.store(rows.indices + place, tl.where(has_nan, -1 - index, index))
+    entry = row * rows.chunks + chunk
+    tl.store(rows.best + entry, best)
+    tl.store(rows.totals + entry, total)
+    tl.store(rows.indices + entry, tl.where(has_nan, -1 - index, index))
     if parts_ptr is not None:
         parts = tl.max(tl.reshape(x, [CHUNK // PART, PART]), 1)
-        tl.store(parts_ptr + place * (CHUNK // PART) + tl.arange(0, CHUNK // PART), parts)
+        tl.store(parts_ptr + entry * (CHUNK // PART) + tl.arange(0, CHUNK // PART), parts)
 
 
 @triton.jit
@@ -160,8 +160,8 @@ def filtered(rows, row, x, v, LOW_BITS: tl.constexpr):
 def probabilities(rows, row, v, temperature, SIZES: tl.constexpr):
     """Returns p of the tokens v of a sampled row, filters included."""
     base, total = row_total(rows, row, temperature, SIZES.CHUNKS)
-    place = rows.logits + row * rows.stride + v
-    x = clean(tl.load(place, mask=v < rows.vocab, other=float("-inf")))
+    entry = rows.logits + row * rows.stride + v
+    x = clean(tl.load(entry, mask=v < rows.vocab, other=float("-inf")))
     if rows.kept is not None:
         total = tl.load(rows.kept + row)
         x = filtered(rows, row, x, v, SIZES.LOW_BITS)
