@@ -30,13 +30,14 @@ Messages = Sequence[dict[str, Any]]
 class LLM:
     """A model with an optional drafter, ready to generate.
 
-    Any number of threads may call it: each step, and each output that is made, holds a lock. As a
-    context manager it shuts down at the end.
+    Any number of threads may call it: a lock is held for each step, and while an output is built.
+    As a context manager it shuts down at the end.
 
     Args: those of `EngineConfig` (`trtspec/config/engine.py`), by the same names.
 
     Raises:
-        ConfigError, CheckpointError: with what was given, what is allowed and what to do.
+        ConfigError, CheckpointError: the message says what was passed, what is allowed and what to
+            do.
     """
 
     @takes_fields_of(EngineConfig)
@@ -51,8 +52,9 @@ class LLM:
         self._lock = threading.RLock()
 
     def shutdown(self) -> None:
-        """Cancels what still runs and gives the memory back at once, the GPU's too. What was
-        generated can still be read; anything new raises RequestError. A second call does nothing.
+        """Cancels all requests and frees the memory at once, the GPU's too.
+
+        Outputs can be read afterwards. New requests raise RequestError. A second call does nothing.
         """
         with self._lock:
             self.executor.shutdown()
@@ -65,7 +67,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model's directory; None if it has none. Another may be set while nothing runs."""
+        """The model's tokenizer, or None. Another may be set while no request runs."""
         return self._texts.tokenizer
 
     @tokenizer.setter
@@ -82,7 +84,7 @@ class LLM:
 
     @property
     def acceptance(self) -> str | None:
-        """How drafts of sampled requests are judged; None without speculation."""
+        """The acceptance rule for drafts of sampled requests; None without speculation."""
         config = self.executor.worker.config
         return None if config is None else config.acceptance
 
@@ -92,7 +94,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Any:
-        """Completes text, or token ids as they are.
+        """Completes prompts of text or token ids.
 
         Args:
             prompts: one prompt (text, a list of ids or an `EmbedsPrompt`) or a list of prompts.
@@ -100,7 +102,7 @@ class LLM:
 
         Returns:
             A `RequestOutput` for one prompt, a list of them (in order) for a list. A request
-            that failed while running has finish_reason "error" and says why in `.error`.
+            that failed while running has finish_reason "error" and the reason in `.error`.
 
         Raises:
             RequestError: a prompt or parameter is not allowed; then nothing was started.
@@ -130,7 +132,7 @@ class LLM:
     def generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> RequestStream:
-        """An iterator with a snapshot after every step that brought tokens, the last finished.
+        """Returns an iterator of snapshots, one after each step with new tokens, the last finished.
 
         Several streams may be open; advancing one advances the others. Closing or dropping the
         iterator early cancels its request. The request is checked and queued at once, not at
@@ -167,7 +169,7 @@ class LLM:
 
     # -- tokens and text -----------------------------------------------------------------------
     def apply_chat_template(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers.
+        """Returns the token ids of a conversation, up to where the assistant answers.
 
         Raises:
             RequestError: the messages do not fit the template, or the model has none.
@@ -183,7 +185,7 @@ class LLM:
             return self.tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as error:  # a template is code, which may raise anything
+        except Exception as error:  # a template is code and may raise anything
             raise RequestError(
                 f"The chat template cannot render {shown(messages)} ({type(error).__name__}: "
                 f"{error}). Give a list of {{'role': …, 'content': …}}."
@@ -230,7 +232,7 @@ class LLM:
         ]
 
     def _join(self, outputs: list[RequestOutput], requests: list[Request]) -> RequestOutput:
-        """The completions of one prompt as one output."""
+        """Joins the completions of one prompt to one output."""
         if len(outputs) == 1:
             return outputs[0]
         completions = [replace(o.outputs[0], index=i) for i, o in enumerate(outputs)]
@@ -245,7 +247,7 @@ class LLM:
         )
 
     def advance(self) -> None:
-        """One step of the executor. The lock is held for a step, not for a generation."""
+        """Runs one step of the executor. The lock is held for a step, not for a generation."""
         with self._lock:
             self.executor.step()
 
@@ -269,11 +271,11 @@ class LLM:
         return prompt, self.tokenizer.encode(prompt, verbose=False)  # length is checked later
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
-        """The same, `bad_words` as token ids.
+        """Returns the same parameters with `bad_words` as token ids.
 
         Raises:
-            RequestError: text was given, to stop at or to avoid, and there is no tokenizer; or it
-                is too many tokens.
+            RequestError: `stop` or `bad_words` hold text and there is no tokenizer, or a bad word
+                has too many tokens.
         """
         words = params.bad_words or ()
         has_text = any(isinstance(word, str) for word in words)
@@ -311,8 +313,8 @@ class LLM:
     def snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
     ) -> RequestOutput:
-        """A request's output so far; the `_diff` fields start at what was seen."""
-        with self._lock:  # tokens, text and finish_reason of one moment
+        """Returns a request's output so far. The `_diff` fields start after what was seen."""
+        with self._lock:  # tokens, text and finish_reason belong to one step
             return self._snapshot(request, prompt, seen_tokens, seen_text)
 
     def _snapshot(
@@ -343,8 +345,10 @@ class LLM:
 
 
 class RequestTexts:
-    """The text of each request's tokens. It knows no engine, so that the executor, which asks it
-    for stop strings, does not hold the `LLM` that holds the executor."""
+    """The text of each request's tokens, and stop strings in it.
+
+    The executor calls it for stop strings. It holds no engine, so that there is no reference cycle.
+    """
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -390,7 +394,7 @@ class RequestStream(Iterator[RequestOutput]):
         return output
 
     def close(self) -> None:
-        """Cancels the request if it still runs."""
+        """Cancels the request unless it has finished."""
         self._is_done = True
         self._llm.abort(self._request.request_id)
 
@@ -403,7 +407,7 @@ class RequestStream(Iterator[RequestOutput]):
 
 @contextmanager
 def _saying_which(number: int, count: int) -> Iterator[None]:
-    """RequestErrors say which of several prompts they are about."""
+    """Adds the prompt's number to a RequestError, if there are several prompts."""
     try:
         yield
     except RequestError as error:
@@ -412,7 +416,7 @@ def _saying_which(number: int, count: int) -> Iterator[None]:
 
 
 def _with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is parts of text, as OpenAI's API has it, as text."""
+    """Joins a message's parts of text (OpenAI's form) to one text."""
     parts = message.get("content")
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return message
@@ -426,7 +430,7 @@ def _with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(prompt: Any) -> Any:
-    """numpy arrays and tensors as lists."""
+    """Converts numpy arrays and tensors to lists."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
@@ -441,14 +445,14 @@ def _is_token_list(prompts: object) -> bool:
 
 
 def _params_per_prompt(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    params = list(given) if isinstance(given, list | tuple) else []
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    params = list(sampling_params) if isinstance(sampling_params, list | tuple) else []
     if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(
-            f"sampling_params={given!r} for {count} prompt(s): give one SamplingParams for all, "
-            "or a list with one for each."
+            f"sampling_params={sampling_params!r} for {count} prompt(s): give one SamplingParams "
+            "for all, or a list with one for each."
         )
     return params

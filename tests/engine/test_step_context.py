@@ -29,7 +29,7 @@ def test_what_a_loop_leaves_out_is_neutral() -> None:
     assert step.draft_len == 3 and not step.has_slots and not step.has_sampling
     assert step.sampling.all_greedy and step.next_prompt_tokens.tolist() == [-1]
     lens = torch.tensor([1, 3, 2], dtype=torch.int32)
-    assert step.text_lens(lens).tolist() == [1, 3, 2]
+    assert step.output_lens(lens).tolist() == [1, 3, 2]
     assert _step(_spec(runtime_draft_len=1), SIZES).draft_len == 1
 
 
@@ -37,7 +37,7 @@ def test_a_sample_inside_the_prompt_is_no_text() -> None:
     step = _step(
         _spec(next_prompt_tokens=torch.tensor([7, -1], dtype=torch.int32)), StepSizes(2, 1, 3)
     )
-    assert step.text_lens(torch.tensor([1, 1, 4])).tolist() == [0, 1, 4]
+    assert step.output_lens(torch.tensor([1, 1, 4])).tolist() == [0, 1, 4]
 
 
 def test_rows_of_parameters_are_drawn_once_in_a_step() -> None:

@@ -16,7 +16,7 @@ from tiny_heads import mtp_model_dir
 from trtspec import LLM, KvCacheConfig, MTPDecodingConfig, SamplingParams, SpecMetadata
 from trtspec.acceptance.relaxed import (
     NOT_THINKING,
-    delta_of_text,
+    delta_of_request,
     next_deltas,
     relaxed_acceptance,
     relaxed_matches,
@@ -78,7 +78,7 @@ def test_a_difference_of_probabilities_not_a_ratio() -> None:
 
 def test_who_thinks() -> None:
     def of(prompt: list[int], output: Sequence[int] = ()) -> float:
-        return delta_of_text(prompt, output, BEGIN, END, 0.6)
+        return delta_of_request(prompt, output, BEGIN, END, 0.6)
 
     assert of([1, 2]) == NOT_THINKING and of([]) == NOT_THINKING
     assert of([BEGIN, 1, 2]) == of([1, BEGIN]) == of([BEGIN, 1, END, BEGIN]) == 0.6

@@ -1,4 +1,4 @@
-"""Drawing the drafts of sampled requests, and keeping what they were drawn from."""
+"""Draws the drafts of sampled requests, and keeps what they were drawn from."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .rejection import scaled_logits
 
 @dataclass(frozen=True)
 class DraftSampler:
-    """Draws the drafts of one step; a greedy request's are its drafter's best tokens."""
+    """Draws the drafts of one step. Greedy requests take their drafter's best tokens."""
 
     temperatures: Tensor  # [B] float32
     seeds: Tensor  # [B] int64
-    slots: Tensor  # [B] int64, for the memory; [0] without one in a loop that has no slots
-    memory: DraftMemory | None  # None: what was drawn from need not be known again
+    slots: Tensor  # [B] int64, for the memory; [0] in a loop that has neither memory nor slots
+    memory: DraftMemory | None  # None: the rule does not ask what drafts were drawn from
 
     @staticmethod
     def of(step: StepContext, memory: DraftMemory | None) -> DraftSampler:
@@ -44,10 +44,10 @@ class DraftSampler:
     def draw(
         self, logits: Tensor, d2t: Tensor | None, last_positions: Tensor, depth: int
     ) -> Tensor:
-        """One draft per request.
+        """Draws one draft per request.
 
-        Without a memory the noise is the target's own at that position, so that its sample is
-        likely the same token (a coupling by common Gumbel noise); with one it is the draft's.
+        With a memory the noise is the draft's. Without one it is the noise with which the target
+        samples at that position, so that both are likely to choose the same token.
 
         Args:
             logits: [B, Vd]. d2t: [Vd] offsets from draft to target ids.
@@ -82,8 +82,8 @@ class DraftSampler:
         is_sampled = self.temperatures > 0
         drafts = torch.where(is_sampled, (scaled + noise).argmax(-1), scaled.argmax(-1))
         if self.memory is not None:
-            place = self.slots, depth
-            self.memory.logits[place] = logits.to(self.memory.logits.dtype)
-            self.memory.best[place], self.memory.log_sum[place] = best, log_sum
-            self.memory.log_q[place] = scaled.gather(1, drafts[:, None])[:, 0] - log_sum
+            entry = self.slots, depth
+            self.memory.logits[entry] = logits.to(self.memory.logits.dtype)
+            self.memory.best[entry], self.memory.log_sum[entry] = best, log_sum
+            self.memory.log_q[entry] = scaled.gather(1, drafts[:, None])[:, 0] - log_sum
         return (drafts if d2t is None else drafts + d2t[drafts]).to(torch.int32)

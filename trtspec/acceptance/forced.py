@@ -1,7 +1,7 @@
 """Forced acceptance: for debugging and for timing a step at a chosen acceptance.
 
 The environment variable is TensorRT-LLM's and counts *draft* tokens, bonus excluded. Output of a
-forced run is not the model's text; every statistic that reports one says so.
+forced run is not the model's; every statistic that reports one says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Forced(Rule):
-    """Another rule whose number of accepted drafts is given."""
+    """Wraps a rule and replaces its number of accepted drafts."""
 
     rule: Rule
     num_drafts: float  # > 0; a fraction is the probability of one more
@@ -35,31 +35,35 @@ class Forced(Rule):
     def drawn(self) -> Drawn:  # type: ignore[override]
         return self.rule.drawn
 
-    def judge(self, given: Candidates) -> Judged:
-        judged = self.rule.judge(given)
+    def judge(self, candidates: Candidates) -> Judged:
+        judged = self.rule.judge(candidates)
         lens = forced_lens(
-            judged.lens, self.num_drafts, given.num_contexts, given.num_drafts, given.sampling
+            judged.lens,
+            self.num_drafts,
+            candidates.num_contexts,
+            candidates.num_drafts,
+            candidates.sampling,
         )
         return replace(judged, lens=lens)
 
-    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rule.accept(given, tokens)
+    def accept(self, candidates: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rule.accept(candidates, tokens)
 
-    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        """A fraction has no kernel."""
+    def by_kernel(self, candidates: Candidates, forced_len: int = 0) -> Accepted | None:
+        """Returns None for a fraction, which no kernel serves."""
         if self.num_drafts != int(self.num_drafts):
             return None
-        return self.rule.by_kernel(given, min(int(self.num_drafts), given.num_drafts) + 1)
+        return self.rule.by_kernel(candidates, min(int(self.num_drafts), candidates.num_drafts) + 1)
 
-    def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:
-        self.rule.update(given, tokens, lens)
+    def update(self, candidates: Candidates, tokens: Tensor, lens: Tensor) -> None:
+        self.rule.update(candidates, tokens, lens)
 
 
 def get_force_num_accepted_tokens() -> float:
-    """The number of draft tokens to accept in every step; 0 is off.
+    """Returns the number of draft tokens to accept in every step; 0 is off.
 
-    Unset or 0 is off; a fraction is the probability of one more; anything that is not a
-    non-negative finite number warns and is off.
+    A fraction is the probability of one more. Unset is off. Anything but a finite number >= 0 is
+    off too, with a warning.
     """
     text = os.environ.get(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR)
     if text is None:
@@ -81,27 +85,27 @@ def get_force_num_accepted_tokens() -> float:
 def force_accepted_lens(
     lens: Tensor, forced: float, num_draft_tokens: int, seeds: Tensor, positions: Tensor
 ) -> Tensor:
-    """lens [G] -> [G] int32, min(forced + 1, K + 1), the fraction drawn per row.
+    """Returns forced lengths: lens [G] -> [G] int32, min(forced + 1, K + 1).
 
     Args:
-        forced: draft tokens to accept, > 0.
-        seeds, positions: [G] int64, the key of the noise behind the fraction.
+        forced: draft tokens to accept, > 0. A fraction is drawn for each request.
+        seeds, positions: [G] int64, keys of that noise.
     """
     forced = min(forced, num_draft_tokens)
-    whole, fraction = int(forced), forced - int(forced)
+    count, fraction = int(forced), forced - int(forced)
     extra = uniform_noise(seeds, positions, NoiseStream.FORCED, 1)[:, 0] < fraction
-    total = whole + 1 + extra.to(torch.int32)
+    total = count + 1 + extra.to(torch.int32)
     return total.clamp(max=num_draft_tokens + 1).to(torch.int32).expand_as(lens)
 
 
 def forced_lens(
     lens: Tensor, forced: float, num_contexts: int, num_drafts: int, sampling: SamplingMetadata
 ) -> Tensor:
-    """lens [B] -> [B] int32, forced for generations.
+    """Returns lens [B] -> [B] int32, forced for generations.
 
     Args:
         forced: draft tokens to accept, > 0.
-        sampling: keys the noise behind a fraction; without rows it is drawn anew each time.
+        sampling: keys the noise of a fraction. Without rows that noise is drawn anew each time.
     """
     generations = lens[num_contexts:]
     if generations.shape[0] == 0:

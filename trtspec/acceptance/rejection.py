@@ -1,12 +1,13 @@
 """Lossless acceptance of drafts that were drawn from a known distribution.
 
-With p the target's distribution at a row and q the draft's, a draft d ~ q is kept with probability
-min(1, p(d) / q(d)); where the first one is not, what comes out is drawn from norm(max(p - q, 0)).
-The text is then distributed as the target's own (Leviathan et al., 2023; Chen et al., 2023). Block
-verification judges all drafts of a step together and keeps at least as many (Sun et al., 2024).
+With p the target's distribution at a row and q the drafter's, a draft d ~ q is accepted with
+probability min(1, p(d) / q(d)). The token after the accepted drafts is drawn from
+norm(max(p - q, 0)) if a draft was rejected, else from p. The output is then distributed as the
+target's (Leviathan et al., 2023; Chen et al., 2023). Block verification judges all drafts of a step
+together and accepts at least as many (Sun et al., 2024).
 
-All noise is keyed by the request's seed, the token's position and its depth in the step: what one
-step drew for a position and threw away, the next step does not meet again.
+All noise is keyed by the request's seed, the token's position and its depth in the step. So the
+next step never meets the noise of a draft that was rejected at the same position.
 
 Sizes: G requests, K drafts verified, V target tokens, Vd draft tokens.
 """
@@ -31,7 +32,7 @@ from .target import sample_target_tokens
 
 @dataclass(frozen=True)
 class DraftDistributions:
-    """What the drafts of a step were drawn from; logits as drafted, before temperature."""
+    """The distributions that a step's drafts were drawn from. Logits are before temperature."""
 
     logits: Tensor  # [G, K, Vd]
     log_q: Tensor  # [G, K] float32, of the drafts themselves
@@ -39,12 +40,12 @@ class DraftDistributions:
 
     @staticmethod
     def of(memory: DraftMemory, slots: Tensor, num_drafts: int) -> DraftDistributions:
-        """Of the first `num_drafts` drafts in these slots [G]."""
+        """Gathers those of the first `num_drafts` drafts in these slots [G]."""
         logits, log_q = memory.logits[slots, :num_drafts], memory.log_q[slots, :num_drafts]
         return DraftDistributions(logits, log_q, memory.target_ids)
 
     def probabilities(self, temperatures: Tensor, vocab_size: int, rows: Tensor) -> Tensor:
-        """q of one row per request, in the target's vocabulary: [G, V] float32.
+        """Returns q of one row per request over the target's vocabulary, [G, V] float32.
 
         Args:
             temperatures: [G], > 0. rows: [G] int64 in 0 … K-1.
@@ -62,20 +63,24 @@ Verdict = Callable[[Tensor, Tensor, DraftDistributions, SamplingMetadata], tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection(Match):
-    """Rules `rejection` and `block`: exact match where nobody remembered what was drawn from."""
+    """Rules `rejection` and `block`. Without a `DraftMemory` they are exact match."""
 
     verdict: Verdict
     is_block: bool = False
     drawn: Drawn = Drawn.REMEMBERED
 
-    def judge(self, given: Candidates) -> Judged:
-        """Exact match for greedy requests, the verdict for sampled ones."""
-        memory, sampling, slots = given.memory, given.sampling, given.step.slot_ids
-        if memory is None or sampling.all_greedy or not given.drafts.numel():
-            return super().judge(given)
-        contexts, num_drafts, drafts = given.num_contexts, given.num_drafts, given.drafts
-        logits, bad_rows = clean_logits(given.logits)
-        tokens, lens = self.accept(given, greedy_tokens(logits))  # right for greedy requests
+    def judge(self, candidates: Candidates) -> Judged:
+        """Judges greedy requests by exact match, sampled ones by the verdict."""
+        memory, sampling, slots = candidates.memory, candidates.sampling, candidates.step.slot_ids
+        if memory is None or sampling.all_greedy or not candidates.drafts.numel():
+            return super().judge(candidates)
+        contexts, num_drafts, drafts = (
+            candidates.num_contexts,
+            candidates.num_drafts,
+            candidates.drafts,
+        )
+        logits, bad_rows = clean_logits(candidates.logits)
+        tokens, lens = self.accept(candidates, greedy_tokens(logits))  # right for greedy requests
         if contexts:
             sampling_of_contexts = sampling.select(slice(contexts))
             first, _ = sample_target_tokens(logits[:contexts], sampling_of_contexts)
@@ -98,14 +103,14 @@ class Rejection(Match):
             bad_rows=bad_rows,
         )
 
-    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        if given.sampling.all_greedy:
-            return super().by_kernel(given, forced_len)
-        return sampled_kernel(given, forced_len, is_remembered=True, is_block=self.is_block)
+    def by_kernel(self, candidates: Candidates, forced_len: int = 0) -> Accepted | None:
+        if candidates.sampling.all_greedy:
+            return super().by_kernel(candidates, forced_len)
+        return sampled_kernel(candidates, forced_len, is_remembered=True, is_block=self.is_block)
 
 
 def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """log p [R, V] float32 of what a sampled request's token is drawn from, filters included.
+    """Returns log p [R, V] float32 of the target, after temperature and filters.
 
     Args:
         logits: [R, V], no NaN. sampling: R rows; a greedy row's temperature counts as 1.
@@ -115,8 +120,11 @@ def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
 
 
 def scaled_logits(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """((logits - best) / T [R, V] float32, best [R] float32): with the best at 0 a tiny temperature
-    overflows nowhere. A greedy row's temperature counts as 1."""
+    """Returns ((logits - best) / T [R, V] float32, best [R] float32).
+
+    The best is at 0 so that a tiny temperature overflows nowhere. A greedy row's temperature counts
+    as 1.
+    """
     logits = logits.float().clamp(max=torch.finfo(torch.float32).max)
     best = logits.amax(-1)
     divisors = torch.where(temperatures > 0, temperatures, 1.0)
@@ -129,17 +137,17 @@ def token_rejection(
     """Judges draft after draft.
 
     Args:
-        log_p: [G, K+1, V]. drafts: [G, K] int32, -1 is none, and none follows.
-        sampling: [G * (K+1)] rows; `positions` are those of the tokens to be decided.
+        log_p: [G, K+1, V]. drafts: [G, K] int32; -1 is no draft, and only -1 follows it.
+        sampling: [G * (K+1)] rows; `positions` are those of the tokens to be chosen.
 
     Returns:
-        (number of drafts kept [G] int64, the token that comes after them [G] int32).
+        (number of accepted drafts [G] int64, the token after them [G] int32).
     """
     log_ratio = _log_p_of(log_p, drafts) - draft.log_q
-    is_kept = (_coins(sampling, drafts).log() < log_ratio) & (drafts >= 0)
-    count = is_kept.to(torch.int64).cumprod(1).sum(1)
-    whole = log_p.new_ones(drafts.shape[0])
-    return count, _next_token(log_p, drafts, draft, sampling, count, whole)
+    is_accepted = (_coins(sampling, drafts).log() < log_ratio) & (drafts >= 0)
+    count = is_accepted.to(torch.int64).cumprod(1).sum(1)
+    no_scale = log_p.new_ones(drafts.shape[0])
+    return count, _next_token(log_p, drafts, draft, sampling, count, no_scale)
 
 
 def block_rejection(
@@ -148,9 +156,10 @@ def block_rejection(
     """Judges the drafts of a step together; arguments and result as in `token_rejection`.
 
     Sun et al., "Block verification accelerates speculative decoding" (2024), algorithm 2: with
-    w[0] = 1 and w[i] = min(w[i-1] p(d[i]) / q(d[i]), 1), the first i drafts are kept for the
-    largest i whose coin is at most h[i] = s / (s + 1 - w[i]), s the sum of max(w[i] p - q, 0) over
-    what follows them; the last one's h is w itself. What comes next is drawn from that difference.
+    w[0] = 1 and w[i] = min(w[i-1] p(d[i]) / q(d[i]), 1), the first i drafts are accepted for the
+    largest i whose coin is at most h[i] = s / (s + 1 - w[i]). Here s is the sum of
+    max(w[i] p - q, 0) over the vocabulary at the next position. For the last draft h[i] = w[i]. The
+    token after the accepted drafts is drawn from that difference.
     """
     num_requests, num_drafts = drafts.shape
     if num_drafts == 0:
@@ -178,13 +187,13 @@ def block_rejection(
 
 
 def _log_p_of(log_p: Tensor, drafts: Tensor) -> Tensor:
-    """[G, K] float32, the target's log probability of each draft."""
+    """Returns the target's log probability of each draft, [G, K] float32."""
     ids = drafts.clamp_min(0).to(torch.int64)[..., None]
     return log_p[:, :-1].gather(-1, ids)[..., 0]
 
 
 def _coins(sampling: SamplingMetadata, drafts: Tensor) -> Tensor:
-    """[G, K] float32 in (0, 1), keyed by the draft's position and its depth."""
+    """Draws [G, K] float32 in (0, 1), keyed by the draft's position and its depth."""
     num_requests, num_drafts = drafts.shape
     seeds = sampling.seeds.view(num_requests, -1)[:, :-1].reshape(-1)
     positions = sampling.positions.view(num_requests, -1)[:, :-1].reshape(-1)
@@ -201,20 +210,22 @@ def _next_token(
     count: Tensor,
     scale: Tensor,
 ) -> Tensor:
-    """[G] int32, the token after `count` drafts: from max(scale * p - q, 0) where one was turned
-    down, from p where there was none."""
+    """Draws the token after `count` accepted drafts, [G] int32.
+
+    It is drawn from max(scale * p - q, 0) where a draft was rejected, else from p.
+    """
     num_requests, num_drafts = drafts.shape
     index = torch.arange(num_requests, device=drafts.device)
     p = log_p[index, count].exp()
     if num_drafts:
-        place = count.clamp(max=num_drafts - 1)
-        is_turned_down = (count < num_drafts) & (drafts[index, place] >= 0)
+        depth = count.clamp(max=num_drafts - 1)
+        is_rejected = (count < num_drafts) & (drafts[index, depth] >= 0)
         temperatures = sampling.temperatures.view(num_requests, -1)[:, 0]
-        q = draft.probabilities(temperatures, p.shape[-1], place)
+        q = draft.probabilities(temperatures, p.shape[-1], depth)
         left = (scale[:, None] * p - q).clamp_min(0)
-        # Where q is p but for rounding nothing is left, and p is as good.
-        is_turned_down &= left.sum(-1) > 0
-        p = torch.where(is_turned_down[:, None], left, p)
+        # Where q equals p up to rounding nothing is left of p, and p itself is as good.
+        is_rejected &= left.sum(-1) > 0
+        p = torch.where(is_rejected[:, None], left, p)
     seeds = sampling.seeds.view(num_requests, -1)[:, 0]
     positions = sampling.positions.view(num_requests, -1)[index, count]
     noise = gumbel_noise(seeds, positions, NoiseStream.TARGET, p.shape[-1])

@@ -1,13 +1,12 @@
 """Relaxed acceptance for thinking phases (TensorRT-LLM's, for DeepSeek-R1). Lossy by intent.
 
-While a greedy request thinks, a draft is kept if it is among the target's `top_k` tokens *and* its
-probability is at least the top one's minus `delta`. What comes out are the draft tokens, then the
-target's own token at the first miss. Outside a thinking phase acceptance is strict.
+While a greedy request thinks, a draft is accepted if it is among the target's `top_k` tokens *and*
+its probability is at least the top one's minus `delta`. The output is the accepted drafts, then the
+target's token where a draft was rejected. Outside a thinking phase acceptance is strict.
 
-Whether a slot thinks is one number per slot: its delta, or `NOT_THINKING`. A request thinks if the
-last marker of its prompt is `begin`, until `end` is among the tokens it accepts; that takes effect
-in the next step. A `begin` that the model writes itself changes nothing: what is lossy starts only
-where the prompt asks for it.
+Each slot has one number: its delta while its request thinks, else `NOT_THINKING`. A request thinks
+if the last marker of its prompt is `begin`. It stops with the step after the one that accepts
+`end`. A `begin` that the model writes changes nothing: only a prompt can ask for lossy acceptance.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _STATE = "thinking_deltas"
 
 @dataclass(frozen=True)
 class Relaxed(Rule):
-    """Another rule, relaxed for greedy requests that think.
+    """Wraps a rule and relaxes it for greedy requests that think.
 
     State: `thinking_deltas` [S+1] float32.
     """
@@ -46,33 +45,33 @@ class Relaxed(Rule):
     def drawn(self) -> Drawn:  # type: ignore[override]
         return self.rule.drawn
 
-    def judge(self, given: Candidates) -> Judged:
-        judged = self.rule.judge(given)
-        tokens, lens = self._relax(given, judged.tokens, judged.lens)
+    def judge(self, candidates: Candidates) -> Judged:
+        judged = self.rule.judge(candidates)
+        tokens, lens = self._relax(candidates, judged.tokens, judged.lens)
         return replace(judged, tokens=tokens, lens=lens)
 
-    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self._relax(given, *self.rule.accept(given, tokens))
+    def accept(self, candidates: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self._relax(candidates, *self.rule.accept(candidates, tokens))
 
-    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        """For batches of greedy generations; the kernel updates the state too."""
-        if given.num_contexts or not given.sampling.all_greedy:
+    def by_kernel(self, candidates: Candidates, forced_len: int = 0) -> Accepted | None:
+        """Serves batches of greedy generations. The kernel updates the state too."""
+        if candidates.num_contexts or not candidates.sampling.all_greedy:
             return None
-        deltas, slots = given.step.state[_STATE], given.step.slot_ids
+        deltas, slots = candidates.step.state[_STATE], candidates.step.slot_ids
         relaxed = RelaxedRule(deltas, slots, self.top_k, self.end_token)
-        return greedy_kernel(given, forced_len, relaxed)
+        return greedy_kernel(candidates, forced_len, relaxed)
 
-    def _relax(self, given: Candidates, tokens: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    def _relax(self, candidates: Candidates, tokens: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
         """Accepts more drafts of greedy requests: tokens [B, K'+1] int32, lens [B] int32."""
-        contexts, (generations, num_drafts) = given.num_contexts, given.drafts.shape
+        contexts, (generations, num_drafts) = candidates.num_contexts, candidates.drafts.shape
         if generations == 0:
             return tokens, lens
-        deltas, slots = given.step.state[_STATE], given.step.slot_ids
-        judging = given.logits[contexts:].view(generations, num_drafts + 1, -1)[:, :-1]
-        close = relaxed_matches(judging, given.drafts, deltas[slots[contexts:]], self.top_k)
-        more, more_lens = relaxed_acceptance(tokens[contexts:], given.drafts, close)
-        if not given.sampling.all_greedy:  # one row per request is enough: its first
-            is_greedy = given.sampling.temperatures[contexts :: num_drafts + 1] == 0
+        deltas, slots = candidates.step.state[_STATE], candidates.step.slot_ids
+        judging = candidates.logits[contexts:].view(generations, num_drafts + 1, -1)[:, :-1]
+        close = relaxed_matches(judging, candidates.drafts, deltas[slots[contexts:]], self.top_k)
+        more, more_lens = relaxed_acceptance(tokens[contexts:], candidates.drafts, close)
+        if not candidates.sampling.all_greedy:  # one row per request is enough: its first
+            is_greedy = candidates.sampling.temperatures[contexts :: num_drafts + 1] == 0
             more = torch.where(is_greedy[:, None], more, tokens[contexts:])
             more_lens = torch.where(is_greedy, more_lens, lens[contexts:])
         return torch.cat([tokens[:contexts], more]), torch.cat([lens[:contexts], more_lens])
@@ -84,20 +83,20 @@ class Relaxed(Rule):
     def admit(
         self, state: dict[str, Tensor], slot: int, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        delta = delta_of_text(prompt, output, self.begin_token, self.end_token, self.delta)
+        delta = delta_of_request(prompt, output, self.begin_token, self.end_token, self.delta)
         deltas = state[_STATE]
         deltas[slot : slot + 1] = rows_to_tensor([delta], torch.float32, deltas.device)
 
-    def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:
-        deltas, slots = given.step.state[_STATE], given.step.slot_ids
-        lens = given.step.text_lens(lens)
+    def update(self, candidates: Candidates, tokens: Tensor, lens: Tensor) -> None:
+        deltas, slots = candidates.step.state[_STATE], candidates.step.slot_ids
+        lens = candidates.step.output_lens(lens)
         deltas[slots] = next_deltas(deltas[slots], tokens, lens, self.end_token)
 
 
-def delta_of_text(
+def delta_of_request(
     prompt: Sequence[int], output: Sequence[int], begin: int, end: int, delta: float
 ) -> float:
-    """The delta of a request with this prompt and, after a preemption, this output so far."""
+    """Returns the delta of a request with this prompt and, after a preemption, this output."""
     for token in reversed(prompt):
         if token in (begin, end):
             return delta if token == begin and end not in output else NOT_THINKING
@@ -105,7 +104,7 @@ def delta_of_text(
 
 
 def relaxed_matches(logits: Tensor, drafts: Tensor, deltas: Tensor, top_k: int) -> Tensor:
-    """Which drafts are close enough to the target's best.
+    """Returns which drafts are close enough to the target's best token.
 
     Args:
         logits: [G, K, V], the target's at the rows that judge the drafts, temperature 1.
@@ -116,34 +115,34 @@ def relaxed_matches(logits: Tensor, drafts: Tensor, deltas: Tensor, top_k: int) 
         [G, K] bool.
     """
     logits = logits.float()
-    own = logits.gather(-1, drafts.clamp_min(0).to(torch.int64)[..., None])  # [G, K, 1]
-    is_in_top_k = (logits > own).sum(-1) < top_k
+    of_drafts = logits.gather(-1, drafts.clamp_min(0).to(torch.int64)[..., None])  # [G, K, 1]
+    is_in_top_k = (logits > of_drafts).sum(-1) < top_k
     total = logits.logsumexp(-1)
     best = (logits.amax(-1) - total).exp()
-    close = (own[..., 0] - total).exp() >= best - deltas[:, None]
-    is_possible = own[..., 0] > float("-inf")  # not masked by a grammar
+    close = (of_drafts[..., 0] - total).exp() >= best - deltas[:, None]
+    is_possible = of_drafts[..., 0] > float("-inf")  # not masked by a grammar
     return is_in_top_k & close & is_possible & (drafts >= 0) & (deltas[:, None] >= 0)
 
 
 def relaxed_acceptance(
     target_tokens: Tensor, drafts: Tensor, relaxed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Strict acceptance, or better where a draft is close enough.
+    """Accepts drafts that match the target's token or are close enough.
 
     Args:
         target_tokens: [G, K+1] int32. drafts: [G, K] int32. relaxed: [G, K] bool.
 
     Returns:
-        (tokens [G, K+1] int32: the drafts while they are kept, the target's tokens after that;
-        lens [G] int32 in 1 … K+1).
+        (tokens [G, K+1] int32: accepted drafts, then the target's tokens; lens [G] int32 in
+        1 … K+1).
     """
-    kept = ((drafts == target_tokens[:, :-1]) | relaxed).to(torch.int32).cumprod(dim=1)
-    own = torch.where(kept.bool(), drafts, target_tokens[:, :-1])
-    lens = 1 + kept.sum(dim=1, dtype=torch.int32)
-    return torch.cat([own, target_tokens[:, -1:]], dim=1), lens
+    accepted = ((drafts == target_tokens[:, :-1]) | relaxed).to(torch.int32).cumprod(dim=1)
+    tokens = torch.where(accepted.bool(), drafts, target_tokens[:, :-1])
+    lens = 1 + accepted.sum(dim=1, dtype=torch.int32)
+    return torch.cat([tokens, target_tokens[:, -1:]], dim=1), lens
 
 
 def next_deltas(deltas: Tensor, tokens: Tensor, lens: Tensor, end: int) -> Tensor:
-    """[B] deltas after accepting tokens [B, K+1] of lengths lens [B]."""
+    """Returns the deltas [B] after accepting tokens [B, K+1] of lengths lens [B]."""
     has_ended = (mask_after(tokens, lens) == end).any(1)
     return torch.where(has_ended, NOT_THINKING, deltas)

@@ -1,7 +1,7 @@
-"""`Rule`: how the drafts of a step are drawn, judged, and which kernel does both in one call.
+"""`Rule`: how drafts are drawn and judged, and which kernel judges them in one call.
 
-A rule's `judge` is torch: the CPU path, and the oracle of the kernel. What it leaves open (masking
-past the accepted length, the shape of what comes out) is done once, in `apply`.
+A rule's `judge` is torch: the CPU path, and the oracle of the kernel. `finish` does what all rules
+share: it masks tokens past the accepted length, and pads them to K+1.
 
 Sizes: B requests of which C contexts and G generations, K' <= K drafts verified, V target tokens.
 """
@@ -26,7 +26,7 @@ from ..ops.tokens.greedy import MAX_ROWS_PER_REQUEST, Accepted, RelaxedRule, acc
 
 
 class Drawn(Enum):
-    """How drafts of sampled requests come from logits; a greedy one's are the best tokens."""
+    """How drafts of sampled requests come from logits. Greedy requests take the best tokens."""
 
     BEST = "the drafter's best token"
     COUPLED = "with the noise that the target's sample at that position will be drawn with"
@@ -40,7 +40,7 @@ class Candidates:
     logits: Tensor  # [C + G*(K'+1), V], masked and shaped
     drafts: Tensor  # [G, K'] int32, -1 is "no draft here"
     max_draft_len: int  # K
-    memory: DraftMemory | None  # what the drafts were drawn from, where somebody remembered it
+    memory: DraftMemory | None  # what the drafts were drawn from; None if it was not kept
     step: StepContext
 
     @property
@@ -63,7 +63,7 @@ class Candidates:
 class Judged:
     """A rule's verdict."""
 
-    tokens: Tensor  # [B, K'+1] int32, what comes out at each position if it is reached
+    tokens: Tensor  # [B, K'+1] int32, the output at each position, valid up to `lens`
     lens: Tensor  # [B] int32, 1 … K'+1: the accepted path (`metadata/accepted_path.py`)
     bad_rows: Tensor  # [C + G*(K'+1)] bool, the row held NaN
 
@@ -71,8 +71,8 @@ class Judged:
 class Rule(ABC):
     """One row of `rules.RULES`, or a wrapper around one (`Relaxed`, `Forced`).
 
-    To write one, write `judge` and `accept`; it has no kernel then. Rules keep nothing between
-    steps but what `allocate_state` makes.
+    A rule must write `judge` and `accept`; without `by_kernel` it runs in torch. Between steps it keeps
+    nothing but what `allocate_state` returns.
     """
 
     drawn: Drawn = Drawn.BEST
@@ -80,104 +80,110 @@ class Rule(ABC):
     """What `allocate_state` makes."""
 
     @property
-    def keeps_seeded_text(self) -> bool:
-        """Whether a seeded text is the same as without speculation."""
+    def keeps_seeded_output(self) -> bool:
+        """Whether a seeded request's output is the same as without speculation."""
         return self.drawn is not Drawn.REMEMBERED
 
     @abstractmethod
-    def judge(self, given: Candidates) -> Judged:
+    def judge(self, candidates: Candidates) -> Judged:
         """Chooses the target's tokens and accepts drafts, in torch."""
 
     @abstractmethod
-    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Accepts by the target's tokens [C + G*(K'+1)] int32, whoever chose them.
+    def accept(self, candidates: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Accepts drafts by the target's tokens [C + G*(K'+1)] int32.
 
         Returns:
             (tokens [B, K'+1] int32, lens [B] int32), as in `Judged`.
         """
 
-    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        """All of `apply` in one call of kernels; None where they do not serve.
+    def by_kernel(self, candidates: Candidates, forced_len: int = 0) -> Accepted | None:
+        """Does all of `apply` in one call of kernels. Returns None where no kernel serves.
 
         Args:
             forced_len: accept this many tokens in every generation, at most K'+1; 0 is off.
         """
         return None
 
-    def apply(self, given: Candidates) -> Accepted:
-        """Accepts the drafts of a step, by kernels where they serve."""
-        served = self.by_kernel(given)
-        return self.finish(given, self.judge(given)) if served is None else served
+    def apply(self, candidates: Candidates) -> Accepted:
+        """Accepts the drafts of a step, by a kernel where one serves."""
+        accepted = self.by_kernel(candidates)
+        return self.finish(candidates, self.judge(candidates)) if accepted is None else accepted
 
-    def finish(self, given: Candidates, judged: Judged) -> Accepted:
-        """Masks what lies past each length and updates the rule's state."""
+    def finish(self, candidates: Candidates, judged: Judged) -> Accepted:
+        """Masks tokens past each length and updates the rule's state."""
         tokens = mask_after(judged.tokens, judged.lens).to(torch.int32)
-        self.update(given, tokens, judged.lens)
-        unused = given.max_draft_len - given.num_drafts
+        self.update(candidates, tokens, judged.lens)
+        num_contexts, num_drafts = candidates.num_contexts, candidates.num_drafts
+        unused = candidates.max_draft_len - num_drafts
         return Accepted(
             tokens=nn.functional.pad(tokens, (0, unused), value=-1),
             lens=judged.lens,
             num_accepted_drafts=judged.lens - 1,
-            bad_requests=per_request(judged.bad_rows, given.num_contexts, given.num_drafts),
+            bad_requests=per_request(judged.bad_rows, num_contexts, num_drafts),
         )
 
     # -- state by slot -------------------------------------------------------------------------
     def allocate_state(self, num_slots: int, device: torch.device) -> dict[str, Tensor]:
-        """Tensors with a leading slot dimension, the last slot scratch. None by default."""
+        """Returns tensors with a leading slot dimension, the last slot scratch; {} by default."""
         return {}
 
     def admit(  # noqa: B027 - most rules keep nothing
         self, state: dict[str, Tensor], slot: int, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Writes the state of a request that enters `slot`, with its output if it was preempted."""
+        """Writes the state of a request that enters `slot`. A preempted one has output already."""
 
-    def update(self, given: Candidates, tokens: Tensor, lens: Tensor) -> None:  # noqa: B027
-        """Lets the state follow the accepted tokens [B, K'+1] int32 of lens [B]."""
+    def update(self, candidates: Candidates, tokens: Tensor, lens: Tensor) -> None:  # noqa: B027
+        """Updates the state by the accepted tokens [B, K'+1] int32 of lens [B]."""
 
 
 def greedy_kernel(
-    given: Candidates, forced_len: int, relaxed: RelaxedRule | None = None
+    candidates: Candidates, forced_len: int, relaxed: RelaxedRule | None = None
 ) -> Accepted | None:
-    """The CUDA kernel for batches in which every request is greedy."""
+    """Accepts by the CUDA kernel for batches in which every request is greedy."""
     return accept_greedy(
-        given.logits, given.drafts, given.num_contexts, given.max_draft_len, forced_len, relaxed
+        candidates.logits,
+        candidates.drafts,
+        candidates.num_contexts,
+        candidates.max_draft_len,
+        forced_len,
+        relaxed,
     )
 
 
 def sampled_kernel(
-    given: Candidates, forced_len: int, *, is_remembered: bool = False, is_block: bool = False
+    candidates: Candidates, forced_len: int, *, is_remembered: bool = False, is_block: bool = False
 ) -> Accepted | None:
-    """The Triton kernels for batches with sampled requests.
+    """Accepts by the Triton kernels for batches with sampled requests.
 
     Args:
-        is_remembered: judge by what the drafts were drawn from, where it was kept; otherwise a
-            draft is accepted while it is the target's sample.
+        is_remembered: judge by what the drafts were drawn from, if it was kept. Otherwise a draft
+            is accepted while it is the target's sample.
         is_block: judge the drafts of a request together.
     """
-    kernels, sampling = sampling_kernels(given.logits), given.sampling
-    if kernels is None or given.num_drafts >= MAX_ROWS_PER_REQUEST:
+    kernels, sampling = sampling_kernels(candidates.logits), candidates.sampling
+    if kernels is None or candidates.num_drafts >= MAX_ROWS_PER_REQUEST:
         return None
-    if sampling.temperatures.shape[0] != given.logits.shape[0]:
+    if sampling.temperatures.shape[0] != candidates.logits.shape[0]:
         return None
-    memory = given.memory if is_remembered else None
+    memory = candidates.memory if is_remembered else None
     return kernels.accept_sampled(
-        given.logits,
-        given.drafts,
-        given.num_contexts,
-        given.max_draft_len,
+        candidates.logits,
+        candidates.drafts,
+        candidates.num_contexts,
+        candidates.max_draft_len,
         sampling,
         forced_len=forced_len,
         memory=memory,
-        slots=None if memory is None else given.step.slot_ids,
+        slots=None if memory is None else candidates.step.slot_ids,
         is_block=is_block,
     )
 
 
 def per_request(rows: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
-    """[C + G*(K+1)] bool -> [B] bool: any row of the request.
+    """Returns whether any row of each request is set: [C + G*(K+1)] bool -> [B] bool.
 
-    Rows of rejected drafts count too: their NaN stands in the KV cache, where a masked read
-    multiplies it by zero, which is NaN again.
+    Rows of rejected drafts count too. Their NaN is in the KV cache, where a masked read multiplies
+    it by zero, which is NaN again.
     """
     generations = rows[num_contexts:].view(-1, num_drafts + 1).any(-1)
     return torch.cat([rows[:num_contexts], generations])

@@ -7,11 +7,14 @@
 | rejection | drawn from the drafter's distribution | each with min(1, p/q) | both |
 | block | the same | jointly, at least as many | both |
 | relaxed: `Relaxed(rule)` | as in its rule | as in its rule; greedy ones if close | greedy |
-| forced: `Forced(rule)` | as in its rule | a given number of them | as its rule |
+| forced: `Forced(rule)` | as in its rule | a set number of them | as its rule |
 
-A greedy request's drafts are the drafter's best tokens and judged by exact match under every rule
-but the last two. The kernel for all-greedy batches is CUDA C++ (`ops/tokens/greedy.py`), the one
-for batches with sampled requests is Triton (`ops/tokens/triton_sampled.py`).
+"both" kernels are those for greedy and for sampled batches. The one for all-greedy batches is CUDA
+C++ (`ops/tokens/greedy.py`). The one for batches with sampled requests is Triton
+(`ops/tokens/triton_sampled.py`).
+
+A greedy request's drafts are the drafter's best tokens. Every rule but the last two judges them by
+exact match.
 
 To add a rule: a file here with a subclass of `Rule`, a row of `RULES`, and its name at the same
 place of `ACCEPTANCE_RULES` beside the configs.
@@ -36,7 +39,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_of(config: DecodingBaseConfig | None) -> Rule:
-    """The rule that a config asks for; plain decoding has nothing to accept."""
+    """Returns the rule of a config. Plain decoding has one too, which finds no drafts."""
     if config is None:
         return STRICT
     rule = RULES[config.acceptance]

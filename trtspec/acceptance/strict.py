@@ -1,7 +1,7 @@
-"""Accepts a draft while it is exactly the target's own choice.
+"""Accepts drafts while each is exactly the target's choice.
 
-Lossless for greedy requests. For sampled ones the target's token is drawn first and a draft must
-match it exactly, which is lossless too (the output is the target's sample, whatever was drafted).
+This is lossless for greedy requests. For sampled ones the target's token is drawn first, and a
+draft must match it. That is lossless too: the output is the target's sample, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class Match(Rule):
 
     drawn: Drawn = Drawn.BEST
 
-    def judge(self, given: Candidates) -> Judged:
-        target, bad_rows = sample_target_tokens(given.logits, given.sampling)
-        tokens, lens = self.accept(given, target)
+    def judge(self, candidates: Candidates) -> Judged:
+        target, bad_rows = sample_target_tokens(candidates.logits, candidates.sampling)
+        tokens, lens = self.accept(candidates, target)
         return Judged(tokens, lens, bad_rows)
 
-    def accept(self, given: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return strict_acceptance(tokens, given.drafts, given.num_contexts)
+    def accept(self, candidates: Candidates, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return strict_acceptance(tokens, candidates.drafts, candidates.num_contexts)
 
-    def by_kernel(self, given: Candidates, forced_len: int = 0) -> Accepted | None:
-        if given.sampling.all_greedy:
-            return greedy_kernel(given, forced_len)
-        return sampled_kernel(given, forced_len)
+    def by_kernel(self, candidates: Candidates, forced_len: int = 0) -> Accepted | None:
+        if candidates.sampling.all_greedy:
+            return greedy_kernel(candidates, forced_len)
+        return sampled_kernel(candidates, forced_len)
 
 
 def strict_acceptance(
     target_tokens: Tensor, draft_tokens: Tensor, num_contexts: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows and lengths of a step before masking.
+    """Returns a step's tokens and lengths before masking.
 
     Args:
         target_tokens: [C + G*(K+1)] int32, the target's choice at every logits row.
         draft_tokens: [G, K] int32.
 
     Returns:
-        (tokens [B, K+1] int32 with the context's one token in column 0, lens [B] int32).
+        (tokens [B, K+1] int32, a context's one token in column 0; lens [B] int32).
     """
     num_generations, num_drafts = draft_tokens.shape
     contexts = target_tokens.new_full((num_contexts, num_drafts + 1), -1)

@@ -1,4 +1,4 @@
-"""Sampling the target's tokens for every row of a step."""
+"""Samples the target's token at every row of a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..ops.tokens.sample import clean_logits, greedy_tokens, sample_tokens
 def sample_target_tokens(
     logits: Tensor, sampling: SamplingMetadata | None
 ) -> tuple[Tensor, Tensor]:
-    """logits [R, V] -> (tokens [R] int32, bad [R] bool).
+    """Chooses a token at every row: logits [R, V] -> (tokens [R] int32, bad [R] bool).
 
-    Argmax where no sampling metadata is given or every request is greedy; otherwise by each
-    row's own parameters, with noise keyed by (seed, position). `bad` marks rows with NaN.
+    Without sampling metadata, or if every request is greedy, it takes the argmax. Otherwise it
+    samples by each row's parameters, with noise keyed by (seed, position). `bad` marks rows with
+    NaN.
 
     Raises:
         ConfigError: the sampling parameters are not one row per logits row.

@@ -2,9 +2,9 @@
 
     logits -> (guided mask) -> (penalties …) -> rule -> tokens, lens
 
-The rule (`rules.py`) does the rest, by kernels where they serve. A subclass that writes
-`sample_target_tokens`, `accept` or `apply_forced_acceptance` anew takes that part out of the rule's
-hands: these three are then called one by one, and no kernel stands for them.
+The rule (`rules.py`) does the last part, by a kernel where one serves. A subclass may override
+`sample_target_tokens`, `accept` or `apply_forced_acceptance`. These three are then called one by
+one in place of the rule's parts, and no kernel is used.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Verification(nn.Module):
     """
 
     judges_itself: ClassVar[bool] = False
-    """Whether a subclass has a `sample_target_tokens` or `accept` of its own, which then decide in
-    the rule's place. Set by itself; set it by hand if they are put on an instance."""
+    """Whether a subclass overrides `sample_target_tokens` or `accept`, which then decide in the
+    rule's place. Subclassing sets it; set it by hand if they are put on an instance."""
     forces_itself: ClassVar[bool] = False
     """The same for `apply_forced_acceptance`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        ours = Verification
-        if cls.sample_target_tokens is not ours.sample_target_tokens:
+        base = Verification
+        if cls.sample_target_tokens is not base.sample_target_tokens:
             cls.judges_itself = True
-        if cls.accept is not ours.accept:
+        if cls.accept is not base.accept:
             cls.judges_itself = True
-        if cls.apply_forced_acceptance is not ours.apply_forced_acceptance:
+        if cls.apply_forced_acceptance is not base.apply_forced_acceptance:
             cls.forces_itself = True
 
     def __init__(self, config: DecodingBaseConfig | None = None):
@@ -69,7 +69,7 @@ class Verification(nn.Module):
         return self.config.max_draft_len if self.config is not None else 0
 
     def set_guided_decoder(self, guided_decoder: GuidedDecoder) -> bool:
-        """Applies `guided_decoder` to the target's logits before sampling. Always possible."""
+        """Makes every step mask its logits by `guided_decoder` first. Returns True: it can."""
         self.guided_decoder = guided_decoder
         return True
 
@@ -107,24 +107,25 @@ class Verification(nn.Module):
         if self.guided_decoder is not None and not is_guided:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
-        with self._candidates(logits, drafts, num_contexts, spec_metadata) as given:
-            given.step.require(self.step_needs)
-            if given.step.logits_state is not None:
-                given = replace(given, logits=_shaped(given, given.step.logits_state))
-            accepted = self._judge(given, spec_metadata)
+        with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
+            candidates.step.require(self.step_needs)
+            if candidates.step.logits_state is not None:
+                shaped = _shaped(candidates, candidates.step.logits_state)
+                candidates = replace(candidates, logits=shaped)
+            accepted = self._judge(candidates, spec_metadata)
             tokens, lens = accepted.tokens, accepted.lens
             verified = tokens[:, : drafts.shape[1] + 1]
             self.after_acceptance(verified, lens, num_contexts, spec_metadata)
-        step = given.step
+        step = candidates.step
         if step.logits_state is not None:
-            count_output(step.logits_state, step.slot_ids, tokens, step.text_lens(lens))
+            count_output(step.logits_state, step.slot_ids, tokens, step.output_lens(lens))
         spec_metadata.bad_requests = accepted.bad_requests
         spec_metadata.num_accepted_draft_tokens = accepted.num_accepted_drafts
         return tokens, lens
 
     @property
     def step_needs(self) -> StepNeeds:
-        """What accepting reads by slot."""
+        """Names what accepting reads by slot."""
         return StepNeeds(self.rule.state_names, self.draft_memory is not None)
 
     @contextmanager
@@ -141,23 +142,23 @@ class Verification(nn.Module):
                 step=step,
             )
 
-    def _judge(self, given: Candidates, spec: SpecMetadata) -> Accepted:
-        """Applies the rule, or what a subclass has put in the place of its parts."""
+    def _judge(self, candidates: Candidates, spec: SpecMetadata) -> Accepted:
+        """Applies the rule, or a subclass's overrides of its parts."""
         rule, forced = self.rule, self.force_num_accepted_tokens
         if not self.judges_itself and not self.forces_itself:
-            return (Forced(rule, forced) if forced > 0 else rule).apply(given)
-        contexts, num_drafts = given.num_contexts, given.num_drafts
+            return (Forced(rule, forced) if forced > 0 else rule).apply(candidates)
+        contexts, num_drafts = candidates.num_contexts, candidates.num_drafts
         if self.judges_itself:
-            target, bad_rows = self.sample_target_tokens(given.logits, spec)
+            target, bad_rows = self.sample_target_tokens(candidates.logits, spec)
             judged = Judged(
-                *self.accept(given.logits, target, given.drafts, contexts, spec), bad_rows
+                *self.accept(candidates.logits, target, candidates.drafts, contexts, spec), bad_rows
             )
         else:
-            judged = rule.judge(given)
+            judged = rule.judge(candidates)
         lens = self.apply_forced_acceptance(judged.lens, contexts, num_drafts, spec)
-        return rule.finish(given, replace(judged, lens=lens))
+        return rule.finish(candidates, replace(judged, lens=lens))
 
-    # -- what a subclass may write anew --------------------------------------------------------
+    # -- what a subclass may override ----------------------------------------------------------
     def accept(
         self,
         logits: Tensor,
@@ -173,28 +174,30 @@ class Verification(nn.Module):
             drafts: [G, K'] int32.
 
         Returns:
-            (tokens [B, K'+1] int32, what comes out at each position if it is reached; lens [B]
-            int32).
+            (tokens [B, K'+1] int32, the output at each position, valid up to lens; lens [B] int32).
         """
-        with self._candidates(logits, drafts, num_contexts, spec_metadata) as given:
-            return self.rule.accept(given, tokens)
+        with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
+            return self.rule.accept(candidates, tokens)
 
     def after_acceptance(
         self, accepted: Tensor, lens: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> None:
-        """Updates state that follows the text: accepted [B, K'+1] int32, lens [B]. Nothing by
-        default; the rule's own state is up to date by then."""
+        """Updates state that follows the output: accepted [B, K'+1] int32, lens [B].
+
+        The base does nothing. The rule's state is up to date by then.
+        """
 
     def sample_target_tokens(
         self, logits: Tensor, spec_metadata: SpecMetadata
     ) -> tuple[Tensor, Tensor]:
-        """logits [R, V] -> (tokens [R] int32, rows with NaN [R] bool), per-request parameters."""
+        """Samples by each request's parameters: logits [R, V] -> (tokens [R] int32, rows with NaN
+        [R] bool)."""
         return sample_target_tokens(logits, spec_metadata.sampling_rows(logits.shape[0]))
 
     def apply_forced_acceptance(
         self, lens: Tensor, num_contexts: int, num_drafts: int, spec_metadata: SpecMetadata | None
     ) -> Tensor:
-        """lens [B], overridden for generations when forced acceptance is on."""
+        """Returns lens [B], replaced for generations when forced acceptance is on."""
         forced = self.force_num_accepted_tokens
         if forced <= 0:
             return lens
@@ -233,9 +236,14 @@ class Verification(nn.Module):
         return drafts
 
 
-def _shaped(given: Candidates, shaping: LogitsState) -> Tensor:
-    """The logits [C + G*(K'+1), V] with what their requests ask of them."""
-    rows = given.sampling
+def _shaped(candidates: Candidates, shaping: LogitsState) -> Tensor:
+    """Returns the logits [C + G*(K'+1), V] with penalties, biases and bans applied."""
+    rows = candidates.sampling
     return shape_logits(
-        shaping, given.logits, given.step.slot_ids, given.drafts, rows.positions, rows.temperatures
+        shaping,
+        candidates.logits,
+        candidates.step.slot_ids,
+        candidates.drafts,
+        rows.positions,
+        rows.temperatures,
     )

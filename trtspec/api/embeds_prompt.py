@@ -1,4 +1,4 @@
-"""A prompt that is not all text: the embeddings of some tokens are given."""
+"""`EmbedsPrompt`: a prompt with embeddings in place of some tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class EmbedsPrompt:
         mrope_positions: [3, n] int, time, height and width of each token, for models with M-RoPE
             (transformers' `get_rope_index`); None counts the tokens. Output follows the largest.
         mm_token_type_ids: [n] int, what a token stands for: 0 text, 1 image, 2 video, 3 sound, as
-            transformers' processors say (Gemma 3's says `token_type_ids`). Only attention within
-            images asks, of which each run of 1 and 2 is one. None: each run of embeddings.
+            transformers' processors return it (Gemma 3's calls it `token_type_ids`). Only attention
+            within images reads it: each run of 1 or of 2 is an image. None: each run of embeddings
+            is one.
 
     Raises:
         RequestError: shapes or dtypes do not fit each other.

@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Outputs of requests, and statistics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class SpecStats:
         was none. acceptance_per_position: entry i is the share of generation steps in which
         draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
     num_steps: generation steps, prefill not counted.
-    forced_acceptance: draft tokens accepted by force in every step (bonus not counted; fewer where
-        fewer are verified): then the rest says nothing of the drafter. Or None.
+    forced_acceptance: draft tokens accepted by force in every step, bonus not counted, or None. If
+        it is set, the other fields say nothing about the drafter.
     """
 
     acceptance_length: float
@@ -25,7 +25,7 @@ class SpecStats:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place, under the model's own distribution."""
+    """Log probability and rank of one token at one position, under the model's distribution."""
 
     logprob: float
     rank: int  # 1 is the likeliest
@@ -83,7 +83,7 @@ class EngineStats:
 def acceptance_stats(
     accepted_lens: dict[int, int], max_draft_len: int, forced: float | None = None
 ) -> SpecStats:
-    """From a histogram {accepted drafts: generation steps}."""
+    """Computes acceptance from a histogram {accepted drafts: generation steps}."""
     steps = sum(accepted_lens.values())
     if steps == 0:
         return SpecStats(1.0, [0.0] * max_draft_len, 0, forced)

@@ -1,4 +1,4 @@
-"""What a request asks of sampling and stopping."""
+"""`SamplingParams`: how a request samples, and where it stops."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SamplingParams:
     """Parameters of one request. The default is greedy. Equal ones have equal hashes.
 
     Args:
-        max_tokens: most new tokens, >= 1; the engine's max_seq_len ends a text too ("length").
-        n: completions of the prompt, each with noise of its own, in `RequestOutput.outputs`; more
+        max_tokens: most new tokens, >= 1; the engine's max_seq_len ends an output too ("length").
+        n: completions of the prompt, each with a seed of its own, in `RequestOutput.outputs`. More
             than one needs a temperature.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 is off.
@@ -39,22 +39,22 @@ class SamplingParams:
         presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and
             for each time; -2 … 2, 0 is off.
         logit_bias: token id -> what is added to its logit, -100 … 100.
-        bad_token_ids: tokens that never come out.
-        bad_words: sequences of tokens that never come out whole: token ids, or text, which stands
-            for two: its tokens with and without a space before it. At most 64, of 8 tokens each.
-            (Other tokens may spell the same text.)
-        min_tokens: no end token, neither the model's own nor one of `stop_token_ids`, among the
-            first so many output tokens; <= max_tokens. `stop` texts end the output all the same.
-        seed: the same request and seed give the same tokens whatever shares the batch (under
-            acceptance="rejection" and "block" if nothing turns drafting down meanwhile:
-            `max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests
+        bad_token_ids: tokens that are never chosen.
+        bad_words: sequences of tokens that never occur complete in the output. Each is a list of
+            token ids, or text, which counts as two: its tokens with and without a space before it.
+            At most 64, of 8 tokens each. (Other tokens may spell the same text.)
+        min_tokens: number of output tokens before which no end token is chosen, neither the model's
+            nor one of `stop_token_ids`; <= max_tokens. `stop` strings end the output all the same.
+        seed: the same request and seed give the same tokens, whatever shares the batch. Under
+            acceptance="rejection" and "block" that holds while the draft length stays the same
+            (`max_concurrency`, `runtime_draft_len`). None draws a seed, so that unseeded requests
             differ.
-        stop: text that ends the output, or up to 1024 such; it is not part of `text`.
-        stop_token_ids: ids that end the output, beside the model's own end tokens.
+        stop: a string that ends the output, or up to 1024 of them. It is not part of `text`.
+        stop_token_ids: ids that end the output, as the model's end tokens do.
         ignore_eos: do not stop at the model's end tokens.
-        logprobs: also give each output token's log probability and rank, and those of this many
-            likeliest tokens at its place (0 … 20), all of the model's own distribution: temperature
-            1, before filters. None is none.
+        logprobs: also return each output token's log probability and rank, and those of this many
+            likeliest tokens at its position (0 … 20). All are of the model's distribution:
+            temperature 1, before filters. None: no log probabilities.
 
     Raises:
         RequestError: a value is out of range.
@@ -193,7 +193,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(words))
 
     def each(self) -> list[SamplingParams]:
-        """The n completions as requests of their own; the first has the seed given."""
+        """Returns the n completions as separate requests. The first one has the seed set here."""
         if self.n == 1:
             return [self]
         step = 0x9E3779B97F4A7C15
@@ -205,16 +205,16 @@ class SamplingParams:
             vars(one).update(n=1, seed=seed)
         return completions
 
-    def ends(self, own: tuple[int, ...]) -> frozenset[int]:
-        """Tokens that end the output of a model with end tokens of its `own`."""
-        own = () if self.ignore_eos else own
-        if own not in self._ends:
-            self._ends[own] = frozenset((*(self.stop_token_ids or ()), *own))
-        return self._ends[own]
+    def ends(self, eos: tuple[int, ...]) -> frozenset[int]:
+        """Returns the tokens that end the output of a model with these end tokens."""
+        eos = () if self.ignore_eos else eos
+        if eos not in self._ends:
+            self._ends[eos] = frozenset((*(self.stop_token_ids or ()), *eos))
+        return self._ends[eos]
 
     @cached_property
     def _ends(self) -> dict[tuple[int, ...], frozenset[int]]:
-        """Asked for after every step, and there may be many: each set is made once."""
+        """Caches `ends`, which is read after every step."""
         return {}
 
     @property
@@ -235,14 +235,14 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of numpy and torch as Python's, in a mapping too."""
+    """Converts scalars of numpy and torch to Python's, in a mapping too."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _items(value: object) -> tuple[Any, ...] | None:
-    """A sequence as a tuple, None as an empty one; None for what is no sequence."""
+    """Converts a sequence to a tuple, None to an empty one. Returns None for anything else."""
     if value is None:
         return ()
     if hasattr(value, "tolist"):  # numpy and torch
@@ -255,7 +255,7 @@ def _are_ids(values: Iterable[Any]) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Text that can be written: half a surrogate pair is a str, but no tokenizer takes it."""
+    """Whether it is a valid string: a tokenizer refuses one with half a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:

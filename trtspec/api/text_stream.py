@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive, and stop strings in it."""
+"""`TextStream`: decodes tokens to text as they arrive, and finds stop strings in it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class TextStream:
         self._prefix, self._read = 0, 0  # tokens before _read are in the text
 
     def extend(self, token_ids: Sequence[int]) -> bool:
-        """Takes what is new in `token_ids` (all output ids so far). True once a stop string is
-        in the text, which then ends before it."""
+        """Decodes what is new in `token_ids` (all output ids so far).
+
+        Returns True once a stop string is in the text, which then ends before it.
+        """
         if self._tokenizer is None:
             return False
         while len(self._ids) < len(token_ids) and not self._stopped:
@@ -58,7 +60,7 @@ class TextStream:
         )
 
     def safe_text(self) -> str:
-        """The text that no later token can take back: without a tail that may start a stop."""
+        """Returns the text that no later token can change: without a tail that may start a stop."""
         text = self._text
         if self._stopped:
             return text
@@ -69,7 +71,7 @@ class TextStream:
         return text[: len(text) - held]
 
     def final(self) -> str:
-        """The whole text, at the end of the request; an unfinished character stays marked."""
+        """Returns all of the text, once the request ended. An unfinished character stays marked."""
         if self._tokenizer is not None and not self._stopped:
             piece = self._new_text()
             if piece:

@@ -140,8 +140,8 @@ class FlashInferAttention(TritonAttention):
         """Returns why XQA cannot serve this shape, or None."""
         per_kv = shape.q_heads // shape.kv_heads
         tiles = -(-shape.rows * per_kv // XQA_TILE)
-        # A sequence is cut into so many parts that all programs are at most the multiprocessors
-        # times the tiles. A part is a tile of 16-bit numbers, its maxima and its sums.
+        # A sequence is cut into parts, so that all programs are at most the multiprocessors times
+        # the tiles. A part is a tile of 16-bit numbers, its maxima and its sums.
         part = XQA_TILE * shape.dim * 2 + 2 * 4 * XQA_TILE
         if self.capability[0] not in XQA_MAJORS:
             return f"compute capability {self.capability[0]}.{self.capability[1]}"

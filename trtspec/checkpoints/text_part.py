@@ -2,7 +2,7 @@
 
 Such a checkpoint nests the text model's config under `text_config` and its tensors under
 `language_model`; Qwen2-VL's older ones have both beside the encoder's. Everything else in it is
-left alone, which is said once; what the encoder makes of images is given as an `EmbedsPrompt`.
+left alone, which is logged once; a prompt has the encoder's embeddings as an `EmbedsPrompt`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def load_tokenizer(model_dir: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        # Where this is not said, transformers asks on stdin whether to run the directory's code.
+        # Without this argument transformers asks on stdin whether to run the directory's code.
         return AutoTokenizer.from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=False
         )

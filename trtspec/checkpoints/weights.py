@@ -105,7 +105,7 @@ def sizes_alone(model_dir: Path) -> Iterator[None]:
 
 
 def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
-    """Before a model of so many layers is built, which takes longer than reading names."""
+    """Runs before a model of `num_layers` is built, which takes longer than reading names."""
     with ExitStack() as stack:
         found = (
             re.search(r"\blayers\.(\d+)\.", name) for name in open_checkpoint(model_dir, stack)
@@ -137,17 +137,17 @@ def load_weights(
     """
     config, model_dir = model.config, Path(model_dir)
     tied = config.tie_word_embeddings
-    places = {
-        name if name.startswith("lm_head.") else f"model.{name}": place
-        for name, place in placements(model).items()
+    placement_of = {
+        name if name.startswith("lm_head.") else f"model.{name}": placement
+        for name, placement in placements(model).items()
         if not (tied and name == "lm_head.weight")
     }
     with ExitStack() as stack:
         sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
         sources = dequantized(sources, config.raw, model_dir / "config.json")
-        _values_from_keys(sources, places, model_dir, config)
-        _check(places, sources, model_dir, config)
-        place_tensors(model, places, sources, dtype, device)
+        _values_from_keys(sources, placement_of, model_dir, config)
+        _check(placement_of, sources, model_dir, config)
+        place_tensors(model, placement_of, sources, dtype, device)
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, device, pack)
@@ -162,10 +162,10 @@ def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placemen
     Args:
         skip: top-level modules whose parameters come from elsewhere.
     """
-    places: dict[str, Placement] = {}
+    placement_of: dict[str, Placement] = {}
     special = {name: m for name, m in model.named_modules() if name and hasattr(m, "placements")}
     for name, inner in special.items():
-        places |= inner.placements(name)
+        placement_of |= inner.placements(name)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, leaf = name.rsplit(".", 1)
         if name.split(".")[0] in skip or any(name.startswith(f"{prefix}.") for prefix in special):
@@ -178,9 +178,11 @@ def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placemen
                 rows = _rows(part, owner)
             source = ".".join(filter(None, (parent, part, leaf)))
             order = _order(part, owner, rows)
-            places[source] = Placement(module, leaf, start, (rows, *parameter.shape[1:]), order)
+            placement_of[source] = Placement(
+                module, leaf, start, (rows, *parameter.shape[1:]), order
+            )
             start += rows
-    return places
+    return placement_of
 
 
 def _rows(part: str, owner: nn.Module) -> int:
@@ -201,25 +203,28 @@ def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
 
 def place_tensors(
     model: nn.Module,
-    places: Mapping[str, Placement],
+    placement_of: Mapping[str, Placement],
     sources: Mapping[str, TensorSource],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Allocates the parameters that `places` names and copies the checked sources into them."""
-    dtypes = {(place.module, place.leaf): place.dtype or dtype for place in places.values()}
+    """Allocates the parameters that `placement_of` names, and copies checked sources into them."""
+    dtypes = {
+        (placement.module, placement.leaf): placement.dtype or dtype
+        for placement in placement_of.values()
+    }
     for (module, leaf), leaf_dtype in dtypes.items():
         parameter = getattr(model.get_submodule(module), leaf)
         empty = torch.empty(parameter.shape, dtype=leaf_dtype, device=device)
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
-    for name, place in places.items():
-        parameter = getattr(model.get_submodule(place.module), place.leaf)
+    for name, placement in placement_of.items():
+        parameter = getattr(model.get_submodule(placement.module), placement.leaf)
         source = sources[name].read()
-        if place.offset:
-            source = source.float() + place.offset
-        data = parameter.data if place.expert is None else parameter.data[place.expert]
-        data.narrow(place.dim, place.start, place.shape[place.dim]).copy_(
-            source if place.order is None else source[place.order]
+        if placement.offset:
+            source = source.float() + placement.offset
+        data = parameter.data if placement.expert is None else parameter.data[placement.expert]
+        data.narrow(placement.dim, placement.start, placement.shape[placement.dim]).copy_(
+            source if placement.order is None else source[placement.order]
         )
 
 
@@ -232,15 +237,15 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
                 module.pack()
 
 
-def shape_problem(name: str, source: TensorSource, place: Placement) -> str | None:
+def shape_problem(name: str, source: TensorSource, placement: Placement) -> str | None:
     """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
-    if source.shape != place.shape:
+    if source.shape != placement.shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
         if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
             fields = "the experts' number and sizes (moe_intermediate_size, …) and hidden_size"
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
-            f"it {list(place.shape)}. Check {fields} there."
+            f"it {list(placement.shape)}. Check {fields} there."
         )
     if source.dtype not in FLOATS:
         return (
@@ -264,25 +269,25 @@ def is_declared_mtp_tensor(name: str, config: DecoderConfig) -> bool:
 
 
 def _check(
-    places: Mapping[str, Placement],
+    placement_of: Mapping[str, Placement],
     sources: Mapping[str, TensorSource],
     model_dir: Path,
     config: DecoderConfig,
 ) -> None:
-    missing = [name for name in places if name not in sources]
+    missing = [name for name in placement_of if name not in sources]
     if missing:
         hint = ""
         if "lm_head.weight" in missing:
             hint = " (if it shares the embedding, config.json must say tie_word_embeddings: true)"
         raise CheckpointError(
-            f"{model_dir} lacks {len(missing)} of {len(places)} tensors: {some(missing)}{hint}. "
-            "Check that config.json belongs to these weights."
+            f"{model_dir} lacks {len(missing)} of {len(placement_of)} tensors: "
+            f"{some(missing)}{hint}. Check that config.json belongs to these weights."
         )
     allowed = {"lm_head.weight"} if config.tie_word_embeddings else set()
     surplus = [
         name
         for name in sources
-        if name not in places
+        if name not in placement_of
         and name not in allowed
         and not name.endswith("rotary_emb.inv_freq")
         and not is_declared_mtp_tensor(name, config)
@@ -295,8 +300,8 @@ def _check(
             "n_routed_experts, moe_layers_enum or enable_moe_block for experts, and for MTP layers "
             "num_nextn_predict_layers."
         )
-    for name, place in places.items():
-        problem = shape_problem(name, sources[name], place)
+    for name, placement in placement_of.items():
+        problem = shape_problem(name, sources[name], placement)
         if problem:
             raise CheckpointError(problem)
 
@@ -310,10 +315,13 @@ def _makes_unread_kv(name: str, config: DecoderConfig) -> bool:
 
 
 def _values_from_keys(
-    sources: dict[str, TensorSource], places: Iterable[str], model_dir: Path, config: DecoderConfig
+    sources: dict[str, TensorSource],
+    placement_of: Iterable[str],
+    model_dir: Path,
+    config: DecoderConfig,
 ) -> None:
     """Where a layer's values are made by its keys' matrix, that is the source of both."""
-    for name in places:
+    for name in placement_of:
         match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn)\.v_proj\.(\w+)", name)
         if match is None or not config.of_layer(int(match[2])).values_are_keys:
             continue

@@ -159,7 +159,7 @@ def _draws_anew(speculative: LLM, sampling: SamplingOptions) -> bool:
     is_sampled = sampling.temperature > 0 and sampling.top_k != 1
     has_network = speculative.mode.drafts_with_network()
     rule = RULES.get(speculative.acceptance or "")
-    return is_sampled and has_network and rule is not None and not rule.keeps_seeded_text
+    return is_sampled and has_network and rule is not None and not rule.keeps_seeded_output
 
 
 def _to_json(

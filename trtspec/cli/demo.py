@@ -1,7 +1,7 @@
 """`trtspec demo`: the same answers without and with speculation, next to each other.
 
 On a terminal both texts grow as they are decoded, accepted draft tokens in green; elsewhere the
-same is printed as plain text. What is said about equality and speed is what was measured.
+same is printed as plain text. Equality and speed are reported as measured.
 """
 
 from __future__ import annotations

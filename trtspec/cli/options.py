@@ -153,7 +153,7 @@ class AcceptanceOptions:
     ] = None
     per_category: Annotated[
         int | None,
-        typer.Option("--per-category", min=1, help="Only the first so many of each category."),
+        typer.Option("--per-category", min=1, help="Only the first N prompts of each category."),
     ] = None
     temperatures: Annotated[
         str, typer.Option("--temperatures", help="Like 0,0.7,1. 0 is greedy.")
@@ -210,7 +210,9 @@ class TrainOptions:
     ] = None
     self_generate: Annotated[
         int | None,
-        typer.Option("--self-generate", min=1, help="Let the target write so many conversations."),
+        typer.Option(
+            "--self-generate", min=1, help="Let the target write this many conversations."
+        ),
     ] = None
     prompts: Annotated[
         Path | None,

@@ -291,7 +291,8 @@ class MTPDecodingConfig(HeadDecodingConfig):
             `LLM` looks up. False where that is not known: other families, a worker made alone.
         mtp_eagle_one_model: with one layer, True drafts inside the target's step, False in passes
             of its own (MTP_EAGLE), for comparison.
-        mtp_feeds_post_norm: the hidden state fed on is the normed one; None is the family's way.
+        mtp_feeds_post_norm: the feedback is the hidden state after the norm; None is as the family
+            does.
         use_relaxed_acceptance_for_thinking: between the thinking tokens a greedy request accepts
             drafts that are close to the target's best. Lossy.
         relaxed_topk: such a draft is among that many of the target's best tokens …

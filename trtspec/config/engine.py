@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 MAX_BATCH_SIZE = 2**20
-"""A sanity bound: no cache holds so many requests."""
+"""A sanity bound: no cache holds more requests."""
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 

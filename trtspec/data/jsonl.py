@@ -1,6 +1,6 @@
 """Reading JSON lines and the messages of a chat in them: one reader for prompts and training text.
 
-What is wrong with a line is a `LineError`; whoever reads the file adds its name and the number.
+A wrong line raises a `LineError`, to which the caller adds the file's name and the line's number.
 """
 
 from __future__ import annotations

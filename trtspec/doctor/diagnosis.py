@@ -102,20 +102,20 @@ class Diagnosis:
         # A later draft is judged where those before were right: hardly anywhere if none was.
         judged = [min(pair) >= FEWEST_JUDGED for pair in zip(old.judged, new.judged, strict=True)]
         telling = (i for i, gain in enumerate(gains) if judged[i] and gain >= TELLING_GAIN)
-        place = next(telling, 0)
+        index = next(telling, 0)
         return (
-            f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ORDINALS[place]} "
-            f"draft is {old.conditional[place]:.2f} as it is and {new.conditional[place]:.2f} with "
+            f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ORDINALS[index]} "
+            f"draft is {old.conditional[index]:.2f} as it is and {new.conditional[index]:.2f} with "
             f"the change (length {old.acceptance_length:.2f} and {new.acceptance_length:.2f})."
         )
 
-    def _upper_bound(self, place: int) -> float:
+    def _upper_bound(self, index: int) -> float:
         """The highest conditional acceptance of a draft that what was judged allows."""
         result = self.as_loaded
         assert result is not None
-        right, judged = result.right[place], result.judged[place]
+        right, judged = result.right[index], result.judged[index]
         likely = (right + 1) / (judged + 2)  # also 0 of n has an error
-        return result.conditional[place] + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
+        return result.conditional[index] + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
 
     def _fails_at_masks(self) -> bool:
         result = self.as_loaded
@@ -155,14 +155,14 @@ class Diagnosis:
                 f"No known mistake explains it: {first}, hardly ever. Is this the target that the "
                 f"{self.drafter} is for?"
             ), False
-        for place, rate in enumerate(trained[: len(result.judged)]):
-            if result.judged[place] < FEWEST_JUDGED:
+        for index, rate in enumerate(trained[: len(result.judged)]):
+            if result.judged[index] < FEWEST_JUDGED:
                 break
-            if self._upper_bound(place) < rate - SHORT_OF_TRAINING:
-                after = ", after right ones" if place else ""
+            if self._upper_bound(index) < rate - SHORT_OF_TRAINING:
+                after = ", after right ones" if index else ""
                 return (
-                    f"No known mistake explains it: the {_ORDINALS[place]} draft is accepted "
-                    f"{result.conditional[place]:.2f} of the time{after}, when it was trained it "
+                    f"No known mistake explains it: the {_ORDINALS[index]} draft is accepted "
+                    f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
                     f"was {rate:.2f}. Is this the target that it was trained for, and text of that "
                     "kind?"
                 ), False

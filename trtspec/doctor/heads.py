@@ -95,7 +95,7 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
             flip_residual,
         )
     )
-    if head.mask_hidden is None:  # a head that drafts in parallel feeds nothing on
+    if head.mask_hidden is None:  # a masked head has no feedback
         trials.append(
             Trial(
                 _other_feedback(head),

@@ -35,7 +35,7 @@ class Trial:
     cure: str
     change: Change = lambda drafter: None
     sets: Mapping[str, Any] = field(default_factory=dict)  # fields of `Setting`
-    is_usual: bool = False  # the setting that a head has unless somebody chose otherwise
+    is_usual: bool = False  # the setting that heads have by default
 
 
 def pairs(trials: Sequence[Trial], d2t: Tensor) -> list[Trial]:

@@ -1,4 +1,4 @@
-"""`Admission`: refuses what this engine cannot serve, and makes requests of the rest."""
+"""`Admission`: refuses what this engine cannot serve, and makes requests of what it can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .request import Request
 
 
 def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
-    """Tokens that end a request's output."""
+    """Returns the tokens that end a request's output."""
     return params.ends(model.eos_token_ids)
 
 
@@ -37,7 +37,7 @@ class Admission:
     ids: Iterator[int] = field(default_factory=itertools.count)
 
     def make_request(self, prompt: Sequence[int] | EmbedsPrompt, params: SamplingParams) -> Request:
-        """A request that waits. Raises RequestError as the checks do."""
+        """Makes a waiting request. Raises RequestError as the checks do."""
         token_ids = self.check_prompt(prompt, params.max_tokens)
         self.check_params(params)
         embeds = kept_embeds(prompt, self.target) if isinstance(prompt, EmbedsPrompt) else None
@@ -53,8 +53,11 @@ class Admission:
         )
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises RequestError: token ids that are not the model's, too many end tokens held back,
-        several completions in one request."""
+        """Raises RequestError for parameters that this engine cannot serve.
+
+        These are token ids that are not the model's, more banned end tokens than `min_tokens`
+        allows, and several completions in one request.
+        """
         if params.n > 1:
             raise RequestError(
                 f"SamplingParams.n={params.n}: one request has one completion here. LLM.generate "
@@ -88,52 +91,52 @@ class Admission:
                 f"{MAX_ENDS} can be held back. Give fewer stop_token_ids."
             )
 
-    def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
-        """The prompt's tokens as ints.
+    def check_prompt(self, prompt: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
+        """Returns the prompt's tokens as ints.
 
         Raises:
             RequestError: it is empty, too long, or holds an id outside the vocabulary; its
                 embeddings do not fit the model or the mode.
         """
         vocab = self.target.config.vocab_size
-        if isinstance(given, EmbedsPrompt):
-            embeds, ids = given, given.prompt_token_ids
+        if isinstance(prompt, EmbedsPrompt):
+            embeds, ids = prompt, prompt.prompt_token_ids
         else:
-            embeds, ids = None, given
+            embeds, ids = None, prompt
         if embeds is not None and self.mode.is_save_hidden_states():
             raise RequestError(
-                f"Mode {self.mode.name} keeps a prompt's tokens and not its vectors, without which "
-                "a head cannot be trained on it: an EmbedsPrompt needs another mode."
+                f"Mode {self.mode.name} saves a prompt's tokens and not its embeddings, without "
+                "which a head cannot be trained on it: an EmbedsPrompt needs another mode."
             )
-        prompt = list(ids)
-        if not prompt:
+        tokens = list(ids)
+        if not tokens:
             raise RequestError("The prompt is empty: give at least one token.")
-        for position, token in enumerate(prompt):
+        for position, token in enumerate(tokens):
             try:
-                prompt[position] = operator.index(token)
+                tokens[position] = operator.index(token)
             except TypeError:
                 raise RequestError(
                     f"Prompt token {position} is {shown(token)}, not an int."
                 ) from None
-            if not 0 <= prompt[position] < vocab:
+            if not 0 <= tokens[position] < vocab:
                 raise RequestError(
                     f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
                 )
-        if len(prompt) >= self.config.max_seq_len:
+        if len(tokens) >= self.config.max_seq_len:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens; max_seq_len={self.config.max_seq_len} "
+                f"The prompt has {len(tokens)} tokens; max_seq_len={self.config.max_seq_len} "
                 "leaves room for fewer, so that one can be generated. Shorten it, or raise "
                 "max_seq_len / KvCacheConfig.max_tokens."
             )
-        if len(prompt) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
+        if len(tokens) > self.config.max_num_tokens and not self.config.enable_chunked_prefill:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens, a pass takes "
+                f"The prompt has {len(tokens)} tokens, a pass takes "
                 f"max_num_tokens={self.config.max_num_tokens}. Set enable_chunked_prefill=True or "
                 "raise max_num_tokens."
             )
         if embeds is not None:
-            total = min(len(prompt) + max_tokens, self.config.max_seq_len)
+            total = min(len(tokens) + max_tokens, self.config.max_seq_len)
             check_embeds(
                 embeds, self.target, total, self.config.max_num_tokens - self.max_draft_len - 1
             )
-        return prompt
+        return tokens

@@ -1,4 +1,4 @@
-"""`RequestBook`: the requests that live, what steps bring them, and how each of them ends."""
+"""`RequestBook`: the live requests, the tokens that steps add to them, and how each ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequestBook:
 
     Args:
         eos_token_ids: of the model.
-        saver: where hidden states are saved: a request that ends is a whole sample or none.
+        saver: set where hidden states are saved. A request that ends is one sample, or none.
     """
 
     def __init__(
@@ -33,29 +33,32 @@ class RequestBook:
         self.finished: list[Request] = []
 
     def add(self, request: Request) -> None:
-        # In this order: one that only waits, for an interrupt came between, runs for nobody.
+        # In this order: after an interrupt between the lines `start_over` drops the request.
         self.scheduler.waiting.append(request)
         self.live[request.request_id] = request
 
     def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
-        """Gives new requests their slots. Returns the batch without those that could not be
-        admitted, which fail alone."""
+        """Gives new requests their slots. Returns the batch without those that failed admission."""
         for chunk in batch.contexts:
             if chunk.start == 0:
                 try:
                     runner.admit(chunk.request)
-                except Exception as error:  # whatever its parameters or the drafter's state raise
+                except Exception as error:  # from its parameters or the drafter's state
                     logger.exception("Request %d could not be admitted.", chunk.request.request_id)
-                    self.fail(chunk.request, f"its admission raised {said(error)}")
+                    self.fail(chunk.request, f"its admission raised {described(error)}")
         left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
         return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
 
     def add_tokens(self, result: RequestResult, num_rows: int, stop_check: StopCheck | None) -> int:
-        """Gives a request its tokens of one step, and ends it where they say so. Returns how many
-        it took. A stop check that raises fails its request alone.
+        """Adds one step's tokens to a request, and ends it where they end it.
+
+        A stop check that raises fails its request alone.
 
         Args:
             num_rows: K'+1, of each generation in the step.
+
+        Returns:
+            how many tokens were added.
         """
         request, reason = result.request, None
         output = request.output_token_ids
@@ -67,7 +70,7 @@ class RequestBook:
             reason = request.append(result.tokens, ends, stop_check)
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
-            self.fail(request, f"the stop check raised {said(error)}")
+            self.fail(request, f"the stop check raised {described(error)}")
         num_appended = len(output) - before
         if result.logprobs is not None:
             if request.logprobs is None:
@@ -77,21 +80,23 @@ class RequestBook:
             self.save_rows(request, result.hidden)
         if reason is not None:
             self.finish(request, reason)
-        request.num_read = len(output)  # what came before can come again
+        request.num_read = len(output)  # later tokens may be computed again
         if not request.is_finished:
             self.scheduler.trim(request)
         return num_appended
 
     def save_rows(self, request: Request, rows: HiddenRows) -> None:
-        """Hands rows to the saver, now that the token after them is known. A request that its stop
-        check cancelled has no sample any more."""
+        """Hands rows to the saver, now that the token after them is known.
+
+        A request that its stop check cancelled has no sample any more.
+        """
         assert self.saver is not None
         if request.finish_reason not in NOT_WHOLE:
             self.saver.add(request, rows.start, rows.states)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Ends a request, if it lives: takes back its slot, and its blocks when no step in flight
-        writes to them."""
+        """Ends a live request: takes back its slot, and its blocks once no step in flight writes
+        to them."""
         if request.is_finished:
             return
         request.finish_reason = reason
@@ -123,14 +128,18 @@ class RequestBook:
         return finished
 
     def flush_when_idle(self) -> None:
-        """Samples are on disk when the last request is done, also if nobody steps again. What is
-        in flight then belongs to requests that have ended."""
+        """Writes samples to disk when the last request is done, for there may be no next step.
+
+        Steps in flight then belong to requests that have ended.
+        """
         if self.saver is not None and not (self.scheduler.waiting or self.scheduler.running):
             self.saver.flush()
 
     def start_over(self) -> None:
-        """After an exception in the middle of a step: every request waits again, with what was
-        read of it. One whose sample is begun ends with an error, for a sample must be whole."""
+        """Makes every request wait again with the output that was read, after an exception.
+
+        A request whose sample was begun ends with an error, for a sample must be complete.
+        """
         live = sorted(self.live.values(), key=lambda request: request.request_id)
         if self.saver is not None:
             dropped = self.saver.start_over()
@@ -147,5 +156,5 @@ class RequestBook:
                 del self.live[request.request_id]
 
 
-def said(error: Exception) -> str:
+def described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

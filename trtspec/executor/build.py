@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to a running executor: the one place that knows models and workers."""
+"""Builds an executor from an `EngineConfig`. Only this file knows models and workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def build_executor(
     """Returns an executor: models loaded, the cache sized, nothing running.
 
     Args:
-        old_arguments, old_options: with a model in the record's place its other fields, deprecated.
+        old_arguments, old_options: deprecated; the record's other fields, if the first argument is
+            a model.
 
     Raises:
         ConfigError, CheckpointError: before anything is served.
@@ -131,7 +132,7 @@ def _load_target(
     backend: AttentionBackend,
     seq_len: int,
 ) -> LoadedTarget:
-    # With M-RoPE a sequence's positions may run ahead of its length: those tables stay whole.
+    # With M-RoPE rotary positions may exceed the length, so those tables are not cut.
     num_positions = None if config.rope_parameters.get("mrope_section") else seq_len
     dtype = resolve_dtype(engine.dtype, config, device)
     try:

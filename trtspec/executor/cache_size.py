@@ -1,4 +1,4 @@
-"""How many blocks each KV group gets, and how long a sequence they hold."""
+"""Sizes the KV cache: blocks of each group, and the longest sequence that they hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What an engine's passes hold at most."""
+    """Upper bounds of what an engine's passes hold."""
 
     max_batch_size: int
     max_seq_len: int
@@ -32,8 +32,7 @@ class CacheNeeds:
     page_size: int
 
     def behind_window(self, window: int, num_requests: int) -> int:
-        """Returns the blocks that so many requests hold at most, those behind the window given
-        back.
+        """Returns the most blocks that `num_requests` requests hold at once, windows considered.
 
         In the terms of the ledger in `state/kv_cache.py`: keys that the first row sees, steps whose
         tokens are not read (one in flight and the next), drafting, and the blocks' unused ends.
@@ -61,8 +60,8 @@ def size_cache(
     """Returns the blocks of each group, reserved ones included.
 
     Raises:
-        ConfigError: `max_tokens` was given, and memory cannot hold them; or a full batch has more
-            requests than the cache has tokens.
+        ConfigError: memory cannot hold `max_tokens`, or a full batch has more requests than the
+            cache has tokens.
     """
     tokens = config.max_tokens
     if tokens is None:
@@ -77,17 +76,17 @@ def size_cache(
                 f"most {most}. Lower it, or leave it out."
             )
     blocks = [needs.blocks_of_group(spec, tokens) for spec in specs]
-    whole = max(1, -(-tokens // needs.page_size))
+    unwindowed = max(1, -(-tokens // needs.page_size))
     for g, (spec, count) in enumerate(zip(specs, blocks, strict=True)):
-        if count < whole:
-            saved = (whole - count) * needs.page_size * spec.bytes_per_token()
+        if count < unwindowed:
+            saved = (unwindowed - count) * needs.page_size * spec.bytes_per_token()
             logger.info(
                 "KV group %d, of a window of %s tokens, has %d blocks in place of %d: %.1f MiB "
                 "less.",
                 g,
                 spec.window,
                 count,
-                whole,
+                unwindowed,
                 saved / 2**20,
             )
     held = min(blocks) * needs.page_size
@@ -122,7 +121,7 @@ def longest_sequence(
 def _tokens_within(
     memory: float, specs: Sequence[KVGroupSpec], needs: CacheNeeds, most: int
 ) -> int:
-    """Returns how many tokens, up to `most`, a cache of so many bytes holds."""
+    """Returns how many tokens, up to `most`, fit into a cache of `memory` bytes."""
     if _bytes(specs, needs, most) <= memory:
         return most
     return bisect_right(range(1, most), memory, key=lambda count: _bytes(specs, needs, count))
@@ -134,7 +133,7 @@ def _bytes(specs: Sequence[KVGroupSpec], needs: CacheNeeds, num_tokens: int) -> 
 
 
 def _free_memory(config: KvCacheConfig, device: torch.device) -> float:
-    """Returns the bytes that the cache may take where no size was given."""
+    """Returns the bytes that the cache may take if the config sets no size."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] * config.free_gpu_memory_fraction
     return _free_host_memory() / 4
@@ -143,7 +142,7 @@ def _free_memory(config: KvCacheConfig, device: torch.device) -> float:
 def _memory(device: torch.device) -> int:
     """Returns the bytes that no cache can be larger than.
 
-    Of a GPU that is all of its memory: what torch's allocator keeps does not count as free.
+    For a GPU this is all of its memory: what torch's allocator holds does not count as free.
     """
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _free_host_memory()
 

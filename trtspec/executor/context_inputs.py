@@ -1,8 +1,8 @@
 """The inputs of a context pass in a fixed shape, so that one captured graph serves many passes.
 
-A pass of this shape has T token rows and C contexts. What is left over is padding: rows of no
-context, which write nowhere, and contexts without rows, which stand on the scratch slot. Whatever
-else differs from pass to pass is data in one device tensor, sent from the host in one copy.
+A pass of this shape has T token rows and C contexts. Unused rows belong to no context and write
+nowhere. Unused contexts have no rows and use the scratch slot. All that differs between passes is
+one device tensor, which the host sends in one copy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from .inputs import ContextRows, StepInputs
 from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
-"""A shape has a context for so many of its rows; shorter prompts want a larger shape."""
+"""Rows of a shape per context that it has; shorter prompts need a larger shape."""
 
 
 def most_worth_capturing(target: Decoder) -> int:
-    """Rows of a pass that the GPU computes in the time the host takes to launch it eagerly. With
-    more, a graph saves nothing, and what pads it costs."""
-    weights = 0.0  # that a row is multiplied with
+    """Returns how many rows the GPU computes in the time the host takes to launch a pass eagerly.
+
+    With more rows a graph saves nothing, and its padding costs time.
+    """
+    weights = 0.0  # number of weights that each row is multiplied with
     for i, layer in enumerate(target.layers):
         moe = target.config.moe_of_layer(i)
         for name, parameter in layer.named_parameters():
@@ -39,7 +41,7 @@ class ContextInputs:
     """Device tensors of one shape, and how to fill them.
 
     Args:
-        num_tokens: T. max_batch_size: the scratch slot, and the most contexts there can be.
+        num_tokens: T. max_batch_size: also the scratch slot's id; C is at most this.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class ContextInputs:
         self.fill([])
 
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
-        """A chunk that fills a whole pass (max_num_tokens) fits none: there is no row to spare."""
+        """Whether the chunks fit. One that fills a whole pass does not: a row must be free."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         if len(chunks) < self.num_contexts:
-            tokens += 1  # a row for the contexts that are padding to end at
+            tokens += 1  # the row at which padding contexts end
         return tokens <= self.num_tokens and len(chunks) <= self.num_contexts
 
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
-        """Sends what a pass over these chunks reads; without any, all of it is padding."""
+        """Sends what a pass over these chunks reads. Without chunks all rows are padding."""
         tokens, contexts = self.num_tokens, self.num_contexts
         host = torch.zeros(self.size, dtype=torch.int32)
         ids, positions, rows = host[: 3 * tokens].view(3, tokens)
@@ -76,33 +78,33 @@ class ContextInputs:
         start = 0
         for i, chunk in enumerate(chunks):
             count = chunk.end - chunk.start
-            own = slice(start, start + count)
-            ids[own] = torch.tensor(chunk.token_ids)
-            positions[own] = torch.arange(chunk.start, chunk.end)
-            rows[own] = i
+            rows_of_chunk = slice(start, start + count)
+            ids[rows_of_chunk] = torch.tensor(chunk.token_ids)
+            positions[rows_of_chunk] = torch.arange(chunk.start, chunk.end)
+            rows[rows_of_chunk] = i
             start += count
             last[i] = start - 1
             slots[i], ends[i] = chunk.request.slot, chunk.end
             following[i] = chunk.next_prompt_token
         last[len(chunks) :] = start
         tables = self.kv_cache.block_tables([chunk.request.request_id for chunk in chunks])
-        place = 3 * tokens + 4 * contexts
+        offset = 3 * tokens + 4 * contexts
         for table, width in zip(tables, self.widths, strict=True):
-            whole = host[place : place + contexts * width].view(contexts, width)
-            whole[: len(chunks), : table.shape[1]] = table
-            place += contexts * width
+            table_rows = host[offset : offset + contexts * width].view(contexts, width)
+            table_rows[: len(chunks), : table.shape[1]] = table
+            offset += contexts * width
         self.sent.copy_(to_device(host, self.device), non_blocking=True)
 
     def step_inputs(self, num_drafts: int, all_greedy: bool, has_filters: bool) -> StepInputs:
-        """What a step reads: views of the device tensor and what is made of them there."""
+        """Returns what a step reads: views of the device tensor, and tensors computed from them."""
         tokens, contexts = self.num_tokens, self.num_contexts
         wide = self.sent[: 3 * tokens + 4 * contexts].to(torch.int64)
         ids, positions, rows = wide[: 3 * tokens].view(3, tokens)
         slots, ends, following, last = wide[3 * tokens :].view(4, contexts)
-        tables, place = [], 3 * tokens + 4 * contexts
+        tables, offset = [], 3 * tokens + 4 * contexts
         for width in self.widths:
-            tables.append(self.sent[place : place + contexts * width].view(contexts, width))
-            place += contexts * width
+            tables.append(self.sent[offset : offset + contexts * width].view(contexts, width))
+            offset += contexts * width
         return StepInputs(
             slot_ids=slots,
             block_tables=tuple(tables),

@@ -1,6 +1,6 @@
-"""Tells, once, that a draft head or draft model is dead: its drafts are as good as never accepted.
+"""Warns, once, that a draft head or draft model is dead: its drafts are almost never accepted.
 
-Wrong weights, layers or RoPE never show in the text, only here. The watch counts on the host what
+Wrong weights, layers or RoPE never show in the output, only here. The watch counts on the host what
 the host reads anyway.
 """
 
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 256  # first drafts that are judged together
 DEAD_RATE = 0.02  # a drafter that works is far above this; chance is one over the vocabulary
-HOTTEST = 1.0  # above this temperature the target's own choice is close to a dice's
+HOTTEST = 1.0  # above this temperature the target's choice is close to uniform
 DOCTOR = "trtspec doctor --target MODEL_DIR --head HEAD_DIR"
 
 
 def is_dead(proposed: int, accepted: int) -> bool:
-    """Whether so few first drafts accepted are what a dead drafter gives."""
+    """Returns whether so few of the first drafts were accepted that the drafter is dead."""
     return proposed > 0 and accepted < DEAD_RATE * proposed
 
 
 class DeadDrafterWatch:
-    """Counts the first drafts of `window` steps, judges them, and begins anew; warns once."""
+    """Counts the first drafts of `window` steps, judges them, and starts again. Warns once."""
 
     def __init__(self, window: int = WINDOW):
         self.window = window
@@ -36,7 +36,7 @@ class DeadDrafterWatch:
         return cls() if mode.drafts_with_network() else None
 
     def see(self, accepted: bool, temperature: float = 0.0) -> None:
-        """One step that verified a first draft."""
+        """Counts one step that verified a first draft."""
         if self.has_warned or temperature > HOTTEST:
             return
         self._proposed += 1

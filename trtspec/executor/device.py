@@ -1,4 +1,4 @@
-"""What an engine runs on: the device, the dtype and the attention backend of what was asked for."""
+"""Resolves the device, the dtype and the attention backend that were asked for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Returns the device; "auto" is CUDA where there is one.
 
     Raises:
-        ConfigError: it is unknown or not here, or kernels are launched on another.
+        ConfigError: it is unknown, this machine has none, or it is not the current device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +51,7 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Returns the dtype; "auto" is the checkpoint's.
 
-    On a CPU without instructions for bfloat16, "auto" is float32 in its place, which is faster.
+    On a CPU without instructions for bfloat16, "auto" takes float32 instead, which is faster.
 
     Raises:
         ConfigError: it is not supported on this device.
@@ -79,7 +79,7 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
         ConfigError: it cannot run here.
     """
     asked = name
-    if name == "auto":  # the one place where auto's choice is made
+    if name == "auto":  # nothing else resolves "auto"
         name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
         return TorchAttention()
@@ -103,7 +103,8 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
 
 
 def _multiplies_bfloat16() -> bool:
-    """Returns whether the CPU has instructions for it; CPUs other than x86-64 count as having."""
+    """Returns whether the CPU has instructions for bfloat16. Only x86-64 is asked; others count as
+    having them."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     return bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,9 +1,9 @@
-"""`DeviceStep`: one step on the device, as a method of what it runs on.
+"""`DeviceStep`: one step on the device.
 
     inputs ──assemble──▶ tensors ──forward_step──▶ outputs ──draft_passes──▶ drafts in the slots
                                                             (modes that draft in passes)
 
-It knows nothing of who launches it: `runner.py` does so eagerly, `graphs.py` captures it.
+`runner.py` runs it eagerly, `graphs.py` captures it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceStep:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, draft_len: int) -> StepOutputs:
-        """Verifies, accepts and drafts; leaves the next step's inputs in the slots.
+        """Verifies, accepts and drafts. Writes the next step's inputs to the slots.
 
         Args:
             draft_len: drafts to propose for the next step.
@@ -54,12 +54,12 @@ class DeviceStep:
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:
-        """The passes that follow the step in modes EAGLE3 and MTP_EAGLE, one an item; else none."""
+        """Runs the passes that follow the step in modes EAGLE3 and MTP_EAGLE, one per item."""
         if outputs.draft_inputs is not None:
             yield from draft_in_passes(self.worker, outputs.draft_inputs, self.state)
 
     def release_memory(self) -> None:
-        """Lets go of models and slots, for good. Nothing may be in flight."""
+        """Frees models and slots, for good. Nothing may be in flight."""
         self.kv_cache.release_memory()
         self.worker.draft_memory = None
         for name in ("target", "draft_model", "state"):

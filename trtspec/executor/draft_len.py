@@ -1,4 +1,4 @@
-"""How many drafts a step proposes for the next one."""
+"""`DraftLen`: how many drafts a step proposes for the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .request import ScheduledBatch
 
 
 class DraftLen:
-    """What was asked for at run time, 0 … K; 0 where more requests run than the config allows.
+    """The drafts asked for at run time, 0 … K; 0 where more requests run than the config allows.
 
     Args:
         max_concurrency: of the decoding config; None for no limit.

@@ -13,8 +13,8 @@ from ..workers.protocols import DraftInputs
 def draft_in_passes(
     worker: SpecWorkerBase, inputs: DraftInputs, state: SlotState
 ) -> Iterator[None]:
-    """The same passes as the one-model worker's, one for each item. The last leaves the proposals
-    in the slots."""
+    """Runs the one-model worker's draft passes, one per item. The last writes the proposals to the
+    slots."""
     assert isinstance(worker, Eagle3OneModelWorker)
     step, count = inputs.step, worker.num_passes(inputs)
     chain = worker.first_pass(inputs)

@@ -1,7 +1,7 @@
-"""How each kind of drafter is loaded: a table from the class of its config to a loader.
+"""Loads drafters: a table from the class of a decoding config to a loader.
 
-A loader is made before the target is loaded, so that what cannot work fails early. A head needs no
-row of its own: `HeadLoader` loads any `HeadDecodingConfig` by what its class says.
+Loaders are constructed before the target is loaded, so that what cannot work fails early. Heads
+need no row in the table: `HeadLoader` loads any `HeadDecodingConfig` by what its class says.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HeadSpec = TypeVar("HeadSpec", bound=HeadDecodingConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTarget:
-    """The target, and how its weights are kept. A drafter's are kept likewise."""
+    """The target, and the form of its weights, which a drafter's take too."""
 
     model: Decoder
     directory: Path
@@ -64,20 +64,20 @@ class LoadedTarget:
 
     @property
     def num_kv_groups(self) -> int:
-        """The target's KV groups, which a drafter's follow."""
+        """Returns the number of the target's KV groups. A drafter's come after them."""
         return len(self.model.kv_group_specs(self.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedDrafter:
-    """A drafter beside its target."""
+    """A drafter, and what the executor must know of it."""
 
     config: DecodingBaseConfig | None  # with K settled; None is plain decoding
     vocab_size: int  # of its logits
     d2t: Tensor | None = None  # [vocab_size] int64 offsets, target id = draft id + d2t[draft id]
     model: Decoder | DraftHead | None = None  # None: no network drafts
-    layers_to_capture: tuple[int, ...] = ()  # of the target, whose outputs are kept
-    mask_token_id: int | None = None  # of a drafter that makes all K drafts in one pass
+    layers_to_capture: tuple[int, ...] = ()  # target layers whose outputs are captured
+    mask_token_id: int | None = None  # of a masked drafter
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -87,14 +87,14 @@ class LoadedDrafter:
 
 
 class DrafterLoader(Generic[Spec]):
-    """Loads what a decoding config drafts with; as it stands, a drafter without a network."""
+    """Loads a drafter without a network. Subclasses load the others."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
 
     @property
     def position_limits(self) -> list[DecoderConfig]:
-        """Models beside the target that no sequence may be longer than."""
+        """Returns configs of further models whose positions limit the sequence length."""
         return []
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
@@ -111,7 +111,7 @@ class DrafterLoader(Generic[Spec]):
 
 
 class HeadLoader(DrafterLoader[HeadSpec]):
-    """Loads a head, which may be in the target's checkpoint."""
+    """Loads a head, perhaps from the target's checkpoint."""
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
         directory = Path(self.spec.speculative_model or target.directory)
@@ -139,7 +139,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
         )
 
     def settle(self, head: DraftHead, directory: Path) -> HeadSpec:
-        """Returns the config with what it left to the head."""
+        """Returns the config with the fields filled in that it left to the head."""
         if self.spec.max_draft_len:
             return self.spec
         return replace(
@@ -148,7 +148,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
 
 
 class MTPLoader(HeadLoader[MTPDecodingConfig]):
-    """Loads MTP layers, or an assistant that drafts in their place."""
+    """Loads MTP layers, or a Gemma assistant."""
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
         spec, vocab_size = self.spec, target.config.vocab_size
@@ -161,23 +161,23 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
         return super().load(target)
 
     def settle(self, head: DraftHead, directory: Path) -> MTPDecodingConfig:
-        """Returns the config with `use_mtp_vanilla` as loaded; tells which layers do not draft."""
-        spec, used, there = self.spec, head.num_layers, head.config.num_mtp_layers
+        """Returns the config with `use_mtp_vanilla` settled. Warns of layers that do not draft."""
+        spec, used, available = self.spec, head.num_layers, head.config.num_mtp_layers
         if not head.advances_positions:
             self._refuse_layer_options(head, directory)
-        if not there:  # an assistant, all of whose layers make every draft
+        if not available:  # an assistant, all of whose layers make every draft
             return spec
         if used > 1 and spec.use_mtp_vanilla is None:
             spec = replace(spec, use_mtp_vanilla=True)
-        if used < there:
-            unused = ", ".join(map(str, range(used, there)))
+        if used < available:
+            unused = ", ".join(map(str, range(used, available)))
             logger.warning(
                 "Of the checkpoint's %d MTP layers, counted from 0, %s draft nothing. To have each "
                 "of them draft a token: MTPDecodingConfig(num_nextn_predict_layers=%d, "
                 "use_mtp_vanilla=True). `trtspec doctor` compares that with the first layer alone.",
-                there,
+                available,
                 unused,
-                there,
+                available,
             )
         return spec
 
@@ -195,7 +195,7 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
 
 
 class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
-    """Loads a second language model, once its tokens are known to be the target's."""
+    """Loads a second language model after checking that its tokens are the target's."""
 
     def __init__(self, spec: DraftTargetDecodingConfig):
         super().__init__(spec)
@@ -233,7 +233,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         )
 
     def _mask_token(self) -> int | None:
-        """Returns the token in whose place a PARD model drafts; None drafts one token a pass."""
+        """Returns a PARD model's mask token. None: the model drafts one token per pass."""
         if self.spec.parallel_drafting is False:
             return None
         config, where = self.draft_config, self.directory / "config.json"
@@ -248,7 +248,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
 
 
 class SaveHiddenStatesLoader(DrafterLoader[SaveHiddenStatesDecodingConfig]):
-    """Captures the target's hidden states, and opens the directory that they go to."""
+    """Captures the target's hidden states, and opens their output directory."""
 
     def __init__(self, spec: SaveHiddenStatesDecodingConfig):
         super().__init__(spec)
@@ -308,13 +308,13 @@ def drafter_loader(spec: DecodingBaseConfig | None) -> DrafterLoader:
     """Returns the loader of a config.
 
     Raises:
-        ConfigError, CheckpointError: the drafter is not there.
+        ConfigError, CheckpointError: the drafter cannot be found.
     """
     return next(LOADERS[base] for base in type(spec).__mro__ if base in LOADERS)(spec)
 
 
 def _check_draft_len(spec: HeadDecodingConfig, head: DraftHead) -> None:
-    """Of a head that makes all its drafts in one pass: no more than it was trained for."""
+    """Raises ConfigError if a masked head is asked for more drafts than it was trained for."""
     asked, trained = spec.max_draft_len, head.config.trained_draft_len
     if head.config.mask_token_id is not None and trained is not None and asked > trained:
         raise ConfigError(

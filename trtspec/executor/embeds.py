@@ -1,4 +1,4 @@
-"""What prompts with embeddings add to a pass: vectors of its rows, and where rows stand."""
+"""What prompts with embeddings add to a pass: embeddings of its rows, and rotary positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_embeds(
     """Raises RequestError where the prompt does not fit the target.
 
     Args:
-        max_image_tokens: of an image that one pass must read whole, beside one generation.
+        max_image_tokens: the largest image that fits into one pass beside one generation.
     """
     weight, tables = target.embed_tokens.weight, target.rope_tables
     if prompt.prompt_embeds.shape[1] != weight.shape[1]:
@@ -70,7 +70,7 @@ def _check_images(prompt: EmbedsPrompt, most: int) -> None:
 
 
 def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
-    """A copy on the host, in the target's dtype: each pass is sent its part."""
+    """Copies the prompt to the host, in the target's dtype. Each pass is sent its part."""
     dtype = target.embed_tokens.weight.dtype
     mask, positions, kinds = prompt.is_embed, prompt.mrope_positions, prompt.mm_token_type_ids
     return replace(
@@ -85,10 +85,10 @@ def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
 def row_embeds(
     chunks: Sequence[ContextChunk], ahead: int, device: torch.device, before: int = 0
 ) -> RowEmbeds | None:
-    """The vectors of the tokens that stand `ahead` rows further on than each row.
+    """Returns the embeddings of the tokens `ahead` positions after each row's.
 
     Args:
-        before: so many rows of the text are read again in front of each chunk, or all there are.
+        before: how many rows are computed again in front of each chunk, at most all there are.
     """
     rows: list[int] = []
     values: list[Tensor] = []
@@ -111,7 +111,10 @@ def row_embeds(
 def reread_embeds(
     chunks: Sequence[ContextChunk], num_rewritten: int, device: torch.device
 ) -> RereadEmbeds | None:
-    """What `num_rewritten` + 1 depths read that compute so many rows again; None for texts."""
+    """Returns what each depth reads of vanilla MTP, which computes `num_rewritten` rows again.
+
+    None: the prompts hold no embeddings.
+    """
     if not num_rewritten or all(chunk.request.embeds is None for chunk in chunks):
         return None
     return RereadEmbeds(
@@ -124,7 +127,7 @@ def reread_embeds(
 
 
 def image_rows(chunks: Sequence[ContextChunk]) -> tuple[ImageRows, ...]:
-    """The images that the model reads whole, of which chunks have all or nothing."""
+    """Returns the images that attend in both directions. A chunk has all of one, or none of it."""
     firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)
     return tuple(
         ImageRows(i, first + start - chunk.start, end - start, position=start)
@@ -137,7 +140,7 @@ def image_rows(chunks: Sequence[ContextChunk]) -> tuple[ImageRows, ...]:
 def context_rope_positions(
     chunks: Sequence[ContextChunk], device: torch.device, before: int = 0
 ) -> Tensor | None:
-    """[3, rows] int64, None where every token has one position and that is its place.
+    """Returns the contexts' rotary positions, [3, rows] int64. None: all equal `position_ids`.
 
     Args:
         before: as in `row_embeds`.
@@ -149,8 +152,8 @@ def context_rope_positions(
         start, prompt = max(0, chunk.start - before), chunk.request.embeds
         positions = torch.arange(start, chunk.end).repeat(3, 1)
         if prompt is not None and prompt.mrope_positions is not None:
-            own = prompt.mrope_positions[:, start : chunk.end]
-            positions += prompt.rope_delta  # of output, which a preempted request reads again
-            positions[:, : own.shape[1]] = own
+            known = prompt.mrope_positions[:, start : chunk.end]
+            positions += prompt.rope_delta  # for output, which a preempted request reads again
+            positions[:, : known.shape[1]] = known
         parts.append(positions)
     return to_device(torch.cat(parts, dim=1), device)

@@ -1,4 +1,4 @@
-"""The step: target forward -> logits -> accept -> draft -> slot state. One function of tensors."""
+"""`forward_step`: target forward -> logits -> accept -> draft -> slots. One function of tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .inputs import StepTensors
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What the host reads, one step late under overlap."""
+    """Tensors that the host reads, one step late under overlap."""
 
     new_tokens: Tensor  # [B, K+1] int32, -1 past the length
     new_tokens_lens: Tensor  # [B] int32
-    bad_requests: Tensor  # [B] bool, the request's logits held NaN
+    bad_requests: Tensor  # [B] bool, whether the request's logits held NaN
     hidden_states: Tensor | None = None  # [T, (n+1) * D] captured layers and final, to be saved
     draft_inputs: DraftInputs | None = None  # for a drafter outside the step
     logprobs: TokenLogprobs | None = None  # 1 row per context, K'+1 per generation
@@ -39,7 +39,7 @@ def forward_step(
     mode: SpeculativeDecodingMode,
     num_logprobs: int | None = None,
 ) -> StepOutputs:
-    """Runs one pass and leaves the next step's inputs in the slots. No host synchronisation."""
+    """Runs one step and writes the next step's inputs to the slots. The host does not wait."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
     hidden = target(
@@ -64,8 +64,8 @@ def forward_step(
         outputs = worker(*arguments)
     lens = outputs["new_tokens_lens"]
     # A context's KV now ends with this chunk; a generation's with the last row of its accepted
-    # path (`metadata/accepted_path.py`): the bonus is the next step's input. A chunk inside the
-    # prompt leaves a next token that nobody reads: the following chunk overwrites it.
+    # path (`metadata/accepted_path.py`): the bonus is the next step's input. The next token after a
+    # chunk inside the prompt is never read: the following chunk overwrites it.
     contexts, new_tokens = meta.num_contexts, outputs["next_new_tokens"]
     save_step(
         tensors.slot_ids[contexts:],

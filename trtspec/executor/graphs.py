@@ -1,12 +1,12 @@
 """CUDA graphs: a generation step is one launch.
 
-A graph is captured for a batch size (a bucket), the drafts verified and proposed, and greedy or
-sampled. It holds everything between the host's two copies: gathering inputs from the slots, the
-target, acceptance, all draft passes, and leaving the next step's inputs in the slots. The host
-sends slot ids and block tables, and those only when they changed.
+A graph is captured for a batch size (a bucket), the numbers of drafts verified and proposed, and
+greedy or sampled. It holds everything between the host's two copies: gathering inputs from the
+slots, the target, acceptance, all draft passes, and writing the next step's inputs to the slots.
+The host sends slot ids and block tables, and only those that changed.
 
-Rows that fill a bucket are inert: they stand on the scratch slot, whose blocks are none, so their
-keys go to the scratch block and nobody reads their tokens.
+Rows that fill a bucket are inert. They use the scratch slot, which has no blocks: their keys go to
+the scratch block, and their tokens are never read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CudaGraphs:
         pages = self.kv_cache.blocks_for(config.max_seq_len)
         self.widths = [pages] * len(self.kv_cache.groups)
         shape = self.batch_sizes[-1], 1 + sum(self.widths)
-        # Per row: slot, then the block table of each group. What the host sends, and nothing else.
+        # Per row: slot, then the block table of each group. The host sends nothing else.
         self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inputs[:, 0] = self.scratch_slot
         self._sent: list[tuple[int, int, int]] = []
@@ -84,12 +84,12 @@ class CudaGraphs:
         self.memory_bytes = 0  # taken by captures so far
 
     def bucket(self, batch_size: int) -> int | None:
-        """The smallest captured size that holds the batch; None if there is none."""
+        """Returns the smallest captured size that holds the batch; None if there is none."""
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
     def run(self, plan: StepPlan) -> StepOutputs | None:
-        """One step of generations alone, or None where no bucket holds them."""
+        """Runs one step of generations alone. Returns None if no bucket holds them."""
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
@@ -101,12 +101,15 @@ class CudaGraphs:
         return self._replay(key, len(requests))
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
-        """The smallest captured shape that holds these parts of prompts, if there is one."""
+        """Returns the smallest captured shape that holds these parts of prompts, if any does."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
     def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepOutputs | None:
-        """One pass over parts of prompts alone. None if it cannot be captured: then the shape is
-        given up, and such passes run eagerly."""
+        """Runs one pass over parts of prompts alone.
+
+        Returns None if it cannot be captured. Then the shape is dropped, and such passes run
+        eagerly.
+        """
         chunks = plan.batch.contexts
         key = _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
         if key not in self._graphs and not self._capture_contexts(inputs, key):
@@ -115,7 +118,7 @@ class CudaGraphs:
         return self._replay(key, len(chunks))
 
     def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
-        """False, and the shape is given up, where there is no room or no kernel for it."""
+        """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
         inputs.fill([])
         try:
             self._graphs[key] = self._capture(key)
@@ -144,7 +147,7 @@ class CudaGraphs:
                     break
 
     def _send(self, requests: list[Request], bucket: int) -> None:
-        """Slots and block tables of the rows that are not on the device already."""
+        """Sends slots and block tables of rows that changed since they were last sent."""
         rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
         rows += [(self.scratch_slot, -1, 0)] * (bucket - len(rows))
         if self._sent[:bucket] == rows:
@@ -161,11 +164,11 @@ class CudaGraphs:
         self.inputs[:bucket].copy_(host, non_blocking=True)
 
     def send_again(self) -> None:
-        """Takes nothing of what was sent to be on the device: an exception came between."""
+        """Makes the next step send everything, after an exception."""
         self._sent = []
 
     def _capture(self, key: GraphKey) -> _Captured:
-        """Captures one graph. Its rows are all inert meanwhile, so that warming up moves nobody."""
+        """Captures one graph. All its rows are inert, so that warming up changes no request."""
         free = torch.cuda.mem_get_info(self.device)[0]
         try:
             with cublaslt.tuning(self.enable_autotuner):
@@ -201,15 +204,17 @@ class CudaGraphs:
         return _Captured(graphs=graphs, outputs=outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs:
-        # The scratch slot's text would grow by every step it stands in for.
+        # The scratch slot's length would grow with every step.
         self.step.state.past_lens[self.scratch_slot :].zero_()
         return self.step.run(replace(self._step_inputs(key), is_cuda_graph=True), key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
         if key.context_tokens:
             inputs = next(c for c in self.contexts if c.num_tokens == key.context_tokens)
-            made = inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
-            return replace(made, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits)
+            inputs_of_pass = inputs.step_inputs(key.num_drafts, key.all_greedy, key.has_filters)
+            return replace(
+                inputs_of_pass, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits
+            )
         rows = self.inputs[: key.batch_size]
         tables, start = [], 1
         for width in self.widths:
@@ -249,7 +254,7 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
 
 
 def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
-    """Greedy and sampled, without filters."""
+    """Returns the keys to capture at start: greedy and sampled, without filters."""
     return [
         GraphKey(
             batch_size=batch_size,
@@ -265,15 +270,18 @@ def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) ->
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of all captures of all engines: cuBLAS keeps 32 MiB for each stream, for good."""
+    """Returns one stream for all captures of all engines: cuBLAS holds 32 MiB per stream, for
+    good."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector from destroying somebody's graph: CUDA allows none of that during a
-    capture, which then fails. An engine is no reference cycle, but a caller's cycle may hold one,
-    and other libraries have graphs too (docs/decisions/011)."""
+    """Keeps the garbage collector from destroying a graph while another is captured.
+
+    CUDA would fail that capture. An engine is no reference cycle, but a caller's cycle may hold
+    one, and other libraries have graphs too (docs/decisions/011).
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -284,7 +292,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
-    """The outputs of the requests, of `rows` logits each, without those that fill the bucket."""
+    """Returns the outputs of the first `count` requests, of `rows` logits each, without padding."""
     hidden, logprobs = outputs.hidden_states, outputs.logprobs
     return StepOutputs(
         new_tokens=outputs.new_tokens[:count],

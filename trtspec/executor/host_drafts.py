@@ -9,15 +9,15 @@ from typing import Any
 
 from ..config import Drafter
 from ..errors import DrafterError
-from .book import RequestBook, said
+from .book import RequestBook, described
 from .request import Request
 
 
 def draft_on_host(
     drafter: Drafter, requests: Sequence[Request], vocab_size: int, book: RequestBook
 ) -> dict[int, list[int]]:
-    """Proposals by slot, of the requests that go on. What the drafter raises fails the request
-    that it was asked for."""
+    """Returns proposals by slot, of the requests that go on. If the drafter raises, the request
+    that it was asked for fails."""
     drafts: dict[int, list[int]] = {}
     for request in requests:
         if request.is_finished or request.num_drafts == 0:  # or cancelled by a drafter
@@ -35,7 +35,7 @@ def draft_on_host(
 def ask_drafter(
     drafter: Drafter, request: Request, max_draft_len: int, vocab_size: int
 ) -> list[int]:
-    """The drafter's proposal, at most K tokens.
+    """Returns the drafter's proposal, at most K tokens.
 
     Raises:
         DrafterError: it raised, or returned something other than at most K ids in the vocabulary.
@@ -51,7 +51,7 @@ def ask_drafter(
             "token ids."
         ) from error
     except Exception as error:  # the user's code may raise anything, also while it is iterated
-        raise DrafterError(f"{name}.draft raised {said(error)}") from error
+        raise DrafterError(f"{name}.draft raised {described(error)}") from error
     if len(tokens) > max_draft_len:
         raise DrafterError(f"{name}.draft returned more than max_draft_len={max_draft_len} tokens.")
     outside = [token for token in tokens if not 0 <= token < vocab_size]

@@ -1,8 +1,8 @@
-"""From a scheduled batch to the tensors of a pass.
+"""Makes the tensors of a pass from a scheduled batch.
 
-Two halves. `build_inputs` is host work: it turns what the host knows (slots, block tables, prompt
-tokens) into a few small copies. `assemble` is device work: it gathers what only the device knows
-(last tokens, drafts, lengths) from the slots. The host never needs an accepted count.
+It has two halves. `build_inputs` is host work: it sends what the host knows (slots, block tables,
+prompt tokens) in a few small copies. `assemble` is device work: it gathers what only the device
+knows (last tokens, drafts, lengths) from the slots. The host never needs an accepted count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ContextRows:
     next_prompt_tokens: Tensor  # [C] int32, -1 at the prompt's end
     lens: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
-    is_padded: bool = False  # `lens` say no more than how many contexts and rows there are
+    is_padded: bool = False  # True: only the number and the sum of `lens` hold
     inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
     next_inputs_embeds: RowEmbeds | None = None
     reread_embeds: RereadEmbeds | None = None
@@ -47,7 +47,7 @@ class ContextRows:
 
     @staticmethod
     def none(device: torch.device) -> ContextRows:
-        """Of a pass over generations alone."""
+        """Returns the empty part of a pass over generations alone."""
         empty = torch.empty(0, dtype=torch.int64, device=device)
         return ContextRows(
             ids=empty,
@@ -84,7 +84,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What all steps of an engine have in common."""
+    """Sizes that all steps of an engine share."""
 
     mode: SpeculativeDecodingMode
     max_draft_len: int  # K
@@ -100,7 +100,7 @@ def build_inputs(
     device: torch.device,
     num_rewritten: int = 0,
 ) -> StepInputs:
-    """Host half.
+    """Sends what the host knows of a step.
 
     Args:
         num_drafts: K', the drafts verified per generation request in this step.
@@ -156,7 +156,7 @@ def _context_rows(
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What one pass reads."""
+    """Tensors and metadata that one pass reads."""
 
     input_ids: Tensor  # [T] int64
     slot_ids: Tensor  # [B] int64
@@ -172,7 +172,7 @@ def assemble(
     engine: EngineShape,
     runtime_draft_len: int | None = None,
 ) -> StepTensors:
-    """Device half: gathers the generations' tokens and positions from their slots.
+    """Gathers the generations' tokens and positions from their slots, on the device.
 
     Args:
         runtime_draft_len: drafts to propose for the next step, None is K.
@@ -252,8 +252,10 @@ def assemble(
 
 
 def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -> Tensor | None:
-    """[T] or, with a prompt that has axes, [3, T] int64. None: the model's tokens have one position
-    each, their place."""
+    """Returns rotary positions [T] int64, or [3, T] with prompts that have axes (M-RoPE).
+
+    None: the model has no M-RoPE, so they are `position_ids`.
+    """
     if deltas is None:
         return None
     tokens, contexts = inputs.contexts.num_tokens, len(inputs.contexts.lens)
@@ -267,7 +269,8 @@ def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -
 def _with_contexts(
     step: StepRows, inputs: StepInputs, state: SlotState, page_size: int, max_seq_len: int
 ) -> StepRows:
-    """The generations' rows with the contexts' in front; a context has logits at its last row."""
+    """Puts the contexts' rows in front of the generations'. A context has logits at its last
+    row."""
     contexts = inputs.contexts
     slots = inputs.slot_ids[: len(contexts.lens)]
     positions, last_rows = contexts.positions, contexts.last_rows
@@ -287,10 +290,10 @@ def _with_contexts(
 
 
 def _context_slots(table: Tensor, contexts: ContextRows, page_size: int) -> Tensor:
-    """[T_ctx] int64. Context positions are inside the maximum and reserved; the host saw to it."""
+    """Returns KV slots [T_ctx] int64. The host has reserved blocks for all context positions."""
     owners, positions = contexts.owners, contexts.positions
     block = table[owners, positions // page_size].to(torch.int64)
     slots = block * page_size + positions % page_size
-    if contexts.is_padded:  # row -1, the last one's, is harmless to look up
+    if contexts.is_padded:  # owner -1 looked up the last table, which is harmless
         slots = torch.where(owners < 0, -1, slots)
     return slots

@@ -4,8 +4,8 @@
              launched = runner.run(batch)               device: one function, or its graph
              results  = reader.read(the *previous* one) host: stop rules, trims, frees
 
-Under overlap the host launches step n+1 before it reads step n; a request that turns out to have
-stopped in n has its n+1 discarded. Modes whose drafter runs on the host cannot overlap.
+Under overlap the host launches step n+1 before it reads step n. If a request stopped in step n, its
+part of step n+1 is discarded. Modes whose drafter runs on the host cannot overlap.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PyExecutor:
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
         self._pending: deque[LaunchedStep] = deque()
-        self._cancel_later: deque[tuple[int, bool]] = deque()  # and whether a step returns it
+        self._cancel_later: deque[tuple[int, bool]] = deque()  # (request, whether to return it)
         self._drafts_on_host = self.mode.drafts_on_host()
         self._is_half_done = False  # an exception left a step half done
         self._is_shut_down = False
@@ -94,7 +94,7 @@ class PyExecutor:
     def enqueue(
         self, prompt: Sequence[int] | EmbedsPrompt, sampling_params: SamplingParams | None = None
     ) -> Request:
-        """Queues a request; its prompt is token ids, or such with embeddings.
+        """Queues a request. Its prompt is token ids, or an EmbedsPrompt.
 
         Raises:
             RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
@@ -114,7 +114,7 @@ class PyExecutor:
 
     @property
     def admission(self) -> Admission:
-        """What can be served. Raises RequestError once the engine is shut down."""
+        """Returns what can be served. Raises RequestError once the engine is shut down."""
         if self._is_shut_down:
             raise RequestError("The engine is shut down, its models are gone: make a new one.")
         return self._admission
@@ -123,16 +123,16 @@ class PyExecutor:
         """Raises RequestError where the model or the executor cannot do what is asked."""
         self.admission.check_params(params)
 
-    def check_prompt(self, given: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
-        """The prompt's tokens as ints. Raises RequestError as `enqueue` does."""
-        return self.admission.check_prompt(given, max_tokens)
+    def check_prompt(self, prompt: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
+        """Returns the prompt's tokens as ints. Raises RequestError as `enqueue` does."""
+        return self.admission.check_prompt(prompt, max_tokens)
 
     def cancel(self, request_id: int, *, report: bool = True) -> bool:
         """Ends a request with finish_reason "cancelled"; False if it is unknown or finished.
 
         Args:
-            report: the next `step` returns it with the requests that finished. Until then it is
-                held, so whoever holds it already says False.
+            report: the next `step` returns it with the requests that finished. False is for a
+                caller that holds the request already.
         """
         if self._is_half_done:
             self._start_over()
@@ -150,7 +150,7 @@ class PyExecutor:
         return True
 
     def cancel_at_next_step(self, request_id: int, *, report: bool = True) -> None:
-        """`cancel`, from another thread or from inside a step. A new request does it as well."""
+        """Cancels at the next step or new request. Other threads and stop checks may call it."""
         self._cancel_later.append((request_id, report))
 
     def _cancel_marked(self) -> None:
@@ -160,13 +160,15 @@ class PyExecutor:
             self._cancel_later.popleft()
 
     def is_running(self, request_id: int) -> bool:
-        """Queued or running, and not asked to be cancelled."""
+        """Returns whether it is queued or running, and not about to be cancelled."""
         marked = {marked for marked, _ in list(self._cancel_later)}
         return request_id in self.book.live and request_id not in marked
 
     def shutdown(self) -> None:
-        """Cancels all requests and gives models, cache and graphs back at once. Anything new raises
-        RequestError; a second call does nothing."""
+        """Cancels all requests and frees models, cache and graphs at once.
+
+        New requests raise RequestError. A second call does nothing.
+        """
         try:
             for request_id in [] if self._is_shut_down else list(self.book.live):
                 self.cancel(request_id)
@@ -184,7 +186,7 @@ class PyExecutor:
         return bool(self.scheduler.waiting or self.scheduler.running or self._pending)
 
     def run_until_done(self) -> list[Request]:
-        """Steps until nothing is left; returns the requests that finished meanwhile."""
+        """Steps until no request is left. Returns the requests that finished."""
         finished = []
         while self.has_work:
             finished += self.step()
@@ -194,8 +196,8 @@ class PyExecutor:
     def step(self) -> list[Request]:
         """Launches the next step and reads what is due. Returns the requests that finished.
 
-        Whatever is raised meanwhile, an interrupt too, the executor can go on: no request is lost,
-        and each says "error" or ends as it would have.
+        After any exception, an interrupt too, the executor can go on. No request is lost: each ends
+        with "error" or as it would have ended.
         """
         if self._is_shut_down:
             return self.book.take_finished()
@@ -224,9 +226,11 @@ class PyExecutor:
         return self.book.take_finished()
 
     def _start_over(self) -> None:
-        """After an exception in the middle of a step: what is in flight is forgotten, and every
-        request computes its text again, prompt and output as far as they were read. Its tokens are
-        the same, for noise is keyed by seed and position."""
+        """Makes every request start over after an exception.
+
+        What is in flight is forgotten. Each request computes its prompt and the output that was
+        read again. Its tokens are the same, for noise is keyed by seed and position.
+        """
         self._is_half_done = True
         self._pending.clear()
         self.book.start_over()
@@ -239,7 +243,7 @@ class PyExecutor:
             batch, victims = self.scheduler.schedule()
             if not victims:
                 return batch
-            if self._pending:  # read first: it may free blocks, and the victim's tokens count
+            if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:
                     self._read(self._pending.popleft())
                 continue
@@ -249,8 +253,11 @@ class PyExecutor:
 
     @property
     def runtime_draft_len(self) -> int:
-        """Drafts to propose per step from now on, 0 … K; K at first. 0 decodes plainly, with the
-        drafter's KV kept whole, so that drafting can resume at any step."""
+        """Drafts to propose per step from now on, 0 … K; K at first.
+
+        0 decodes plainly. The drafter's KV is written all the same, so that drafting can resume at
+        any step.
+        """
         return self._draft_len.runtime
 
     @runtime_draft_len.setter
@@ -287,14 +294,14 @@ class PyExecutor:
         num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
         for result in results:
             if not result.request.is_finished:  # else it stopped while this step ran
-                self._give(result, num_rows, is_forced)
+                self._apply(result, num_rows, is_forced)
         if self.saver is not None:
             self.saver.write_full_shard()
         if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
-    def _give(self, result: RequestResult, num_rows: int, is_forced: bool) -> None:
-        """Gives a request its share of a step."""
+    def _apply(self, result: RequestResult, num_rows: int, is_forced: bool) -> None:
+        """Applies a step's result to its request."""
         request = result.request
         if request.is_poisoned:
             self.book.fail_poisoned(request)

@@ -1,4 +1,4 @@
-"""A request as the host sees it."""
+"""`Request`: its tokens, parameters and state on the host; `ScheduledBatch`, `StepPlan`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepRecord(NamedTuple):
 
     kv_len: int  # tokens in its KV cache before the step
     proposed: int  # drafts the step verified
-    accepted: int  # of which accepted
+    accepted: int  # how many of them were accepted
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Request:
     seed: int
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
     embeds: EmbedsPrompt | None = None  # of a prompt that is not all text
-    images: tuple[tuple[int, int], ...] = ()  # [start, end) of those that one pass must read whole
+    images: tuple[tuple[int, int], ...] = ()  # [start, end) of those that one pass must hold
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1
@@ -49,7 +49,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
-    text: TextStream | None = None  # kept by whoever checks stop strings
+    text: TextStream | None = None  # set by `LLM`, which checks stop strings
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
     num_read: int = 0  # output tokens whose step is read to its end
@@ -66,8 +66,10 @@ class Request:
 
     @property
     def num_context_tokens(self) -> int:
-        """What context passes read: the prompt; after a preemption all but the last token, so that
-        the next step is the one that would have come."""
+        """Tokens that context passes read: the prompt, or after a preemption all but the last.
+
+        Then the next generation step is the one that would have come without the preemption.
+        """
         return self.num_tokens - (1 if self.output_token_ids else 0)
 
     @property
@@ -80,21 +82,24 @@ class Request:
 
     @property
     def ends_with_what_is_in_flight(self) -> bool:
-        """The steps in flight yield a token each at least, so another one would be wasted. (The
-        pass over a preempted text yields none: then the next step comes one turn later.)"""
+        """Whether the steps in flight yield its last token, so that another step would be wasted.
+
+        Each yields one token at least. (The context pass after a preemption yields none; then the
+        next step is launched one step late.)
+        """
         return self.num_tokens + self.num_in_flight >= self.max_total_tokens
 
     @property
     def least_context_tokens(self) -> int:
-        """Tokens that its next context pass must read: those of an image which is next."""
+        """Tokens that its next context pass must read: all of an image that is next, else one."""
         return next((end - start for start, end in self.images if start == self.num_computed), 1)
 
     def cut_before_image(self, end: int) -> int:
-        """`end`, or the start of the image that a chunk ending there would cut."""
+        """Returns `end`, or the start of the image that a chunk ending there would cut."""
         return next((start for start, stop in self.images if start < end < stop), end)
 
     def start_over(self) -> None:
-        """Waits again with the output that was read to its end: an exception came between."""
+        """Waits again after an exception, with the output of the steps that were read."""
         del self.output_token_ids[self.num_read :]
         if self.logprobs is not None:
             del self.logprobs[self.num_read :]
@@ -103,17 +108,17 @@ class Request:
         self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
 
     def end(self) -> None:
-        """Holds nothing any more, and nothing of it is in flight."""
+        """Forgets slot, positions and steps in flight."""
         self.state, self.slot = RequestState.FINISHED, -1
         self.embeds, self.num_in_flight = None, 0
 
     def append(
         self, tokens: Sequence[int], ends: frozenset[int], stop_check: StopCheck | None
     ) -> str | None:
-        """Adds a step's tokens; returns why the request ends, if it does.
+        """Adds a step's tokens. Returns why the request ends, if it does.
 
-        One by one, so that a stop inside an accepted run cuts the output where it would have ended
-        without speculation. Whatever the stop check raises comes through.
+        They are added one by one, so that a stop inside an accepted run cuts the output where it
+        would have ended without speculation. What the stop check raises is not caught.
         """
         output, limit = self.output_token_ids, self.max_total_tokens - len(self.prompt_token_ids)
         for token in tokens:
@@ -151,7 +156,7 @@ class ContextChunk:
 
     @property
     def next_prompt_token(self) -> int:
-        """The token after the chunk; -1 where it is still to be chosen."""
+        """The token after the chunk; -1 if it is not chosen yet."""
         return -1 if self.end == self.request.num_tokens else self.request.token_ids[self.end]
 
 
@@ -168,7 +173,7 @@ class ScheduledBatch:
 
     @cached_property
     def num_logprobs(self) -> int | None:
-        """Alternatives to give with the tokens of this step; None: no log probabilities at all."""
+        """Alternatives to return with the tokens of this step; None: no log probabilities."""
         asked = [n for r in self.requests if (n := r.sampling_params.logprobs) is not None]
         if not asked:
             return None
@@ -190,7 +195,7 @@ class StepPlan(NamedTuple):
     draft_len: int  # drafts to propose for the next step
 
     def count_as_launched(self) -> None:
-        """Brings the requests' bounds to where they are once the step is launched."""
+        """Updates the requests' upper bounds for a step that is launched."""
         for chunk in self.batch.contexts:
             request = chunk.request
             request.num_computed = request.past_upper = chunk.end

@@ -1,7 +1,6 @@
-"""`StepReader`: copies what a step made to the host without waiting, and reads it once it is there.
+"""`StepReader`: copies a step's outputs to the host without waiting, and reads them later.
 
-It returns one `RequestResult` for each request of the step. What becomes of a request is the
-executor's affair.
+It returns one `RequestResult` for each request of the step. `RequestBook` applies them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class LaunchedStep(NamedTuple):
     yields_token: list[bool]  # per request: False for a chunk inside the prompt
     num_drafts: int  # K', drafts that each generation verifies
     num_asked: list[int]  # per request: drafts its step before was asked for, at most K'
-    num_proposed: Tensor | None  # [G] drafts that it then had, if recorded
-    new_tokens: Tensor  # this and what follows as in StepOutputs
+    num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
+    new_tokens: Tensor  # this and the next fields as in StepOutputs
     new_tokens_lens: Tensor
     bad_requests: Tensor
     hidden_states: Tensor | None
@@ -43,7 +42,7 @@ class HiddenRows(NamedTuple):
 
 
 class RequestResult(NamedTuple):
-    """What a step brought one request."""
+    """The result of one step for one request."""
 
     request: Request
     is_generation: bool  # else a part of its prompt
@@ -69,7 +68,7 @@ class StepReader:
 
         Args:
             plan: of the step, not yet counted as launched.
-            num_proposed: [G] drafts that there are to verify; None if nobody records them.
+            num_proposed: [G] drafts to verify; None if no request records them.
         """
         batch, logprobs = plan.batch, outputs.logprobs
         yields_token = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
@@ -101,7 +100,7 @@ class StepReader:
         return event
 
     def read(self, launched: LaunchedStep) -> list[RequestResult]:
-        """One result per request of the step, contexts first. Waits for the copies."""
+        """Waits for the copies. Returns one result per request of the step, contexts first."""
         if launched.ready is not None:
             launched.ready.synchronize()
         tokens, lens = launched.new_tokens.tolist(), launched.new_tokens_lens.tolist()
@@ -126,14 +125,14 @@ class StepReader:
 
 
 def _num_proposed(launched: LaunchedStep) -> Sequence[int | None]:
-    """Per request."""
+    """Returns the drafts that each request verified, where recorded."""
     if launched.num_proposed is None:
         return [None] * len(launched.batch.requests)
     return [None] * len(launched.batch.contexts) + launched.num_proposed.tolist()
 
 
 def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
-    """Per request. A generation's one row is that of its last token, for nothing is drafted."""
+    """Returns the rows to save of each request. A generation has one row: nothing is drafted."""
     batch, states = launched.batch, launched.hidden_states
     if states is None:
         return [None] * len(batch.requests)
@@ -149,7 +148,7 @@ def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
 def _logprobs(
     launched: LaunchedStep, tokens: list[list[int]], lens: list[int]
 ) -> Sequence[list[dict[int, Logprob]] | None]:
-    """Per request, of each token that it got; None for one that did not ask."""
+    """Returns each request's log probabilities, one entry per new token; None if not asked for."""
     batch, known = launched.batch, launched.logprobs
     if known is None:
         return [None] * len(batch.requests)
@@ -162,13 +161,15 @@ def _logprobs(
             continue
         generation = max(0, row - num_contexts)
         first = min(row, num_contexts) + generation * (launched.num_drafts + 1)
-        own = tokens[row][: lens[row]]
-        columns.append([_entry(known, first + i, token, count) for i, token in enumerate(own)])
+        new_tokens = tokens[row][: lens[row]]
+        columns.append(
+            [_entry(known, first + i, token, count) for i, token in enumerate(new_tokens)]
+        )
     return columns
 
 
 def _entry(known: TokenLogprobs, i: int, token: int, count: int) -> dict[int, Logprob]:
-    """The token that came out at logits row `i`, then the `count` likeliest."""
+    """Returns the token chosen at logits row `i`, then the `count` likeliest, by token."""
     entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
     pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
     for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):

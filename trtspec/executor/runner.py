@@ -1,8 +1,7 @@
 """`StepRunner`: launches a scheduled step on one device, eagerly or as CUDA graphs.
 
-It owns the models, the slots and the graphs, and is the one object that a second GPU would have a
-copy of. It knows no queue and finishes no request; it reads nothing back that the host would have
-to wait for.
+It owns the models, the slots and the graphs. It is the one object that a second GPU would have a
+copy of. It knows no queue and finishes no request, and it never waits for the device.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class DraftVocab(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What a runner is made of, as the builder loaded it."""
+    """The loaded parts that a runner is built from."""
 
     target: Decoder
     worker: SpecWorkerBase
@@ -51,7 +50,7 @@ class EngineParts:
     kv_cache: KVCacheManager
     mode: SpeculativeDecodingMode
     device: torch.device
-    layers_to_capture: tuple[int, ...] = ()  # whose hidden states a head reads, or are saved
+    layers_to_capture: tuple[int, ...] = ()  # target layers that a head reads, or that are saved
 
 
 class StepRunner:
@@ -92,14 +91,16 @@ class StepRunner:
 
     @property
     def forced_acceptance(self) -> float | None:
-        """Draft tokens accepted by force in every step (bonus not counted), fewer where fewer are
-        verified; None if none are."""
+        """Draft tokens accepted by force in every step, bonus not counted; None if it is off.
+
+        Where fewer are verified, fewer are accepted.
+        """
         forced = min(self.step.worker.force_num_accepted_tokens, self.max_draft_len)
         return forced if forced > 0 else None
 
     # -- slots ---------------------------------------------------------------------------------
     def admit(self, request: Request) -> None:
-        """Writes what steps read of the request into its slot."""
+        """Writes what steps read of the request to its slot."""
         step, params = self.step, request.sampling_params
         delta = 0 if request.embeds is None else request.embeds.rope_delta
         step.state.admit(request.slot, RequestSampling.of(params, request.seed), delta)
@@ -124,8 +125,11 @@ class StepRunner:
             self.step.state.set_drafts(list(drafts), rows)
 
     def num_drafts_to_verify(self, generations: Sequence[Request]) -> int:
-        """K' <= K, the drafts that the requests' last steps were asked for. On CPU, where reading
-        a tensor waits for nothing, rows that hold no draft in any request are left out too."""
+        """Returns K' <= K, the drafts that the requests' last steps were asked for.
+
+        On CPU, where reading a tensor waits for nothing, columns that hold no draft in any request
+        are left out too.
+        """
         if self.max_draft_len == 0 or not generations:
             return self.max_draft_len
         asked = max(request.num_drafts for request in generations)
@@ -135,7 +139,7 @@ class StepRunner:
         return min(asked, int((self.step.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
 
     def count_proposed(self, generations: Sequence[Request], num_drafts: int) -> Tensor | None:
-        """[G] int64, the drafts that the slots hold; None where no request records it."""
+        """Returns how many drafts the slots hold, [G] int64; None if no request records it."""
         if all(request.steps is None for request in generations):
             return None
         slots = torch.tensor([request.slot for request in generations], device=self.device)
@@ -143,7 +147,7 @@ class StepRunner:
 
     # -- steps ---------------------------------------------------------------------------------
     def split_for_graphs(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
-        """The batch as it is; or, where prompts have a graph, generations and prompts apart."""
+        """Splits generations from prompts if prompts have a graph, else returns the batch alone."""
         if not batch:
             return []
         if batch.contexts and batch.generations and self._shape_for(batch.contexts):
@@ -153,7 +157,7 @@ class StepRunner:
         return [batch]
 
     def run(self, plan: StepPlan) -> StepOutputs:
-        """Launches one step, as graphs where some hold it."""
+        """Launches one step, by a graph if one holds it, else eagerly."""
         outputs = self._replay(plan)
         if outputs is not None:
             return outputs
@@ -167,7 +171,7 @@ class StepRunner:
         return outputs
 
     def _replay(self, plan: StepPlan) -> StepOutputs | None:
-        """None where no graph holds the step."""
+        """Replays the step. Returns None if no graph holds it."""
         if self.graphs is None or not self._can_replay:
             return None
         if not plan.batch.contexts:
@@ -178,7 +182,7 @@ class StepRunner:
         return None if shape is None else self.graphs.run_contexts(shape, plan)
 
     def _shape_for(self, chunks: list[ContextChunk]) -> ContextInputs | None:
-        """The graphs' inputs for these parts of prompts, if graphs serve them."""
+        """Returns the graphs' inputs for these parts of prompts, if a graph serves them."""
         if self.graphs is None or not self._can_replay:
             return None
         if any(chunk.request.embeds is not None for chunk in chunks):
@@ -187,12 +191,12 @@ class StepRunner:
 
     @property
     def _can_replay(self) -> bool:
-        """A guided decoder is host code, which a replay would not run again."""
+        """Whether graphs serve at all. A guided decoder is host code, which no replay would run."""
         return self.step.worker.guided_decoder is None
 
     # -- the end -------------------------------------------------------------------------------
     def start_over(self) -> None:
-        """Takes nothing that was sent to the device for granted: an exception came between."""
+        """Makes the next step send everything again, after an exception."""
         logits = self.step.state.logits
         if logits is not None:
             logits.shaped_slots.update(range(self.max_batch_size))

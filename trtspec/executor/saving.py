@@ -1,4 +1,4 @@
-"""From the rows of a step to samples on disk (mode SAVE_HIDDEN_STATES)."""
+"""Saves the rows of steps as samples on disk (mode SAVE_HIDDEN_STATES)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ NOT_WHOLE = ("cancelled", "error")
 
 
 class HiddenStatesSaver:
-    """Turns requests into samples of a `HiddenStatesWriter`."""
+    """Collects the rows of requests and writes them as samples of a `HiddenStatesWriter`."""
 
     def __init__(self, writer: HiddenStatesWriter, hidden_size: int):
         self.writer, self.hidden_size = writer, hidden_size
 
     def add(self, request: Request, start: int, rows: Tensor) -> None:
-        """Rows [n, (layers + 1) * D] of the request's tokens from position `start` on; the token
-        after the last of them is known by now."""
+        """Adds rows [n, (layers + 1) * D] of the request's tokens from position `start` on.
+
+        The token after the last of them must be known.
+        """
         text = _tokens(request, start, start + rows.shape[0] + 1)
         captured = rows.shape[1] - self.hidden_size
         self.writer.add(
@@ -30,7 +32,7 @@ class HiddenStatesSaver:
         self.writer.write_full_shard()
 
     def finish(self, request: Request) -> None:
-        """The request's sample is whole, or is dropped if it was cancelled or failed."""
+        """Completes the request's sample, or drops it if the request was cancelled or failed."""
         if request.finish_reason is None or request.finish_reason in NOT_WHOLE:
             self.writer.drop(request.request_id)
         else:
@@ -38,7 +40,7 @@ class HiddenStatesSaver:
             self.writer.finish(request.request_id, prompt, request.finish_reason)
 
     def start_over(self) -> set[int]:
-        """After an exception in the middle of a step: the requests whose samples are dropped."""
+        """Drops unfinished samples after an exception. Returns the ids of their requests."""
         return self.writer.start_over()
 
     def flush(self) -> None:
@@ -46,7 +48,7 @@ class HiddenStatesSaver:
 
 
 def _tokens(request: Request, start: int, end: int) -> list[int]:
-    """Tokens [start, end) of prompt and output together, without joining the two."""
+    """Returns tokens [start, end) of prompt and output together, without joining the two."""
     prompt, output = request.prompt_token_ids, request.output_token_ids
     split = len(prompt)
     return prompt[start:end] + output[max(0, start - split) : max(0, end - split)]

@@ -1,7 +1,7 @@
-"""Which requests run in the next step: continuous batching with chunked prefill and preemption.
+"""`Scheduler`: continuous batching with chunked prefill and preemption.
 
-The scheduler only decides; the executor launches. Everything it uses is known to the host
-without reading the device: upper bounds of lengths, never an accepted count.
+It decides which requests run in the next step; the executor launches it. It uses only what the host
+knows without reading the device: upper bounds of lengths, never an accepted count.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Scheduler:
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
 
     def needed_tokens(self, request: Request) -> int:
-        """Tokens of KV to hold before another generation step of `request` is launched."""
+        """Returns the tokens of KV to hold before another generation step of `request`."""
         worst = request.past_upper + self.rows + self.extra_kv
         return min(worst, self.config.max_seq_len)
 
     def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
-        """The next batch, and the requests to preempt first.
+        """Returns the next batch, and the requests to preempt first.
 
         When there are requests to preempt the batch is empty: the executor must read what is in
         flight, call `preempt` for each and schedule again.
@@ -62,18 +62,20 @@ class Scheduler:
         return ScheduledBatch(contexts, generations), []
 
     def _release_behind_windows(self) -> None:
-        """Blocks that no row of a step launched from now on sees (state/kv_cache.py)."""
+        """Gives back blocks that no row of a later step sees (the ledger in state/kv_cache.py)."""
         for request in self.running:
-            past = request.num_computed  # of a prompt, what is launched
-            if request.is_generation:  # what was read, and its last token has no KV yet
+            past = request.num_computed  # in a prompt, the tokens launched
+            if request.is_generation:  # the tokens read, whose last one has no KV yet
                 past = request.num_tokens - 1
             self.kv_cache.release_behind(
                 request.request_id, past - self.rewritten, request.num_computed
             )
 
     def _schedule_generations(self, aside: int) -> tuple[list[Request], int]:
-        """Generation requests in the token budget, of which `aside` is the next prompt's, and what
-        is left of it for contexts."""
+        """Returns generation requests within the token budget, and what is left of it.
+
+        `aside` tokens of the budget are for the next prompt.
+        """
         budget = self.config.max_num_tokens
         chosen: list[Request] = []
         for request in self.running:
@@ -84,11 +86,11 @@ class Scheduler:
         return chosen, budget
 
     def _set_aside(self, started: list[Request]) -> int:
-        """Tokens that the next prompt must read in one pass, which generations leave to it: without
-        chunking all of it, else the image that is next. 0: any number will do, or none can start.
+        """Returns the tokens that generations must leave to the next prompt.
 
-        Beside an image there is room for one generation at least (`embeds.check_embeds`), so that
-        blocks become free.
+        Without chunking that is all of the prompt; with it, all of an image that is next. 0: any
+        number will do, or no prompt can start. There is room for an image and one generation at
+        least (`embeds.check_embeds`), so that blocks become free.
         """
         if started:
             least = self._least_tokens(started[0])
@@ -107,24 +109,25 @@ class Scheduler:
         return least if least > 1 else 0
 
     def _may_start(self) -> bool:
-        """Whether prompts may start now: enough of them could, or nothing would be held up.
+        """Whether prompts may start now: enough of them wait, or no generation would be delayed.
 
-        A step with prompts in it is slower for all its generations, so few of them with many
-        prompts each cost less than many with one.
+        A step with prompts is slower for all its generations. So a few steps with many prompts
+        each cost less than many steps with one.
         """
         free, generating = len(self._free_slots), any(r.is_generation for r in self.running)
         return free >= (self.config.prefill_batch_size if generating else 1)
 
     def _may_chunk(self, request: Request) -> bool:
-        """Chunking is a policy, never a need, but for a preempted request that outgrew a pass."""
+        """Whether its prompt may be chunked: by the config, or because after a preemption it is
+        longer than a pass."""
         return self.config.enable_chunked_prefill or bool(request.output_token_ids)
 
     def _held_after(self, num_tokens: int) -> int:
-        """KV tokens to hold for a context that has computed `num_tokens`."""
+        """Returns the KV tokens to hold for a context that has computed `num_tokens`."""
         return min(num_tokens + self.rows + self.extra_kv, self.config.max_seq_len)
 
     def _can_admit(self, request: Request, num_tokens: int) -> bool:
-        """Blocks are there, and one is left for each running request, lest it be preempted."""
+        """Whether blocks are free for it, and one more for each running request."""
         needed = self.kv_cache.blocks_for(self._held_after(num_tokens))
         return needed + len(self.running) <= self.kv_cache.num_free_blocks
 
@@ -152,7 +155,7 @@ class Scheduler:
         return chunks
 
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
-        """The request's next tokens within budget and free blocks, or None."""
+        """Returns the request's next tokens within budget and free blocks, or None."""
         start, total = request.num_computed, request.num_context_tokens
         end = request.cut_before_image(min(total, start + budget))
         if end <= start or (end < total and not self._may_chunk(request)):
@@ -165,25 +168,28 @@ class Scheduler:
         return self.kv_cache.reserve(request.request_id, num_tokens)
 
     def _stuck_contexts(self) -> list[Request]:
-        """Half-prefilled requests can hold the blocks each other needs; the youngest yields."""
+        """Returns the request to preempt when half-prefilled ones hold blocks that others need: the
+        youngest."""
         all_idle = all(r.num_in_flight == 0 for r in self.running)
         return self.running[-1:] if all_idle and len(self.running) > 1 else []
 
     def trim(self, request: Request) -> None:
-        """Gives back the blocks that a generation turned out not to need."""
+        """Gives back the blocks that a generation did not need, once its tokens are read."""
         self.kv_cache.trim(request.request_id, request.past_upper + self.extra_kv)
 
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:
-        """Takes back slot and blocks; the request starts over with prompt and output so far."""
+        """Takes back slot and blocks. The request waits and recomputes prompt and output so far."""
         self._leave(request)
         self.release_blocks(request)
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
         self.waiting.appendleft(request)
 
     def start_over(self, requests: list[Request]) -> None:
-        """All of these wait again, oldest first, and no slot or block is taken. Whatever an
-        exception left half done is forgotten."""
+        """Makes these requests wait again, oldest first, with all slots and blocks free.
+
+        It does not rely on anything that an exception may have left half done.
+        """
         self.kv_cache.start_over()
         self._free_slots = list(range(self.config.max_batch_size - 1, -1, -1))
         self.running, self.waiting = [], deque(requests)
@@ -191,7 +197,7 @@ class Scheduler:
             request.start_over()
 
     def finish(self, request: Request) -> None:
-        """Takes back the slot, and the blocks unless a step in flight still writes to them."""
+        """Takes back the slot, and the blocks unless a step in flight writes to them."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
@@ -203,7 +209,7 @@ class Scheduler:
     def release_blocks(self, request: Request) -> None:
         if request.is_poisoned:
             self.kv_cache.scrub(request.request_id)
-        elif self.has_windows:  # zeroes what the prompt's last row did not see
+        elif self.has_windows:  # zeroes blocks that the prompt's last row did not see
             computed = request.num_computed
             self.kv_cache.release_behind(request.request_id, computed, computed)
         self.kv_cache.free(request.request_id)

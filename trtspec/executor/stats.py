@@ -1,4 +1,4 @@
-"""What the executor counts: tokens, accepted drafts, seconds."""
+"""`Statistics`: tokens, accepted drafts and seconds, counted by the executor."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Statistics:
     def add_result(
         self, result: RequestResult, num_tokens: int, kv_len: int, *, is_forced: bool
     ) -> None:
-        """Counts what one step brought one request.
+        """Counts the result of one step for one request.
 
         Args:
-            num_tokens: that the request took.
+            num_tokens: tokens that were added to the request.
             kv_len: tokens in its KV cache before the step.
-            is_forced: drafts were accepted by force, which says nothing of the drafter.
+            is_forced: whether acceptance was forced, so that it says nothing of the drafter.
         """
         self.generated_tokens += num_tokens
         if not result.is_generation:
@@ -48,7 +48,7 @@ class Statistics:
         request.record_step(len(result.tokens))
         self.accepted_lens[accepted] += 1
         if request.steps is not None and result.num_proposed is not None:
-            # Forced acceptance takes drafts that were never made.
+            # Forced acceptance also accepts where there is no draft.
             proposed = max(result.num_proposed, accepted)
             request.steps.append(StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted))
         if self.dead_drafter_watch is not None and not is_forced and result.num_asked:

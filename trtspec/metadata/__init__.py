@@ -1,6 +1,6 @@
-"""What a pass and a step read: modes, and metadata over tensors.
+"""Modes, and records over tensors that a pass and a step read.
 
-Names are loaded when first used: modes and configs need no torch.
+Names are loaded when first used, so that modes and configs need no torch.
 """
 
 from __future__ import annotations

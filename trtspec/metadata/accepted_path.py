@@ -1,22 +1,22 @@
-"""`AcceptedPath`: which rows of a pass were accepted, in the order of the text.
+"""`AcceptedPath`: which rows of a pass were accepted, in the order of the sequence.
 
-A request's rows in a pass begin with its *certain* row: the last token known to be right before
-the step (a context's last row, a generation's first). From there the rule accepts a path of n rows:
-the certain one and one row for each accepted draft. Row i of the path chose the path's token i; the
-token that its last row chose is the bonus. The rest of the rows were rejected.
+A request's *certain* row reads the last token that was accepted before the step. It is a context's
+last row and a generation's first. From there the rule accepts a path of n rows: the certain one and
+one row for each accepted draft. Row i of the path chose the path's token i. The token that its last
+row chose is the bonus. The rows after the path were rejected.
 
 Drafts are a chain, so a path needs no list of rows. That is the contract:
 
     rows        certain, certain + 1, … certain + n - 1
     positions   those of these rows: consecutive too
-    told by     n alone, `lens` [B]
+    stored as   n alone, `lens` [B]
 
-Who relies on it, and what a tree of drafts would change:
+Code that relies on it, and what a tree of drafts would change:
 
 | reader | takes from the contract | with a tree |
 |---|---|---|
 | a head's proposing row, its position (`workers/`) | this record | this record |
-| the same in kernels (`ops/step/`: shift, masks, two tokens) | n counts rows | rows of the path |
+| the same in kernels (`ops/step/`: shift, masks, two tokens) | row + n | rows of the path |
 | tokens after rows (`workers/heads.py`) | row i reads token i+1 | the next one on the path |
 | windows of vanilla MTP (`ops/tokens/`: update_window) | rows before the last | rows of the path |
 | next step's lengths (`ops/step/`: save_step) | certain position + n | the same |
@@ -24,9 +24,9 @@ Who relies on it, and what a tree of drafts would change:
 | acceptance (`acceptance/`, `ops/tokens/`) | row i judges draft i+1 | a draft's parent judges it |
 | attention of a pass (`attention/`) | a row sees those before it | it sees its ancestors |
 
-Moving KV along a path in ascending order can be done in place: the path's row i is never before
-row i of the request. What comes out (`new_tokens` [B, K+1], `lens`) is in the order of the text and
-cut by its length, chain or tree.
+KV can be moved along a path in place, in ascending order: the path's row i is never before row i of
+the request. The output (`new_tokens` [B, K+1], `lens`) is in the order of the sequence and ends at
+its length, for a chain as for a tree.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ from .attention import AttentionMetadata
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """Of B requests; K drafts at most, K' in this pass."""
+    """The accepted paths of B requests; K drafts at most, K' in this pass."""
 
     tokens: Tensor  # [B, K+1] int32, chosen by the path's rows: drafts, then bonus; -1 after them
     lens: Tensor  # [B] int32, n: 1 … K'+1
 
     def last_rows(self, certain: Tensor) -> Tensor:
-        """certain [B] int64 -> [B] int64, the row that chose the bonus and proposes the first
-        draft."""
+        """Returns the row that chose the bonus and proposes the first draft: certain [B] int64 ->
+        [B] int64."""
         return certain + self.lens - 1
 
     def next_positions(self, certain_positions: Tensor) -> Tensor:
-        """Positions of the certain rows [B] int64 -> [B] int64, of the bonus. It has no KV yet."""
+        """Returns the bonus tokens' positions [B] int64, from the certain rows'. A bonus has no KV
+        yet."""
         return certain_positions + self.lens
 
     def tokens_after_rows(self, requests: slice, rows_per_request: int) -> Tensor:
-        """[G * R] int64, the token after each row of these requests; after rejected rows -1."""
+        """Returns the token after each row of these requests, [G * R] int64, -1 after rejected
+        rows."""
         return self.tokens[requests, :rows_per_request].flatten().to(torch.int64)
 
 
 def certain_rows(meta: AttentionMetadata) -> Tensor:
-    """[B] int64: a context's last row, a generation's first."""
-    if not meta.context_lens:  # nothing to send: the device counts by itself
+    """Returns the certain row of each request [B] int64: a context's last, a generation's first."""
+    if not meta.context_lens:  # arange on the device: nothing to send
         end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
         return torch.arange(0, end, meta.rows_per_generation, device=device)
     ends = meta.ends_of_contexts()

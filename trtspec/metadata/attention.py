@@ -56,8 +56,8 @@ class ImageRows(NamedTuple):
 class AttentionMetadata:
     """One pass over T rows of B requests (C contexts, then G generations).
 
-    Block ids 0 and 1 are reserved in every group (NULL_BLOCK, SCRATCH_BLOCK): a loop that writes
-    its own tables hands out ids from NUM_RESERVED_BLOCKS on.
+    Block ids 0 and 1 are reserved in every group (NULL_BLOCK, SCRATCH_BLOCK). A loop that writes
+    tables itself hands out ids from NUM_RESERVED_BLOCKS on.
     """
 
     context_lens: tuple[int, ...]  # rows of each context in this pass
@@ -65,26 +65,26 @@ class AttentionMetadata:
     rows_per_generation: int  # K+1 when verifying, 1 in a draft step
     position_ids: Tensor  # [T] int64; a row past the maximum length is at 0 with slot -1
     kv_lens: Tensor  # [B] int32, KV length including this pass's rows
-    max_kv_len: int  # host-side upper bound of kv_lens (the device's truth may be lower)
+    max_kv_len: int  # the host's upper bound of kv_lens
     kv_groups: tuple[KVGroup, ...]
     block_tables: tuple[Tensor, ...]  # per KV group [B, max_blocks] int32, padded with NULL_BLOCK
     slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64: where a row's KV goes, -1 nowhere
     max_seq_len: int  # rows at or past this position write nowhere
     context_starts: tuple[int, ...] = ()  # position of each context's first row; () is all 0
     last_context_rows: Tensor | None = None
-    """[C] int64: each context's last row. If set, it is the truth and `context_lens` says no more
-    than how many contexts and rows there are: rows after the last one, and contexts that end where
-    the one before does, are padding (a captured graph)."""
+    """[C] int64: each context's last row, set for a padded pass (a captured graph). Then only the
+    number and the sum of `context_lens` hold. Rows after the last one are padding, and so are
+    contexts that end where the one before does."""
     rope_position_ids: Tensor | None = None
-    """[T] or [3, T] int64: where rows stand for their rotation, if not at `position_ids` (M-RoPE:
-    time, height, width). Which KV slot a row has follows from `position_ids` alone."""
+    """[T] or [3, T] int64: rotary positions where they are not `position_ids` (M-RoPE: time,
+    height, width). A row's KV slot follows from `position_ids` alone."""
     rope_deltas: Tensor | None = None
-    """[B] int64: what rotary positions after the prompt are ahead of `position_ids` (negative
-    behind an image, whose many tokens take few positions)."""
+    """[B] int64: rotary positions after the prompt less `position_ids`. It is negative after an
+    image, whose many tokens take few rotary positions."""
     images: tuple[ImageRows, ...] = ()
-    """Rows of contexts that see each other in both directions, in layers that are made so."""
+    """Rows of contexts that attend to each other in both directions, in layers trained so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Scratch of the attention backend: masks and gather indices, built once per pass."""
+    """Cache of the attention backend: masks and gather indices, built once per pass."""
 
     @property
     def num_contexts(self) -> int:
@@ -108,7 +108,7 @@ class AttentionMetadata:
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
 
     def ends_of_contexts(self) -> Tensor:
-        """[C] int64, the last row of each context."""
+        """Returns the last row of each context, [C] int64."""
         if self.last_context_rows is not None:
             return self.last_context_rows
         ends = torch.tensor(self.context_lens, dtype=torch.int64).cumsum(0) - 1
@@ -118,7 +118,7 @@ class AttentionMetadata:
         return ends
 
     def contexts_only(self) -> AttentionMetadata:
-        """The same pass without its generation requests."""
+        """Returns the same pass without its generation requests."""
         rows, seqs = self.num_context_tokens, self.num_contexts
         ropes, deltas = self.rope_position_ids, self.rope_deltas
         return replace(
@@ -140,11 +140,11 @@ class AttentionMetadata:
         extra_kv: int,
         kv_lens: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Metadata of a pass with the same number of rows for every request (a draft step).
+        """Returns metadata of a draft pass: the same number of rows for every request.
 
         Args:
-            positions: [B, R] int64, consecutive per request and already guarded: a row past
-                `max_seq_len` is at 0 (so it attends to length 1) and has slot -1.
+            positions: [B, R] int64, consecutive per request. A row past `max_seq_len` must be at 0
+                already (so it attends to length 1), with slot -1.
             slot_mappings: per KV group, [B, R] int64.
             extra_kv: how far `positions` may lie beyond this pass's `max_kv_len` at most.
             kv_lens: [B] int32, one more than each request's last position, if known already.
@@ -169,8 +169,8 @@ class AttentionMetadata:
         )
 
     def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:
-        """[B, R] int64 after the prompts, or [B * R] -> their rotary positions [B * R]; None where
-        those are the same."""
+        """Returns rotary positions [B * R] of positions [B, R] or [B * R] int64 after the prompts;
+        None where the two are the same."""
         if self.rope_deltas is None:
             return None
         rows = positions.view(self.num_seqs, -1) + self.rope_deltas[:, None]

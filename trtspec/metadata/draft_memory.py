@@ -1,4 +1,4 @@
-"""What drafts were drawn from, kept by slot from the step that drew them to the one that judges."""
+"""`DraftMemory`: what drafts were drawn from, kept by slot for the step that judges them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class DraftMemory:
         if d2t is None and vocab_size != target_vocab_size:
             d2t = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         if d2t is not None:
-            own = torch.arange(vocab_size, device=d2t.device)
-            target_ids = d2t + own
+            all_draft_ids = torch.arange(vocab_size, device=d2t.device)
+            target_ids = d2t + all_draft_ids
             draft_ids = torch.full(
                 (target_vocab_size,), -1, dtype=torch.int32, device=device
-            ).index_copy(0, target_ids, own.to(torch.int32))
+            ).index_copy(0, target_ids, all_draft_ids.to(torch.int32))
         return DraftMemory(logits, best, log_sum, log_q, target_ids, draft_ids)
 
     def require_slots(self, num_slots: int) -> None:
-        """Raises ConfigError if the memory was made for fewer slots."""
+        """Raises ConfigError if the memory has fewer slots."""
         held = self.best.shape[0] - 1
         if held < num_slots:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Vectors that stand where a pass would look up a token's embedding: images in a prompt."""
+"""Embeddings that a pass reads in place of tokens': images in a prompt."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowEmbeds:
-    """Of one pass over T rows."""
+    """Embeddings of some rows of a pass over T rows."""
 
-    rows: Tensor  # [m] int64, different ones of the pass
+    rows: Tensor  # [m] int64, no row twice
     values: Tensor  # [m, D]
 
     def merged_into(self, embeddings: Tensor) -> Tensor:
-        """[T, D'] embeddings, in their memory with these rows in place. A drafter whose embedding
-        has another width keeps that of the placeholder tokens."""
+        """Writes these rows into embeddings [T, D'], in place, and returns them.
+
+        If D' is not D, as in some drafters, the placeholder tokens' embeddings stay.
+        """
         if embeddings.shape[1] != self.values.shape[1]:
             return embeddings
         return embeddings.index_copy_(0, self.rows, self.values.to(embeddings.dtype))
@@ -24,8 +26,10 @@ class RowEmbeds:
 
 @dataclass(frozen=True)
 class RereadEmbeds:
-    """Of contexts in a pass that computes K-1 rows before each of them again (vanilla MTP), or all
-    there are. Rows count these too."""
+    """Embeddings for vanilla MTP, which computes up to K-1 rows before each context again.
 
-    of_depths: tuple[RowEmbeds | None, ...]  # K: rows whose token depth + 1 places on is a vector
+    Row indices count these rows too.
+    """
+
+    of_depths: tuple[RowEmbeds | None, ...]  # K: rows whose (depth + 1)-th next token has one
     rope_positions: Tensor | None  # [3, rows] int64, as AttentionMetadata.rope_position_ids

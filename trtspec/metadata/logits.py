@@ -1,6 +1,6 @@
-"""What requests ask of the target's logits, by slot: penalties, biases, bans.
+"""`LogitsState`: penalties, biases and bans of requests, by slot.
 
-The record is kept on the device, so that a step asks the host for nothing. It is made when the
+The record is on the device, so that a step needs nothing from the host. It is allocated when the
 first request needs it. `ops/tokens/penalties.py` applies it.
 """
 
@@ -22,8 +22,10 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 8
 
 @dataclass(frozen=True)
 class LogitsState:
-    """S slots and one scratch slot; V tokens; E end tokens; W bad words of L tokens. 9 bytes a slot
-    and token."""
+    """S slots and one scratch slot; V tokens; E end tokens; W bad words of L tokens.
+
+    It takes 9 bytes per slot and token of the vocabulary.
+    """
 
     counts: Tensor  # [S+1, V] int32, in the output so far
     in_prompt: Tensor  # [S+1, V] bool
@@ -31,9 +33,9 @@ class LogitsState:
     penalties: Tensor  # [S+1, 3] float32: repetition, presence, frequency
     log_min_p: Tensor  # [S+1] float32, -inf is off
     ends: Tensor  # [S+1, E] int64, tokens that may not come before `first_end`, -1 none
-    first_end: Tensor  # [S+1] int64, the first position at which they may
+    first_end: Tensor  # [S+1] int64, the first position at which they may come
     words: Tensor  # [S+1, W, L] int64, right-aligned, -1 before them
-    tail: Tensor  # [S+1, L-1] int64, the text's last tokens, -1 before it begins
+    tail: Tensor  # [S+1, L-1] int64, the sequence's last tokens, -1 before it begins
     shaped_slots: set[int] = field(default_factory=set)  # whose last request shaped logits
 
     @staticmethod
@@ -59,9 +61,9 @@ class LogitsState:
         output: Sequence[int],
         end_ids: Sequence[int],
     ) -> None:
-        """A request enters `slot`, with its output if it was preempted. Also one that shapes
-        nothing: what the slot's last request asked for must not stay. (After another such there is
-        nothing to do.)
+        """Writes what a request asks of its logits to `slot`. A preempted request has output.
+
+        A request that asks for nothing clears what the slot's last request asked for.
 
         Args:
             params: its SamplingParams. end_ids: the tokens that end it, at most MAX_ENDS of them in
@@ -69,11 +71,11 @@ class LogitsState:
         """
         if not params.shapes_logits and slot not in self.shaped_slots:
             return
-        self.shaped_slots.add(slot)  # also if what follows raises
+        self.shaped_slots.add(slot)  # first, so that it holds even if what follows raises
         device, vocab = self.counts.device, self.counts.shape[1]
-        text = torch.tensor([*prompt, *output], dtype=torch.int64)
-        counts = torch.bincount(text[len(prompt) :], minlength=vocab).to(torch.int32)
-        in_prompt = torch.bincount(text[: len(prompt)], minlength=vocab) > 0
+        tokens = torch.tensor([*prompt, *output], dtype=torch.int64)
+        counts = torch.bincount(tokens[len(prompt) :], minlength=vocab).to(torch.int32)
+        in_prompt = torch.bincount(tokens[: len(prompt)], minlength=vocab) > 0
         bias = torch.zeros(vocab)
         biased = [token for token, _ in params.logit_bias_items]
         values = torch.tensor([value for _, value in params.logit_bias_items], dtype=bias.dtype)
@@ -95,7 +97,7 @@ class LogitsState:
         words = [[-1] * (longest - len(word)) + list(word) for word in params.bad_words or ()]
         words += [[-1] * longest] * (count - len(words))
         self.words[slot] = rows_to_tensor(words, torch.int64, device)
-        tail = [-1] * self.tail.shape[1] + text.tolist()[-self.tail.shape[1] :]
+        tail = [-1] * self.tail.shape[1] + tokens.tolist()[-self.tail.shape[1] :]
         self.tail[slot] = rows_to_tensor(tail[-self.tail.shape[1] :], torch.int64, device)
         if not params.shapes_logits:
             self.shaped_slots.remove(slot)

@@ -1,7 +1,7 @@
 """`SpeculativeDecodingMode`: the TensorRT-LLM enum, every predicate read from one table.
 
-A mode is a row of data. The predicates keep TensorRT-LLM's names so that its users find their way.
-Where one differs from TensorRT-LLM's because the mode can do more here, `docs/modes.md` says so.
+A mode is a row of that table. The predicates have TensorRT-LLM's names, so that its users know
+them. `docs/modes.md` says where an answer differs from TensorRT-LLM's.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ModeTraits:
     """What a mode is and needs."""
 
     one_engine: bool = False  # the drafter is part of the target's forward
-    draft_model: bool = False  # a second checkpoint is loaded as a model of its own
+    draft_model: bool = False  # a second checkpoint is loaded, as a separate model
     kv_cache_rewind: bool = False
     kv_cache_recompute: bool = False  # first draft pass recomputes the KV of accepted tokens
-    load_draft_weights: bool = False  # drafter weights come from a directory of their own
+    load_draft_weights: bool = False  # drafter weights come from another directory
     spec_decoder: bool = False
     spec_drafter: bool = False
     guided_decoder: bool = False
@@ -31,11 +31,11 @@ class ModeTraits:
     drafts_in_step: bool = False  # the worker drafts on the device, with no host round trip
     drafts_on_host: bool = False  # a Python drafter needs the accepted tokens
     drafts_in_passes: bool = False  # the executor launches each draft pass after the step
-    captures_contexts: bool = False  # a pass over prompts can be a graph: it asks the host nothing
+    captures_contexts: bool = False  # a pass over prompts needs no host data, so can be a graph
 
     @property
     def drafts_with_network(self) -> bool:
-        """A head or a model drafts. Looking up n-grams may well find nothing."""
+        """Whether a head or a model drafts, which always finds drafts."""
         return self.one_engine or self.draft_model
 
 
@@ -51,7 +51,7 @@ def _has(trait: str) -> Predicate:
 
 
 class _Predicates:
-    """Yes-or-no questions to a mode. All but the last four are TensorRT-LLM's."""
+    """Yes-or-no questions about a mode. All but the last four are TensorRT-LLM's."""
 
     is_mtp_one_model = _is("MTP", "MTP_EAGLE_ONE_MODEL")
     is_mtp_vanilla = _is("MTP")

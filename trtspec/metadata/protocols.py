@@ -1,4 +1,4 @@
-"""What a step asks of objects that are somebody else's."""
+"""Protocols of objects that a caller hands to a step."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ _DTYPES = torch.float32, torch.int32, torch.float32, torch.int64
 class SamplingMetadata:
     """Rows of C + G*(K+1) logits: 1 per context, K+1 per generation request.
 
-    The two flags are what the host knows of the whole batch; they only skip work that would
-    change nothing.
+    The two flags are what the host knows of the whole batch. They only let work be skipped that
+    would change nothing.
     """
 
     temperatures: Tensor  # [R] float32, 0 is greedy
@@ -83,11 +83,11 @@ class SamplingMetadata:
     has_filters: bool = True
 
     def contiguous(self) -> SamplingMetadata:
-        """The same, rows side by side in memory."""
+        """Returns the same with rows contiguous in memory."""
         return self._map(Tensor.contiguous)
 
     def select(self, rows: slice) -> SamplingMetadata:
-        """The parameters of some of the rows."""
+        """Returns the parameters of some of the rows."""
         return self._map(lambda column: column[rows])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> SamplingMetadata:
@@ -97,27 +97,28 @@ class SamplingMetadata:
 
 
 def request_sampling_params(request: Any) -> RequestSampling:
-    """Reads the sampling parameters of a request of any loop; greedy ones are neutralised.
+    """Reads the sampling parameters of a request of any loop; greedy ones get neutral values.
 
-    Reads `request.sampling_params` (ours) or `request.sampling_config` (TensorRT-LLM's, whose
+    Reads `request.sampling_params` (trtspec's) or `request.sampling_config` (TensorRT-LLM's, whose
     values are lists of one). Greedy means temperature 0 or unset with no filter, or top_k 1.
-    Without a seed the request's id (`request_id`, `py_request_id`) makes one, so that requests do
-    not share their noise; without either it is 0.
+    Without a seed one is derived from the request's id (`request_id`, `py_request_id`), so that
+    requests do not share their noise; without either it is 0.
     """
     params = getattr(request, "sampling_params", None)
     if params is None:
         params = request.sampling_config
 
     def value(name: str) -> Any:
-        given = getattr(params, name, None)
-        if isinstance(given, (list, tuple)):
-            given = given[0] if given else None
-        return given
+        attribute = getattr(params, name, None)
+        if isinstance(attribute, (list, tuple)):
+            attribute = attribute[0] if attribute else None
+        return attribute
 
     temperature, top_k, top_p = value("temperature"), value("top_k"), value("top_p")
     top_k = NO_TOP_K if top_k is None or top_k >= MAX_TOP_K else int(top_k)
-    given = value("random_seed") if value("seed") is None else value("seed")
-    seed = _seed_of_id(request) if given is None else int(given) % 2**63  # theirs are unsigned
+    asked = value("random_seed") if value("seed") is None else value("seed")
+    # TensorRT-LLM's seeds are unsigned.
+    seed = _seed_of_id(request) if asked is None else int(asked) % 2**63
     filters = top_k > 1 or (top_p is not None and 0.0 < top_p < 1.0)
     if temperature is None:
         temperature = 1.0 if filters else GREEDY_TEMPERATURE
@@ -129,8 +130,8 @@ def request_sampling_params(request: Any) -> RequestSampling:
 
 def _seed_of_id(request: Any) -> int:
     ids = getattr(request, "request_id", None), getattr(request, "py_request_id", None)
-    given = next((name for name in ids if name is not None), None)
-    if given is None:
+    known = next((number for number in ids if number is not None), None)
+    if known is None:
         return 0
-    number = given if isinstance(given, int) else zlib.crc32(str(given).encode())
+    number = known if isinstance(known, int) else zlib.crc32(str(known).encode())
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them

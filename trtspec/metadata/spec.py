@@ -1,7 +1,7 @@
-"""`SpecMetadata`: what a worker is told about one step.
+"""`SpecMetadata`: what a worker needs to know about one step.
 
 The names are TensorRT-LLM's, so that its users and its tests find them. The executor fills one
-per pass; a foreign loop sets the fields it has and leaves the rest.
+per pass. A foreign loop sets the fields that it has and leaves out the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SpecMetadata:
         ConfigError: a size is negative, or max_total_draft_tokens < max_draft_len.
     """
 
-    # -- in TensorRT-LLM's order; the first three are always given ------------------------------
+    # -- in TensorRT-LLM's order; the first three are required ----------------------------------
     max_num_requests: int
     max_draft_len: int
     max_total_draft_tokens: int
@@ -64,22 +64,22 @@ class SpecMetadata:
     is_spec_dec_dynamic_tree: bool = False
     allow_advanced_sampling: bool = False
     # -- rows of sampling parameters, K+1 per generation: buffers of (K+1) * max_num_requests, which
-    # populate_sampling_params_for_one_model writes; a loop may set tensors of its own instead -----
+    # populate_sampling_params_for_one_model writes; a loop may set other tensors instead ----------
     temperatures: Tensor | None = None  # [>= R] float32
     top_ks: Tensor | None = None  # [>= R] int32
     top_ps: Tensor | None = None  # [>= R] float32
     seeds: Tensor | None = None  # [>= R] int64; None draws new ones in every step
     positions: Tensor | None = None  # [>= R] int64, of the tokens sampled; None: the worker's
-    # -- ours: host ----------------------------------------------------------------------------
+    # -- not TensorRT-LLM's: host --------------------------------------------------------------
     runtime_draft_len: int | None = None  # drafts to propose in this step, None is K
-    num_seq_slots: int = 0  # slots that there are, TensorRT-LLM's name; 0 is max_num_requests
+    num_seq_slots: int = 0  # number of slots, TensorRT-LLM's name; 0 is max_num_requests
     device: torch.device | str | None = None  # of the buffers; None is CUDA where there is one
-    # -- ours: device tensors of this step -----------------------------------------------------
+    # -- not TensorRT-LLM's: device tensors of this step ---------------------------------------
     slot_ids: Tensor | None = None  # [B] int64 below slot_capacity, a row in per-slot state
     next_prompt_tokens: Tensor | None = None  # [C] int32, -1 at the prompt's end
-    inputs_embeds: RowEmbeds | None = None  # rows of contexts that no token's embedding is for
-    next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token is such a one
-    reread_embeds: RereadEmbeds | None = None  # the same where rows before are computed again
+    inputs_embeds: RowEmbeds | None = None  # rows with an embedding of the prompt, not a token's
+    next_inputs_embeds: RowEmbeds | None = None  # rows whose *next* token has such an embedding
+    reread_embeds: RereadEmbeds | None = None  # the same for drafters that compute rows again
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits
@@ -110,10 +110,10 @@ class SpecMetadata:
             )
 
     def prepare(self) -> None:
-        """Called before a forward. The base has nothing to do."""
+        """Does nothing. TensorRT-LLM's loops call it before a forward."""
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> SpecMetadata:
-        """A copy for graph capture, sized for `max_batch_size`; itself if it is already one."""
+        """Returns a copy for graph capture, of `max_batch_size`, or itself if it is one."""
         if self.is_cuda_graph:
             return self
         if self.allow_advanced_sampling:  # before copying, so that both have the same
@@ -127,7 +127,7 @@ class SpecMetadata:
         return captured
 
     def is_layer_capture(self, layer_id: int) -> bool:
-        """Whether the drafter wants the output of this target layer (0-based)."""
+        """Whether the drafter reads the output of this target layer (0-based)."""
         return self.captured is not None and layer_id in self.captured.layers
 
     def maybe_capture_hidden_states(
@@ -149,14 +149,14 @@ class SpecMetadata:
                 self.captured.buffer[:rows, start : start + size] = hidden_states
 
     def draft_hidden_states(self, final: Tensor | None, num_tokens: int) -> Tensor | None:
-        """What the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
+        """Returns what the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""
         return final if self.captured is None else self.captured.buffer[:num_tokens]
 
     def captured_rows(self, num_tokens: int, layers: tuple[int, ...] = ()) -> Tensor:
-        """The captured layers of this pass, [T, n * D].
+        """Returns the captured layers of this pass, [T, n * D].
 
         Args:
-            layers: whose reader asks for them, for the message.
+            layers: those that the head reads, for the message.
 
         Raises:
             ConfigError: nothing was captured.
@@ -170,10 +170,10 @@ class SpecMetadata:
         return self.captured.buffer[:num_tokens]
 
     def marked_requests(self) -> Tensor:
-        """`bad_requests` [B] bool, once the worker has written it.
+        """Returns `bad_requests` [B] bool.
 
         Raises:
-            ConfigError: the worker has not.
+            ConfigError: the worker has not written it.
         """
         if self.bad_requests is None:
             raise ConfigError(
@@ -183,11 +183,11 @@ class SpecMetadata:
         return self.bad_requests
 
     def sampling_rows(self, num_rows: int) -> SamplingMetadata | None:
-        """The sampling parameters of `num_rows` logits rows; None is argmax everywhere.
+        """Returns the sampling parameters of `num_rows` logits rows; None is argmax everywhere.
 
-        `sampling` if the executor set it; otherwise the populated rows, or those that a loop set.
-        Without `seeds`, or without positions to key the noise by, both are drawn from torch's
-        default generator: correct, but not reproducible.
+        These are `sampling` if the executor set it. Otherwise they are the populated rows, or those
+        that a loop set. Seeds or positions that are missing are drawn from torch's default
+        generator: the output is distributed correctly, but not reproducible.
 
         Raises:
             ConfigError: fewer rows of parameters than of logits.
@@ -202,8 +202,10 @@ class SpecMetadata:
     def step(
         self, sizes: StepSizes, max_draft_len: int, device: torch.device
     ) -> Iterator[StepContext]:
-        """Converts this metadata to what a worker reads. While it lasts, `sampling_rows` are those
-        of the step; inside another one of the same sizes it is that one.
+        """Converts this metadata to what a worker reads, and yields it.
+
+        Until it exits, `sampling_rows` returns the rows of this step. Nested in a step of the same
+        sizes it yields that step.
 
         Args:
             max_draft_len, device: the worker's K, and where its logits are.
@@ -222,7 +224,10 @@ class SpecMetadata:
     def rows_of_step(
         self, num_contexts: int, num_generations: int, num_drafts: int
     ) -> Iterator[None]:
-        """While it lasts, `sampling_rows` are those of C + G*(K'+1) logits rows, drawn once."""
+        """Makes `sampling_rows` return rows for C + G*(K'+1) logits rows until it exits.
+
+        Missing seeds and positions are drawn once.
+        """
         outer = self._rows
         self._rows = self.sampling_of_step(StepSizes(num_contexts, num_generations, num_drafts))
         try:
@@ -232,7 +237,7 @@ class SpecMetadata:
 
     @contextmanager
     def keyed_by(self, next_positions: Tensor | None) -> Iterator[None]:
-        """While it lasts, `next_positions` [R] int64 key the noise of rows without `positions`."""
+        """Keys the noise of rows without `positions` by these [R] int64 until it exits."""
         self._next_positions = next_positions
         try:
             yield
@@ -240,11 +245,11 @@ class SpecMetadata:
             self._next_positions = None
 
     def sampling_of_step(self, sizes: StepSizes) -> SamplingMetadata | None:
-        """The sampling parameters of a step's rows, drawn anew where `sampling_rows` draws."""
+        """Returns the sampling parameters of a step's rows. What is missing is drawn anew."""
         if self.sampling is not None or not self.allow_advanced_sampling:
             return self.sampling
-        given = {name: getattr(self, name) for name in SlotSampling._fields}
-        if any(rows is None for name, rows in given.items() if name != "seeds"):
+        columns = {name: getattr(self, name) for name in SlotSampling._fields}
+        if any(rows is None for name, rows in columns.items() if name != "seeds"):
             return None
         num_contexts, num_generations, num_drafts = sizes
         count = sizes.num_rows
@@ -265,34 +270,37 @@ class SpecMetadata:
             return torch.cat([rows[:num_contexts], generations[:, : num_drafts + 1].flatten()])
 
         def drawn() -> Tensor:
-            device = given["temperatures"].device
+            device = columns["temperatures"].device
             return torch.randint(2**62, (count,), dtype=torch.int64, device=device)
 
         positions = self._next_positions
-        if positions is not None:  # of a padded pass the first; if there are too few, of no use
+        if positions is not None:  # a padded pass has more of them; too few cannot be used
             positions = positions[:count] if len(positions) >= count else None
         if self.positions is not None:
             positions = of_step(self.positions)
-        columns: dict[str, Any] = {
-            name: drawn() if rows is None else of_step(rows) for name, rows in given.items()
+        step_rows: dict[str, Any] = {
+            name: drawn() if rows is None else of_step(rows) for name, rows in columns.items()
         }
-        return SamplingMetadata(**columns, positions=drawn() if positions is None else positions)
+        return SamplingMetadata(**step_rows, positions=drawn() if positions is None else positions)
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
         """Writes one row of sampling parameters per logits row, in batch order.
 
-        A generation request has K+1 rows, a context 1. Greedy rows, and rows of nobody, are
-        neutralised (temperature 0, top-k off, top-p 1). The rows are buffers made once, which a
-        captured graph and `create_cuda_graph_metadata`'s copy read too. If every request has a
-        `py_seq_slot` (TensorRT-LLM's), `slot_ids` is set to these, unless the loop set it. Without
-        `allow_advanced_sampling` nothing is written and the worker takes the argmax.
+        A generation request has K+1 rows, a context 1. Rows of greedy requests, and rows past the
+        batch, get neutral values (temperature 0, top-k off, top-p 1). The buffers are allocated
+        once, so that captured graphs and the copy of `create_cuda_graph_metadata` read them too.
+
+        If every request has a `py_seq_slot` (TensorRT-LLM's), `slot_ids` is set to these, unless
+        the loop set it. Without `allow_advanced_sampling` nothing is written, and the worker takes
+        the argmax.
 
         Args:
             requests: objects with `sampling_params` (or TensorRT-LLM's `sampling_config`) and
                 `is_generation` (or TensorRT-LLM's `state`); contexts first.
 
         Raises:
-            ConfigError: more requests than `max_num_requests`, or one that does not say what it is.
+            ConfigError: more requests than `max_num_requests`, or one with neither `is_generation`
+                nor `state`.
         """
         if not self.allow_advanced_sampling:
             return
@@ -314,13 +322,13 @@ class SpecMetadata:
             self.slot_ids = self._populated_slots = self._written(slots, slot_buffer)
 
     def _make_buffers(self, num_requests: int) -> tuple[SlotSampling, Tensor]:
-        """Rows of parameters, and slots: made on first use, or if too small."""
+        """Returns buffers of parameter rows and slots, which grow if they are too small."""
         count = (self.max_draft_len + 1) * num_requests
-        made = [getattr(self, name) for name in SlotSampling._fields]
+        allocated = [getattr(self, name) for name in SlotSampling._fields]
         slots = self._slot_buffer
-        is_enough = all(buffer is not None and buffer.shape[0] >= count for buffer in made)
+        is_enough = all(buffer is not None and buffer.shape[0] >= count for buffer in allocated)
         if is_enough and slots is not None and slots.shape[0] >= num_requests:
-            return SlotSampling(*made), slots
+            return SlotSampling(*allocated), slots
         buffers = SlotSampling.neutral(count, self.buffer_device)
         for name, buffer in buffers._asdict().items():
             setattr(self, name, buffer)
@@ -328,29 +336,29 @@ class SpecMetadata:
         return buffers, self._slot_buffer
 
     def _written(self, slots: list[int | None], buffer: Tensor) -> Tensor | None:
-        """The buffer's first places with these slots; None if no request has one."""
+        """Writes slots to the buffer's start and returns that part. None: no request has a slot."""
         unused = self.slot_capacity  # of a request that only fills the batch
-        given = [unused if slot is None else slot for slot in slots]
+        filled = [unused if slot is None else slot for slot in slots]
         if all(slot is None for slot in slots):
             return None
-        outside = [slot for slot in given if not 0 <= slot <= unused]
+        outside = [slot for slot in filled if not 0 <= slot <= unused]
         if outside:
             raise ConfigError(
                 f"py_seq_slot={outside[0]}: SpecMetadata has slots 0 … {unused - 1}. Set "
                 "num_seq_slots, or slot_ids [B]."
             )
-        written = buffer[: len(given)]
-        written.copy_(to_device(torch.tensor(given), buffer.device))
+        written = buffer[: len(filled)]
+        written.copy_(to_device(torch.tensor(filled), buffer.device))
         return written
 
     @property
     def slot_capacity(self) -> int:
-        """Slots of per-slot state. The row after them is of requests that only fill a batch."""
+        """Returns the slots of per-slot state. The row after them is for padding requests."""
         return self.num_seq_slots or self.max_num_requests
 
     @property
     def buffer_device(self) -> torch.device:
-        """Where rows of parameters are kept."""
+        """Returns the device of the rows of parameters."""
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

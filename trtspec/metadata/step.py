@@ -1,7 +1,8 @@
 """`StepContext`: one step as a worker reads it, with every field there.
 
 `SpecMetadata` is the public face: TensorRT-LLM's names, of which a loop sets what it has. It is
-converted once, where a worker is entered. What the step needs and the loop left out is said here.
+converted once, where a worker is entered. `require` refuses a step for which the loop left out
+something.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepSizes(NamedTuple):
-    """Requests and drafts of a step. Its logits have a row a context, K'+1 a generation."""
+    """Requests and drafts of a step. Logits have one row per context, K'+1 per generation."""
 
     num_contexts: int  # C
     num_generations: int  # G
@@ -42,7 +43,7 @@ class StepSizes(NamedTuple):
 
 
 class StepNeeds(NamedTuple):
-    """What a worker reads by slot."""
+    """Names of what a worker reads by slot."""
 
     state_names: tuple[str, ...] = ()  # of `SpecMetadata.state`
     has_draft_memory: bool = False
@@ -57,11 +58,11 @@ class StepContext:
     slot_ids: Tensor  # [B] int64, a row in per-slot state; [0] in a loop without slots
     slot_capacity: int
     next_prompt_tokens: Tensor  # [C] int32, -1 at the prompt's end
-    sampling: SamplingMetadata  # [R] rows; [0], all greedy, where nobody says how to sample
+    sampling: SamplingMetadata  # [R] rows; [0], all greedy, if the loop has no parameters
     state: dict[str, Any]  # per-slot state by name
     logits_state: LogitsState | None = None  # where a request shapes its logits
-    captured: CapturedHiddenStates | None = None  # where the drafter reads inner layers
-    next_inputs_embeds: RowEmbeds | None = None  # where a prompt holds vectors
+    captured: CapturedHiddenStates | None = None  # where the drafter reads captured layers
+    next_inputs_embeds: RowEmbeds | None = None  # where a prompt holds embeddings
     reread_embeds: RereadEmbeds | None = None
 
     @staticmethod
@@ -71,7 +72,7 @@ class StepContext:
         """Converts what a loop has set.
 
         Args:
-            max_draft_len: K, proposed where `runtime_draft_len` does not say less.
+            max_draft_len: K, proposed unless `runtime_draft_len` is less.
 
         Raises:
             ConfigError: fewer rows of sampling parameters than of logits.
@@ -120,12 +121,14 @@ class StepContext:
 
     @property
     def has_sampling(self) -> bool:
-        """Whether there are rows of parameters, be they greedy."""
+        """Whether there are rows of sampling parameters, greedy ones included."""
         return self.sampling.temperatures.shape[0] > 0
 
-    def text_lens(self, lens: Tensor) -> Tensor:
-        """lens [B] of accepted tokens -> those that are text: 0 for a context that ends inside its
-        prompt, whose next token is known already."""
+    def output_lens(self, lens: Tensor) -> Tensor:
+        """Returns how many accepted tokens are output: lens [B] -> [B].
+
+        It is 0 for a context that ends inside its prompt: its next token is the prompt's.
+        """
         contexts = self.sizes.num_contexts
         if not contexts:
             return lens
@@ -134,7 +137,7 @@ class StepContext:
 
 
 def no_sampling(device: torch.device) -> SamplingMetadata:
-    """Parameters of no rows: every request is greedy."""
+    """Returns parameters of no rows: every request is greedy."""
     return SamplingMetadata(
         **SlotSampling.neutral(0, device)._asdict(),
         positions=torch.empty(0, dtype=torch.int64, device=device),
@@ -144,10 +147,10 @@ def no_sampling(device: torch.device) -> SamplingMetadata:
 
 
 def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int, int]:
-    """(C, B) of a pass.
+    """Returns (C, B) of a pass.
 
     Raises:
-        ConfigError: neither the attention's metadata nor the request ids say.
+        ConfigError: neither the attention metadata nor the request ids are set.
     """
     if meta is not None:
         return meta.num_contexts, meta.num_seqs
@@ -161,14 +164,15 @@ def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int
 def next_positions(
     position_ids: Tensor, meta: AttentionMetadata | None, spec: SpecMetadata
 ) -> Tensor | None:
-    """[R] int64, the position of the token that each logits row chooses; None where neither
-    `gather_ids` nor the metadata say which rows of the pass these are.
+    """Returns the position of the token that each logits row chooses, [R] int64.
+
+    It is None if neither `gather_ids` nor the metadata say which rows of the pass have logits.
 
     Args:
         position_ids: [T], or [1, T], or [3, T] whose first axis counts.
     """
     if spec.sampling is not None or not spec.allow_advanced_sampling:
-        return None  # the executor's come with it, or nothing is sampled
+        return None  # the executor sets them itself, or nothing is sampled
     positions = position_ids if meta is None else meta.position_ids
     positions = positions.reshape(-1, positions.shape[-1])[0].to(torch.int64)
     if spec.gather_ids is not None:

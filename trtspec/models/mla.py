@@ -145,7 +145,7 @@ class MLAttention(nn.Module):
         kv_b = torch.arange(self.kv_b_proj.shape[0], device=cpu).view(self.num_heads, -1)
         kv_b_order = torch.cat([kv_b[:, : len(nope)].flatten(), kv_b[:, len(nope) :].flatten()])
 
-        def place(
+        def placement(
             module: str, start: int = 0, rows: int | None = None, order: Tensor | None = None
         ) -> Placement:
             owner, leaf = (
@@ -155,16 +155,16 @@ class MLAttention(nn.Module):
             path = name if owner is self else f"{name}.{module}"
             return Placement(path, leaf, start, (rows or shape[0], *shape[1:]), order)
 
-        places = {
-            "kv_a_proj_with_mqa": place("a_proj", self.q_size, m.latent_dim, kv_a_order),
-            "kv_a_layernorm": place("kv_a_layernorm"),
-            "kv_b_proj": place("kv_b_proj", order=kv_b_order),
-            "o_proj": place("o_proj"),
+        placement_of = {
+            "kv_a_proj_with_mqa": placement("a_proj", self.q_size, m.latent_dim, kv_a_order),
+            "kv_a_layernorm": placement("kv_a_layernorm"),
+            "kv_b_proj": placement("kv_b_proj", order=kv_b_order),
+            "o_proj": placement("o_proj"),
         }
         if m.q_lora_rank is None:
-            places["q_proj"] = place("a_proj", rows=self.q_size, order=q_order)
+            placement_of["q_proj"] = placement("a_proj", rows=self.q_size, order=q_order)
         else:
-            places["q_a_proj"] = place("a_proj", rows=self.q_size)
-            places["q_a_layernorm"] = place("q_a_layernorm")
-            places["q_b_proj"] = place("q_b_proj", order=q_order)
-        return {f"{name}.{part}.weight": where for part, where in places.items()}
+            placement_of["q_a_proj"] = placement("a_proj", rows=self.q_size)
+            placement_of["q_a_layernorm"] = placement("q_a_layernorm")
+            placement_of["q_b_proj"] = placement("q_b_proj", order=q_order)
+        return {f"{name}.{part}.weight": where for part, where in placement_of.items()}

@@ -78,12 +78,12 @@ class MoE(nn.Module):
     def placements(self, name: str) -> dict[str, Placement]:
         """Checkpoint name -> its place. Experts are stacked here, there perhaps single."""
         names = self.gate.config.names
-        places = _router_places(self.gate, f"{name}.gate", name)
-        places |= _expert_places(self.experts, names, f"{name}.experts", name)
+        placement_of = _router_placements(self.gate, f"{name}.gate", name)
+        placement_of |= _expert_placements(self.experts, names, f"{name}.experts", name)
         if self.shared_experts is not None:
             shared = _beside(name, names.shared)
-            places |= _mlp_places(self.shared_experts, shared, f"{name}.shared_experts")
-        return places
+            placement_of |= _mlp_placements(self.shared_experts, shared, f"{name}.shared_experts")
+        return placement_of
 
 
 class MoEBesideMLP(nn.Module):
@@ -112,24 +112,30 @@ class MoEBesideMLP(nn.Module):
     def placements(self, name: str) -> dict[str, Placement]:
         """As `MoE.placements`."""
         router, size = self.router, (self.experts.size,)
-        places = _mlp_places(self.mlp, name, f"{name}.mlp")
-        places |= _router_places(router, f"{name}.router", name)
-        places |= _expert_places(self.experts, router.config.names, f"{name}.experts", name)
+        placement_of = _mlp_placements(self.mlp, name, f"{name}.mlp")
+        placement_of |= _router_placements(router, f"{name}.router", name)
+        placement_of |= _expert_placements(
+            self.experts, router.config.names, f"{name}.experts", name
+        )
         for norm in (
             "post_feedforward_layernorm_1",
             "pre_feedforward_layernorm_2",
             "post_feedforward_layernorm_2",
         ):
-            places[_beside(name, f"{norm}.weight")] = Placement(f"{name}.{norm}", "weight", 0, size)
-        places[_beside(name, "router.scale")] = Placement(f"{name}.router.norm", "weight", 0, size)
-        places[_beside(name, "router.per_expert_scale")] = Placement(
+            placement_of[_beside(name, f"{norm}.weight")] = Placement(
+                f"{name}.{norm}", "weight", 0, size
+            )
+        placement_of[_beside(name, "router.scale")] = Placement(
+            f"{name}.router.norm", "weight", 0, size
+        )
+        placement_of[_beside(name, "router.per_expert_scale")] = Placement(
             f"{name}.router",
             "per_expert_scale",
             0,
             (self.experts.num_experts,),
             dtype=torch.float32,
         )
-        return places
+        return placement_of
 
 
 def _experts(config: MoEConfig, size: int) -> Experts:
@@ -143,7 +149,7 @@ def _beside(name: str, tensor: str) -> str:
     return f"{layer}.{tensor}" if layer else tensor
 
 
-def _router_places(router: Router, module: str, name: str) -> dict[str, Placement]:
+def _router_placements(router: Router, module: str, name: str) -> dict[str, Placement]:
     names, shape = router.config.names, tuple(router.weight.shape)
     found = {_beside(name, names.router): ("weight", shape)}
     if router.e_score_correction_bias is not None:
@@ -154,7 +160,7 @@ def _router_places(router: Router, module: str, name: str) -> dict[str, Placemen
     }
 
 
-def _expert_places(
+def _expert_placements(
     experts: Experts, names: MoENames, module: str, name: str
 ) -> dict[str, Placement]:
     """Of one tensor for each expert and part, or one for each part."""
@@ -162,19 +168,21 @@ def _expert_places(
     parts = _parts(size, inner)
     if names.has_gate_up:
         parts = (("gate_up_proj", "gate_up_proj", 0, (2 * inner, size)), parts[-1])
-    places = {}
+    placement_of = {}
     for part, leaf, start, shape in parts:
         if "{expert}" in names.expert:
             for e in range(count):
                 source = names.expert.format(expert=e, part=part)
-                places[_beside(name, source)] = Placement(module, leaf, start, shape, expert=e)
+                placement_of[_beside(name, source)] = Placement(
+                    module, leaf, start, shape, expert=e
+                )
         else:
             source = _beside(name, names.expert.format(part=part))
-            places[source] = Placement(module, leaf, start, (count, *shape), dim=1)
-    return places
+            placement_of[source] = Placement(module, leaf, start, (count, *shape), dim=1)
+    return placement_of
 
 
-def _mlp_places(mlp: Any, source: str, module: str) -> dict[str, Placement]:
+def _mlp_placements(mlp: Any, source: str, module: str) -> dict[str, Placement]:
     size = mlp.down_proj.out_features
     return {
         f"{source}.{part}.weight": Placement(f"{module}.{leaf}", "weight", start, shape)

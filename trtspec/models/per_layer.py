@@ -77,9 +77,9 @@ class PerLayerGate(nn.Module):
 def _beside(module: nn.Module, name: str) -> dict[str, Placement]:
     """The checkpoint has the module's parts where the module itself is here."""
     parent = name.rpartition(".")[0]
-    places = {}
+    placement_of = {}
     for path, parameter in module.named_parameters():
         part, leaf = path.rsplit(".", 1)
-        place = Placement(f"{name}.{part}", leaf, 0, tuple(parameter.shape))
-        places[f"{parent}.{path}" if parent else path] = place
-    return places
+        placement = Placement(f"{name}.{part}", leaf, 0, tuple(parameter.shape))
+        placement_of[f"{parent}.{path}" if parent else path] = placement
+    return placement_of

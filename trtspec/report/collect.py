@@ -50,7 +50,7 @@ def collect_samples(
 ) -> list[Sample]:
     """Every prompt at every temperature, as it is and padded to each context length.
 
-    All are queued at once; the engine runs as many together as it has places. Prompt number i is
+    All are queued at once; the engine runs at most `max_batch_size` together. Prompt number i is
     sampled with seed `seed + i`.
 
     Args:

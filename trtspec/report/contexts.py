@@ -1,4 +1,4 @@
-"""Longer contexts for the same prompts: conversation turns before them, of other prompts' texts."""
+"""Makes prompts longer: puts conversation turns before them, with other prompts' text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _TURNS = (
 def pad_prompt(
     prompt: AcceptancePrompt, texts: Sequence[str], length: int, encode: Encode
 ) -> list[int]:
-    """Token ids of the prompt after as many turns as bring it to `length` tokens; above by less
-    than what is said around a turn's text.
+    """Returns the prompt's token ids after as many turns as bring it to `length` tokens.
+
+    It may be longer by less than what the chat template puts around a turn.
 
     A prompt that is that long by itself stays as it is.
 

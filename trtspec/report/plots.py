@@ -132,7 +132,7 @@ def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
 
 
 def _label(name: str) -> str:
-    """One line that XML can hold, of somebody's own text. (`$` is what it is: parse_math=False.)"""
+    """Makes a caller's text one line that XML can hold. (`$` needs nothing: parse_math=False.)"""
     line = "".join(c if c.isprintable() else "\ufffd" for c in name)
     return line if len(line) <= _LABEL else f"{line[: _LABEL - 1]}…"
 

@@ -21,7 +21,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Raises KVCacheError when fewer than `count` blocks are free; then nothing changes."""
+        """Takes `count` blocks. Raises KVCacheError, and takes none, when fewer are free."""
         if count > len(self._free):
             raise KVCacheError(f"{count} blocks asked for, {len(self._free)} free.")
         blocks = [heapq.heappop(self._free) for _ in range(count)]
@@ -29,7 +29,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: list[int]) -> None:
-        """Raises KVCacheError when a block was not allocated (freed twice)."""
+        """Gives blocks back. Raises KVCacheError when one was not allocated (freed twice)."""
         for block in blocks:
             if block not in self._used:
                 raise KVCacheError(f"Block {block} is freed but not in use.")
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def taken(self) -> list[int]:
-        """Blocks that are not free, handed out or lost."""
+        """Returns the blocks that are not free."""
         return sorted(set(range(NUM_RESERVED_BLOCKS, self.num_blocks)) - set(self._free))
 
     def check(self, expected_used: set[int]) -> None:

@@ -1,30 +1,33 @@
 """The paged KV cache: storage per group, a block table per request and group.
 
-The ledger of one generation request, K drafts, half-open intervals of token positions. The host
-knows an upper bound `past` of the tokens whose KV is valid; the device knows the truth:
+The ledger of one generation request with K drafts, in half-open intervals of token positions. The
+device knows how many tokens have valid KV; the host knows an upper bound `past`:
 
-    [0, past)                    valid or, until the truth arrives, possibly rejected
+    [0, past)                    valid or, until the accepted count arrives, possibly rejected
     [past, past + K + 1)         written by the next verification pass
-    [past + K + 1, past + 2K + 1) written by drafting, for drafters with a KV group of their own
+    [past + K + 1, past + 2K + 1) written by drafting, for drafters that write KV
 
-`reserve` covers the last bound before a step is launched, `trim` gives whole blocks back when the
-accepted count arrives. Rejected rows are never cleared, only overwritten. The accepted rows' KV is
-where the text wants it, because their path is a chain (`metadata/accepted_path.py`).
+`reserve` covers the last of these ends before a step is launched. `trim` gives whole blocks back
+when the accepted count arrives. Rejected rows are never cleared, only overwritten. The KV of
+accepted rows needs no move, because their path is a chain (`metadata/accepted_path.py`).
 
-Behind a sliding window of W, blocks are given back while the text grows. With `first` the lowest
-position of any row that a pass launched from now on can have:
+Behind a sliding window of W, blocks are given back while the sequence grows. With `first` the
+lowest position of any row that a pass launched from now on can have:
 
     [0, first - W + 1)           seen by no later row: its whole blocks are free again
     [first - W + 1, first)       keys that later rows see
     [first, …)                   as above
 
-`first` is the lower bound of the past, never `past` itself, less the rows that drafting computes
-again: the end of the last chunk launched of a prompt; of a generation the tokens that the host has
-read, less the one that has no KV yet; for vanilla MTP less K-1. All other drafters' rows (EAGLE's
-K+1, DRAFT_TARGET's two) begin at the step's own first row or after it. A step in flight started
-further back, but it was launched with its own copy of the tables on the one stream of all launches,
-so it has read the blocks before a later launch writes to them. A table keeps its logical indexing:
-what was given back is NULL_BLOCK there, where masked reads land on zeros and nothing is written.
+`first` is a lower bound, never `past`:
+- in a prompt, the end of the last chunk launched;
+- in a generation, the tokens that the host has read, less one, whose KV is not written yet;
+- K-1 less with vanilla MTP, which computes these rows again. All other drafters' rows (EAGLE's K+1,
+  DRAFT_TARGET's two) begin at the step's first row or after it.
+
+A step in flight may have started further back. It was launched with a copy of the tables, on the
+one stream of all launches, so it reads the blocks before a later launch writes to them. A table
+keeps its logical indexing: a block that was given back becomes NULL_BLOCK there. Masked reads find
+zeros in it, and nothing is written to it.
 """
 
 from __future__ import annotations
@@ -51,14 +54,14 @@ class KVGroupSpec:
     head_dim: int
     dtype: torch.dtype
     window: int | None = None  # no layer of the group sees further back; None is no limit
-    value_dim: int | None = None  # values are the first so many numbers of keys; None: of their own
+    value_dim: int | None = None  # values are keys[..., :value_dim]; None: stored separately
 
     def bytes_per_token(self) -> int:
         sides = 2 if self.value_dim is None else 1
         return sides * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, page_size: int, device: torch.device) -> KVGroup:
-        """The group's storage, all zeros."""
+        """Allocates the group's storage, all zeros."""
         shape = self.num_layers, num_blocks, page_size, self.num_kv_heads, self.head_dim
         keys = torch.zeros(shape, dtype=self.dtype, device=device)
         if self.value_dim is None:
@@ -70,7 +73,7 @@ class KVCacheManager:
     """Blocks of every group for every request. Host bookkeeping only; no device reads.
 
     Args:
-        num_blocks: of every group, or of each; reserved ones included.
+        num_blocks: one number for all groups, or one for each; reserved blocks included.
     """
 
     def __init__(
@@ -97,14 +100,15 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the fullest group."""
+        """Returns the free blocks of the fullest group."""
         return min(pool.num_free for pool in self._pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def reserve(self, request_id: int, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens in every group, or changes nothing and says False."""
+        """Reserves blocks for `num_tokens` tokens in every group. False: there is no room, and
+        nothing changed."""
         tables, missing = self._missing(request_id, num_tokens)
         if not self.has_room(request_id, num_tokens):
             return False
@@ -121,7 +125,7 @@ class KVCacheManager:
         return all(n <= pool.num_free for n, pool in zip(missing, self._pools, strict=True))
 
     def _missing(self, request_id: int, num_tokens: int) -> tuple[list[list[int]], list[int]]:
-        """Its block tables, and how many blocks each lacks (not above 0: none)."""
+        """Returns its block tables, and how many blocks each lacks (none if <= 0)."""
         tables = self._tables.get(request_id) or [[] for _ in self._pools]
         return tables, [self.blocks_for(num_tokens) - len(table) for table in tables]
 
@@ -139,8 +143,8 @@ class KVCacheManager:
 
         Args:
             first: lowest position of any row that a pass launched from now on has.
-            num_unseen: the text's first tokens whose logits nobody looked at (a prompt's). NaN in
-                their rows may have gone unnoticed, so their blocks are zeroed: see `scrub`.
+            num_unseen: how many tokens at the start had no logits (a prompt's). NaN in their rows
+                would go unnoticed, so their blocks are zeroed (see `scrub`).
         """
         tables = self._tables.get(request_id, [])
         for g, (table, window) in enumerate(zip(tables, self.windows, strict=False)):
@@ -160,7 +164,7 @@ class KVCacheManager:
                 self._versions[request_id] = next(self._clock)
 
     def free(self, request_id: int) -> None:
-        """Gives back all blocks of a request; a request without blocks is fine."""
+        """Gives back all blocks of a request, if it has any."""
         tables = self._tables.pop(request_id, None)
         self._versions.pop(request_id, None)
         if tables:
@@ -168,25 +172,25 @@ class KVCacheManager:
                 pool.free(_held(table))
 
     def start_over(self) -> None:
-        """Gives back every block, zeroed, whatever an exception left half done."""
+        """Gives back every block, zeroed, after an exception."""
         for group, pool in zip(self.groups, self._pools, strict=True):
             self._zero(group, pool.taken)
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._tables, self._versions = {}, {}
 
     def release_memory(self) -> None:
-        """Lets go of the storage; nothing can be computed after it."""
+        """Frees the storage, for good."""
         self.groups = ()
 
     def version(self, request_id: int) -> int:
-        """Changes whenever one of the request's block tables does."""
+        """Returns a number that changes whenever one of the request's block tables does."""
         return self._versions.get(request_id, 0)
 
     def scrub(self, request_id: int) -> None:
-        """Zeros a request's blocks (and the scratch block's neighbours are untouched).
+        """Zeroes a request's blocks after it wrote NaN.
 
-        For a request that wrote NaN: masked reads multiply stale values by zero, and 0 * NaN
-        would poison whoever gets the blocks next.
+        Masked reads multiply stale values by zero, and 0 * NaN would poison the next request that
+        gets the blocks.
         """
         for group, table in zip(self.groups, self._tables.get(request_id, []), strict=False):
             self._zero(group, _held(table))
@@ -198,7 +202,8 @@ class KVCacheManager:
             group.v_cache.index_fill_(1, index, 0)
 
     def block_tables(self, request_ids: list[int]) -> list[Tensor]:
-        """Per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's."""
+        """Returns per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's
+        length."""
         result = []
         for g in range(len(self._pools)):
             rows = [self._tables[r][g] for r in request_ids]
@@ -208,7 +213,7 @@ class KVCacheManager:
         return result
 
     def check_integrity(self) -> None:
-        """Every used block belongs to exactly one request. Raises KVCacheError; for tests."""
+        """Raises KVCacheError unless every used block belongs to exactly one request. For tests."""
         for g, pool in enumerate(self._pools):
             held = [block for tables in self._tables.values() for block in _held(tables[g])]
             if len(held) != len(set(held)):
@@ -217,5 +222,5 @@ class KVCacheManager:
 
 
 def _held(table: list[int]) -> list[int]:
-    """The blocks of a table without the places that were given back."""
+    """Returns the blocks of a table that were not given back."""
     return [block for block in table if block != NULL_BLOCK]

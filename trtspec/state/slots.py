@@ -1,7 +1,7 @@
 """Request state that lives on the device, by slot.
 
-The host writes a slot once, when a request is admitted, and never reads it back: each step
-gathers its inputs from here and leaves the next step's inputs here. The last slot is scratch.
+The host writes a slot once, when a request is admitted, and never reads it. Each step gathers its
+inputs from the slots and writes the next step's inputs to them. The last slot is scratch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class SlotState:
     past_lens: Tensor  # [S+1] int64: tokens with KV in the target; written by a step
     sampling: SlotSampling  # S+1 slots; this and the rest are written at admission
     rope_deltas: Tensor | None = None  # [S+1] int64, of models with M-RoPE (AttentionMetadata)
-    worker: dict[str, Tensor] = field(default_factory=dict)  # what the worker keeps per slot
-    captured: CapturedHiddenStates | None = None  # of the pass at hand, not by slot
-    logits: LogitsState | None = None  # from the first request on that shapes its logits
+    worker: dict[str, Tensor] = field(default_factory=dict)  # what worker and rule keep by slot
+    captured: CapturedHiddenStates | None = None  # of the current pass, not by slot
+    logits: LogitsState | None = None  # None until a request has penalties, biases or bans
 
     @staticmethod
     def allocate(
@@ -46,7 +46,7 @@ class SlotState:
         )
 
     def admit(self, slot: int, sampling: RequestSampling, rope_delta: int = 0) -> None:
-        """Writes a new request's parameters; no draft yet. Raises nothing, reads nothing back."""
+        """Writes a new request's parameters, without drafts. Raises nothing, and does not wait."""
         self.sampling.write(slot, sampling)
         if self.rope_deltas is not None:
             self.rope_deltas[slot : slot + 1] = rows_to_tensor(

@@ -470,12 +470,12 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
     """
     if length < 2:
         raise DataError(f"length={length}: it must be at least 2, a token and its next.")
-    given = list(examples)
-    documents = [e for e in given if bool(e.loss_mask[:length].any())]
+    all_examples = list(examples)
+    documents = [e for e in all_examples if bool(e.loss_mask[:length].any())]
     if not documents:
         raise DataError(
-            f"None of {len(given)} example(s) has a token to predict in its first {length}. Give "
-            "text with answers of the assistant, or longer rows."
+            f"None of {len(all_examples)} example(s) has a token to predict in its first {length}. "
+            "Give text with answers of the assistant, or longer rows."
         )
     documents = [documents[i] for i in _shuffled(len(documents), f"pack {seed}")]
     sizes = [min(len(e.input_ids), length) for e in documents]
@@ -489,11 +489,11 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
     )
     used, counts = [0] * shape[0], [0] * shape[0]
     for example, row, size in zip(documents, bins, sizes, strict=True):
-        place = row, slice(used[row], used[row] + size)
-        rows.input_ids[place] = example.input_ids[:size]
-        rows.loss_mask[place] = example.loss_mask[:size]
-        rows.document_ids[place] = counts[row]
-        rows.positions[place] = torch.arange(size)
+        cells = row, slice(used[row], used[row] + size)
+        rows.input_ids[cells] = example.input_ids[:size]
+        rows.loss_mask[cells] = example.loss_mask[:size]
+        rows.document_ids[cells] = counts[row]
+        rows.positions[cells] = torch.arange(size)
         used[row] += size
         counts[row] += 1
     return Packed(rows, seed, sum(len(e.input_ids) > length for e in documents))

@@ -189,13 +189,13 @@ def _tensors(
     own = trainable(head)
     values = {name: p.data for name, p in own.items()} if weights is None else dict(weights)
     tensors: dict[str, Tensor] = {}
-    for name, place in placements(head).items():
-        key = f"{place.module}.{place.leaf}"
+    for name, placement in placements(head).items():
+        key = f"{placement.module}.{placement.leaf}"
         if key not in own:
             continue  # the target's
-        part = values[key].narrow(0, place.start, place.shape[0])
-        if place.order is not None:  # back to the checkpoint's
-            part = part[place.order.argsort()]
+        part = values[key].narrow(0, placement.start, placement.shape[0])
+        if placement.order is not None:  # back to the checkpoint's
+            part = part[placement.order.argsort()]
         tensors[_public_name(name, head, target, format)] = (
             part.to("cpu", torch.bfloat16).contiguous().clone()
         )

@@ -134,8 +134,8 @@ def _prompt_of(value: Any) -> str | Messages:
     if isinstance(value, dict) and "prompt" in value:
         value = value["prompt"]
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
-        given = list(takewhile(lambda message: not _is_answer(message), value["messages"]))
-        messages = check_messages(given, other_keys=True) if given else []
+        before = list(takewhile(lambda message: not _is_answer(message), value["messages"]))
+        messages = check_messages(before, other_keys=True) if before else []
         if not any(message["role"] == "user" for message in messages):
             raise LineError("the assistant's first turn answers no user's")
         return messages
@@ -184,7 +184,7 @@ class _Run:
                 if is_due := time.monotonic() - self.reported >= PROGRESS_SECONDS:
                     self._tell()
                 if is_due or not self.executor.has_work:
-                    # Also those that somebody else's step gave back: `progress` may use the engine.
+                    # Also those that another caller's step returned: `progress` may use the engine.
                     finished += [r for _, _, r in self.asked.values() if r.is_finished]
                 for request in finished:
                     self._on_finished(request)

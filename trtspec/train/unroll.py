@@ -166,10 +166,10 @@ def unroll(
             yield DraftStep(step, out, rows, rows + step + 1)
 
 
-def _ahead(x: Tensor, places: int, fill: int | bool) -> Tensor:
+def _ahead(x: Tensor, count: int, fill: int | bool) -> Tensor:
     """x [N, L] moved left, `fill` at the end."""
-    places = min(places, x.shape[1])
-    return F.pad(x[:, places:], (0, places), value=fill)
+    count = min(count, x.shape[1])
+    return F.pad(x[:, count:], (0, count), value=fill)
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,15 @@ MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
 def create_worker(
     config: DecodingBaseConfig | None, mask_token_id: int | None = None
 ) -> SpecWorkerBase:
-    """The worker of a decoding config; `None` is plain decoding.
+    """Returns the worker of a decoding config; `None` is plain decoding.
 
     Args:
-        mask_token_id: what a drafter made for it reads in place of its own drafts, so that all of
-            them come from one pass; None is one pass for each.
+        mask_token_id: what a masked drafter reads in place of its drafts, so that all of them come
+            from one pass. None runs one pass for each draft.
 
     Raises:
-        ConfigError: as `resolve_speculative_config`, K is still open, or the mode's drafter cannot
-            draft in parallel.
+        ConfigError: as `resolve_speculative_config`, K is not settled, or the mode has no masked
+            drafter.
     """
     config = resolve_speculative_config(config)
     if isinstance(config, HeadDecodingConfig) and config.max_draft_len == 0:

@@ -1,4 +1,4 @@
-"""`SpecWorkerBase`: the template of a speculative step's second half.
+"""`SpecWorkerBase`: the part of a step that follows the target's logits.
 
     logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
               `------------- verify, by acceptance/verify.py ------'
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
-    """A drafter living inside the target's forward.
+    """Verifies drafts and proposes new ones inside the target's step.
 
     Args:
         config: the decoding config; `None` for plain decoding.
@@ -57,11 +57,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     def __init__(self, config: DecodingBaseConfig | None = None):
         super().__init__(config)
-        own, base = type(self), SpecWorkerBase
-        if own.draft is base.draft and own.forward is base.forward:
+        worker, base = type(self), SpecWorkerBase
+        if worker.draft is base.draft and worker.forward is base.forward:
             raise ConfigError(
-                f"{own.__name__} cannot draft: write draft(inputs) -> [B, K] int32, -1 where there "
-                "is no draft, or all of forward."
+                f"{worker.__name__} cannot draft: write draft(inputs) -> [B, K] int32, -1 where "
+                "there is no draft, or all of forward."
             )
 
     @property
@@ -84,8 +84,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        """Tensors with a leading slot dimension (the last slot is scratch): the acceptance rule's,
-        to which a worker adds its own.
+        """Returns state by slot: tensors with a leading slot dimension, the last slot scratch.
+
+        The base returns what the acceptance rule keeps. A worker adds its tensors to that.
 
         Args:
             hidden_size, dtype: the target's, for workers that keep hidden states.
@@ -99,14 +100,18 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         token_ids: Sequence[int],
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """A request enters `slot` with these tokens: its prompt, the first `num_prompt_tokens`
-        of them or all, and its output if it was preempted."""
+        """Writes the state of a request that enters `slot`.
+
+        Args:
+            num_prompt_tokens: how many of its tokens are the prompt, None is all. The rest is the
+                output of a preempted request.
+        """
         split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.rule.admit(state, slot, token_ids[:split], token_ids[split:])
 
     @property
     def remembers_drafts(self) -> bool:
-        """Whether the acceptance rule asks what drafts were drawn from."""
+        """Whether the acceptance rule reads what drafts were drawn from."""
         return self.drafts_with_network and self.rule.drawn is Drawn.REMEMBERED
 
     def remember_drafts(
@@ -118,9 +123,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Makes room for what drafts are drawn from, if the acceptance rule asks for it.
+        """Allocates the memory of what drafts are drawn from, if the acceptance rule reads it.
 
-        Without this call room is made when the first draft is drawn, which no graph may capture.
+        Without this call it is allocated when the first draft is drawn, which no graph may capture.
 
         Args:
             vocab_size, d2t, dtype: of the drafter's logits, and its table of offsets if it has one.
@@ -153,7 +158,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             draft_model: the drafting network, if the mode has one.
 
         Returns:
-            `logits` as given; `new_tokens` [B, K+1] int32, accepted drafts then bonus, -1 past the
+            `logits` unchanged; `new_tokens` [B, K+1] int32, accepted drafts then bonus, -1 past the
             length; `new_tokens_lens` [B] int32; `next_draft_tokens` [B, K] int32;
             `next_new_tokens` [B, K+1] int32, the last accepted token and the next drafts.
         """
@@ -178,12 +183,12 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         spec_metadata: SpecMetadata,
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> DraftInputs:
-        """The first half of `forward`: the tokens of this step, and what drafting starts from."""
+        """Accepts drafts, the first half of `forward`. Returns what drafting starts from."""
         num_contexts, batch_size = batch_shape(attn_metadata, spec_metadata)
         generations, drafts = batch_size - num_contexts, spec_metadata.draft_tokens
         if drafts is None:
             drafts = torch.empty((generations, 0), dtype=torch.int32, device=logits.device)
-        # Without generations a buffer may hold anything; K' is then of no consequence.
+        # Without generations draft_tokens may hold anything, and K' does not matter.
         num_drafts = drafts.numel() // generations if generations else self.max_draft_len
         sizes = StepSizes(num_contexts, generations, num_drafts)
         positions = next_positions(position_ids, attn_metadata, spec_metadata)
@@ -213,8 +218,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def put_known_tokens(
         self, accepted: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> None:
-        """After a chunk inside the prompt the next token is known: it goes into accepted [B, K+1],
-        in place, where the sample stands."""
+        """Replaces samples inside a prompt by the prompt's next token, in accepted [B, K+1]."""
         following = spec_metadata.next_prompt_tokens
         if num_contexts and following is not None:
             sampled = accepted[:num_contexts, 0]
@@ -223,7 +227,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def outputs(
         self, logits: Tensor, inputs: DraftInputs, next_drafts: Tensor
     ) -> dict[str, Tensor]:
-        """The dictionary that `forward` returns; next_drafts [B, K]."""
+        """Builds the dictionary that `forward` returns; next_drafts [B, K]."""
         draft_len, unused = inputs.step.draft_len, self.max_draft_len - inputs.step.draft_len
         if unused > 0:
             next_drafts = nn.functional.pad(next_drafts[:, :draft_len], (0, unused), value=-1)
@@ -237,14 +241,17 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         }
 
     def no_drafts(self, inputs: DraftInputs) -> Tensor:
-        """[B, K] int32 of -1."""
+        """Returns [B, K] int32 of -1."""
         lens = inputs.num_accepted_tokens
         return torch.full(
             (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
         )
 
     def draft(self, inputs: DraftInputs) -> Tensor:
-        """Proposals for the next step, [B, K] int32, -1 where there is none. Each worker's own."""
+        """Proposes drafts for the next step, [B, K] int32, -1 where there is none.
+
+        Each worker writes it.
+        """
         raise NotImplementedError(f"{type(self).__name__} writes forward in place of draft.")
 
     def skip_forward(
@@ -257,7 +264,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         spec_metadata: SpecMetadata,
         draft_model: DraftModel | LanguageModel | None = None,
     ) -> dict[str, Tensor | None]:
-        """Placeholders of the right shapes for a rank that has no logits; lengths are 1."""
+        """Returns placeholders of the right shapes on a rank that has no logits; lengths are 1."""
         _, batch = batch_shape(attn_metadata, spec_metadata)
         device, k = input_ids.device, self.max_draft_len
 
@@ -273,7 +280,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     # -- building blocks of drafters -----------------------------------------------------------
     def draft_sampler(self, inputs: DraftInputs) -> DraftSampler | None:
-        """What draws this step's proposals; None: they are the drafter's best tokens."""
+        """Returns what draws this step's proposals. None: they are the drafter's best tokens."""
         step = inputs.step
         if self.rule.drawn is Drawn.BEST or step.sampling.all_greedy:
             return None
@@ -292,7 +299,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         last_positions: Tensor,
         depth: int,
     ) -> Tensor:
-        """Draft logits [B, Vd] -> target ids [B] int32: drawn, or the best ones.
+        """Draws a draft per request, or takes the best: logits [B, Vd] -> target ids [B] int32.
 
         Args:
             last_positions: [B] int64, of the last accepted tokens. depth: 0 for the first draft.
@@ -304,7 +311,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return sampler.draw(logits, d2t, last_positions, depth)
 
     def _first_memory(self, logits: Tensor, d2t: Tensor | None) -> DraftMemory:
-        """Room for what drafts are drawn from, in a loop that did not call `remember_drafts`."""
+        """Allocates the memory in a loop that did not call `remember_drafts`."""
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "Room for what drafts are drawn from cannot be made while a graph is captured: "
@@ -328,7 +335,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return self.draft_memory
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
-        """Draft logits [R, Vd] -> target token ids [R] int32.
+        """Takes each row's best token: draft logits [R, Vd] -> target token ids [R] int32.
 
         Args:
             d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
@@ -338,7 +345,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def build_next_new_tokens(
         self, accepted_tokens: Tensor, num_accepted_tokens: Tensor, next_draft_tokens: Tensor
     ) -> Tensor:
-        """[last accepted, next drafts], [B, K+1] int32: the next step's input."""
+        """Returns the next step's input: [last accepted, next drafts], [B, K+1] int32."""
         return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens)
 
     def prepare_context_input_ids(
@@ -349,14 +356,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         next_prompt_tokens: Tensor | None = None,
         last_rows: Tensor | None = None,
     ) -> Tensor:
-        """Context ids shifted left by one, for drafters that read the *next* token's embedding.
+        """Shifts context ids left by one, for drafters that read the *next* token's embedding.
 
         Args:
             input_ids: [T_ctx], the contexts' rows of this pass.
             accepted_tokens: [C, ...] int32, column 0 is the sampled token.
             context_lens: rows per context.
-            next_prompt_tokens: [C], the true next prompt token where a chunk ends inside the
-                prompt (-1 at its end); it goes before the sample.
+            next_prompt_tokens: [C], the next prompt token where a chunk ends inside the prompt, -1
+                at its end. It is used in place of the sample.
             last_rows: [C] int64, each context's last row; None follows from context_lens.
 
         Returns:
@@ -370,7 +377,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         shifted = torch.roll(input_ids, -1)
         if last_rows is None:
             lens = torch.tensor(context_lens)
-            (some,) = lens.nonzero(as_tuple=True)  # one without rows has no last one
+            (some,) = lens.nonzero(as_tuple=True)  # a context without rows has no last row
             last_rows = to_device((lens.cumsum(0) - 1)[some], input_ids.device)
             if len(some) < len(lens):
                 following = following[to_device(some, input_ids.device)]
@@ -381,15 +388,17 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 def keep_first_rows_of_contexts(
     step: AttentionMetadata, meta: AttentionMetadata, inputs: DraftInputs
 ) -> AttentionMetadata:
-    """A draft pass whose first row of each context is the prompt's last row. That was read before,
-    with its own embedding and rotary position, which are not those of a token where a prompt is not
-    all text: then its KV stays as it is.
+    """Returns the draft pass without the KV writes of each context's first row.
+
+    That row is the prompt's last one, which the drafter has read already. It read the row's
+    embedding and rotary position, while this pass reads a token's. The two differ where a prompt
+    holds embeddings; otherwise the pass is returned unchanged.
 
     Args:
-        meta: of the target's pass.
+        step: the draft pass. meta: of the target's pass.
     """
-    turning = meta.rope_position_ids
-    is_text = inputs.step.next_inputs_embeds is None and (turning is None or turning.dim() == 1)
+    rotary = meta.rope_position_ids
+    is_text = inputs.step.next_inputs_embeds is None and (rotary is None or rotary.dim() == 1)
     if is_text or not meta.num_contexts:
         return step
     mappings = []

@@ -1,9 +1,9 @@
-"""A second, smaller model drafts inside the target's step, with a KV group of its own.
+"""A second, smaller model drafts inside the target's step, with its KV in a separate group.
 
 The draft model's KV at position i is valid once it has read token i. After a step that accepted
-everything, the last draft has never been read, so the first draft pass reads the last *two*
-tokens of every request; re-reading the first of them rewrites the same values. Rows (t = new
-tokens, n = their number, p = tokens with target KV before the step):
+everything, it has never read the last draft. So the first draft pass reads the last *two* tokens of
+every request; reading the first of them again rewrites the same values. Rows (t = new tokens, n =
+their number, p = tokens with target KV before the step):
 
     pass 0      (t[n-2], t[n-1]) at (p+n-1, p+n)    -> proposal 1   (t[-1] is the step's input)
     pass i >= 1  proposal i      at  p+n+i          -> proposal i+1

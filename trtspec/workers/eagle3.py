@@ -4,15 +4,15 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
 
     pass 0      all rows of the target's pass, at p …     token = the one after each row, hidden =
                                                           the target's at the row
-                row n-1 proposes; rows past it are of rejected drafts, overwritten next time
+                row n-1 proposes; rows past it are of rejected drafts, overwritten next step
     pass i >= 1 one row, at p + n - 1 + i                 token = proposal i, hidden = pass i-1's
 
-A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass:
-at 0 the last accepted token with the target's hidden state before it, later as above. All of them
-see the target's KV up to p + n - 1 and nothing later, so one metadata serves them all.
+A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass.
+Pass 0 reads the last accepted token with the target's hidden state before it; later passes read as
+above. All of them see the target's KV up to p + n - 1 and nothing later, so they share metadata.
 
-Pass 0 rewrites what earlier drafting guessed: the head's KV at a position is always computed from
-the target's own hidden state once that is known (docs/architecture.md has a worked trace).
+Pass 0 rewrites the KV that drafting wrote from its feedback. So the head's KV is computed from the
+target's hidden state as soon as that is known (docs/architecture.md has a worked trace).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from .protocols import DraftInputs, DraftModel, both_outputs
 
 @dataclass(frozen=True)
 class DraftChain:
-    """Drafting between two passes."""
+    """What one draft pass leaves to the next."""
 
     model: DraftModel
     meta: AttentionMetadata  # of the target's pass
     positions: Tensor  # [B] int64, of the last accepted token
-    hidden: Tensor  # [B, H], fed on to the next pass
+    hidden: Tensor  # [B, H], feedback that the next pass reads
     proposals: tuple[Tensor, ...]  # each [B] int32
     sampler: DraftSampler | None = None
     standing: AttentionMetadata | None = None  # of all passes, where positions do not advance
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
-        """[B, K] int32, -1 past the maximum length and where no pass was run."""
+        """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
         return finish_drafts(self.proposals, self.positions, self.meta.max_seq_len, max_draft_len)
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
-    """Modes EAGLE3_ONE_MODEL and, its passes driven one by one by the executor, EAGLE3."""
+    """Modes EAGLE3_ONE_MODEL, and EAGLE3, whose passes the executor launches one by one."""
 
     drafts_with_network = True
 
@@ -64,18 +64,19 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         return chain.draft_tokens(self.max_draft_len)
 
     def num_passes(self, inputs: DraftInputs) -> int:
-        """Draft passes of this step. The first is always run: it keeps the head's KV whole."""
+        """Returns the draft passes of this step. The first always runs, so that the head lacks no
+        KV."""
         return max(1, inputs.step.draft_len)
 
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
-        """Reads every row of the target's pass; the last accepted one proposes."""
+        """Runs pass 0 over every row of the target's pass. The last accepted row proposes."""
         model, meta, hidden_states = draft_source(inputs)
         if getattr(model, "mask_hidden", None) is not None:
             raise ConfigError(
                 "The head drafts in parallel and was not trained to read its own proposals: make "
                 "the worker with create_worker(config, head.config.mask_token_id)."
             )
-        # `rows` [B] read the last accepted tokens and propose; `positions` are those tokens' own.
+        # `rows` [B] read the last accepted tokens and propose; `positions` [B] are those tokens'.
         if meta.num_contexts:
             certain = certain_rows(meta)
             ids, rows = shifted_input_ids(self, inputs, meta), inputs.path.last_rows(certain)
@@ -94,7 +95,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 model(ids, meta.position_ids, projected, meta, step=0, **merged_embeds(inputs))
             )
             proposing, hidden = gather_rows(rows, out, fed_on)
-        else:  # one row per request, where the last key stands that it sees
+        else:  # one row per request, at the position of the last key that it sees
             ids, standing = draft_step(meta, ids[rows][:, None], positions[:, None], 0, advance=-1)
             (last,) = gather_rows(rows, hidden_states)
             projected = model.project_target_hidden(last)
@@ -113,12 +114,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         return self._propose(chain, proposing)
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
-        """One row per request: the last proposal with what the last pass fed on."""
+        """Runs the next pass, one row per request: the last proposal with the last feedback."""
         passes = len(chain.proposals)
         if chain.standing is not None:
             ids, meta = chain.proposals[-1], chain.standing
         else:
-            # The row of pass 1 stands where the last accepted token does, and reads what follows.
+            # The row of pass 1 is at the last accepted token's position, and reads the token after.
             ids, meta = draft_step(
                 chain.meta,
                 chain.proposals[-1][:, None],
@@ -132,7 +133,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         return self._propose(replace(chain, hidden=fed_on), out)
 
     def _propose(self, chain: DraftChain, hidden: Tensor) -> DraftChain:
-        """hidden [B, H] -> the chain with one more proposal."""
+        """Returns the chain with one more proposal, from hidden [B, H]."""
         depth = len(chain.proposals)
         logits = chain.model.compute_logits(hidden, depth)
         proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)

@@ -1,4 +1,4 @@
-"""What drafters with a head share: what the head reads of the target's pass."""
+"""Selects what a draft head reads of the target's pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .protocols import DraftInputs, DraftModel, LanguageModel
 
 
 def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Tensor]:
-    """The head, the target's metadata and the hidden states that the head reads, [T, n * D].
+    """Returns the head, the target's metadata and the hidden states it reads [T, n * D].
 
     Raises:
-        ConfigError: one of them was not given.
+        ConfigError: one of them is not set.
     """
     network, meta = draft_network(inputs)
     model = cast(DraftModel, network)
@@ -31,10 +31,10 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
 
 
 def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, AttentionMetadata]:
-    """The drafting network and the target's metadata.
+    """Returns the drafting network and the target's metadata.
 
     Raises:
-        ConfigError: one of them was not given.
+        ConfigError: one of them is not set.
     """
     if inputs.draft_model is None or inputs.attn_metadata is None:
         raise ConfigError(
@@ -45,7 +45,8 @@ def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, Atte
 
 
 def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:
-    """The head's argument for prompts that hold vectors; one for texts alone need not take it."""
+    """Returns the head's argument for prompts that hold embeddings. Without such prompts it is left
+    out, so that a head need not take it."""
     embeds = inputs.step.next_inputs_embeds
     return {} if embeds is None else {"inputs_embeds": embeds}
 
@@ -53,10 +54,10 @@ def merged_embeds(inputs: DraftInputs) -> dict[str, RowEmbeds]:
 def shifted_input_ids(
     worker: SpecWorkerBase, inputs: DraftInputs, meta: AttentionMetadata
 ) -> Tensor:
-    """[T] int64, the token after each row: prompts shifted left, then the accepted tokens.
+    """Returns the token after each row, [T] int64: prompts shifted left, then accepted tokens.
 
-    At a chunk's end inside the prompt it is the true next prompt token. Rows past a generation's
-    last accepted one get no token of interest.
+    At a chunk's end inside the prompt it is the next prompt token. What rows of rejected drafts get
+    does not matter.
     """
     tokens, contexts = meta.num_context_tokens, meta.num_contexts
     generations = slice(contexts, None)

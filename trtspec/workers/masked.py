@@ -1,19 +1,19 @@
-"""All K drafts from one draft pass: the drafter reads mask tokens where its own would stand.
+"""Masked drafters: all K drafts from one pass, with mask tokens in place of earlier drafts.
 
-Rows of one request in the pass (n tokens accepted, K' drafts verified, P proposed; a = the first
-new token's place):
+Rows of one request in the pass (n tokens accepted, K' drafts verified, P proposed; a = position of
+the first new token):
 
-    row      0 … n-2          n-1      n … n+P-2   … K'+P-1
-    reads    accepted drafts  bonus    masks       masks, of no use
-    writes   KV that stays             KV that the next pass writes again
-    says     -                proposal 1 … P
+    row       0 … n-2          n-1      n … n+P-2   … K'+P-1
+    reads     accepted drafts  bonus    masks       masks, of no use
+    writes    KV that stays             KV that the next pass writes again
+    proposes  -                1 … P
 
-Positions follow one another from the first row on, so a row attends to the text, to rows of this
-pass before it, and to nothing that an earlier pass guessed: whatever masks or rejected drafts left
-behind stands at a or later, and each of those positions is written by this pass before a row that
-sees it attends. The number of rows does not depend on n.
+The rows have consecutive positions. A row attends to the sequence so far and to rows of this pass
+before it. It never sees KV that masks or rejected drafts of an earlier pass left behind: that is at
+a or later, and this pass writes each of those positions before a row attends to it. The number of
+rows does not depend on n.
 
-Prompts are read by a pass of their own before; then their last token's row drafts like the others.
+An earlier pass reads the prompt. Then the row of its last token drafts like the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_output
 
 
 class MaskedWorker(SpecWorkerBase):
-    """What both kinds share: the pass's rows, and its logits turned into drafts."""
+    """Builds the pass's rows, and drafts from its logits, for both kinds of masked drafter."""
 
     drafts_with_network = True
     first_row_offset: ClassVar[int]
-    """Position of the pass's first row, from that of the last token certain before the step."""
+    """Position of the pass's first row, less that of the certain row (`accepted_path.py`)."""
 
     def __init__(self, config: DecodingBaseConfig, mask_token_id: int):
         super().__init__(config)
@@ -50,13 +50,13 @@ class MaskedWorker(SpecWorkerBase):
         return self.max_draft_len - 1 + self.first_row_offset
 
     def num_proposals(self, inputs: DraftInputs) -> int:
-        """P. The pass is always run, for it keeps the drafter's KV whole."""
+        """Returns P. It is at least 1: the pass always runs, so that the drafter lacks no KV."""
         return max(1, inputs.step.draft_len)
 
     def rows_of_pass(
         self, inputs: DraftInputs, meta: AttentionMetadata
     ) -> tuple[MaskedRows, Tensor, AttentionMetadata]:
-        """(the rows, their ids [B * R] int64, the pass's metadata)."""
+        """Returns (the rows, their ids [B * R] int64, the pass's metadata)."""
         proposals = self.num_proposals(inputs)
         accepted_rows = meta.rows_per_generation if meta.num_generations else 1
         num_rows = accepted_rows + proposals - 1
@@ -70,7 +70,7 @@ class MaskedWorker(SpecWorkerBase):
             self.mask_token_id,
             self.first_row_offset,
         )
-        # A prompt's rows lie past its end, which may be what bounds max_kv_len.
+        # A context's rows lie past its prompt's end, and max_kv_len may end there.
         ids, step = draft_step(meta, rows.tokens, rows.positions, extra_kv=num_rows)
         if self.first_row_offset == 0:
             step = keep_first_rows_of_contexts(step, meta, inputs)
@@ -84,11 +84,11 @@ class MaskedWorker(SpecWorkerBase):
         logits: Tensor,
         d2t: Tensor | None,
     ) -> Tensor:
-        """logits [P * B, Vd] -> [B, K] int32."""
+        """Draws the drafts: logits [P * B, Vd] -> [B, K] int32."""
         batch, sampler = rows.last_positions.shape[0], self.draft_sampler(inputs)
         if sampler is None:
             proposals = self.propose(logits, d2t, None, rows.last_positions, 0).split(batch)
-        else:  # the noise, and the place in the memory, are those of each draft
+        else:  # noise and memory are keyed by each draft's depth
             proposals = tuple(
                 self.propose(part, d2t, sampler, rows.last_positions, depth)
                 for depth, part in enumerate(logits.split(batch))
@@ -97,8 +97,10 @@ class MaskedWorker(SpecWorkerBase):
 
 
 class MaskedEagle3Worker(MaskedWorker):
-    """P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that reads, at its masks, the mask token's
-    embedding and a learned hidden state."""
+    """P-EAGLE (arXiv:2602.01469), an EAGLE-3 head.
+
+    At mask rows it reads the mask token's embedding and a learned hidden state.
+    """
 
     first_row_offset = 0  # a row reads the token after its own
 
@@ -133,7 +135,7 @@ class MaskedEagle3Worker(MaskedWorker):
 class MaskedDraftTargetWorker(MaskedWorker):
     """PARD (arXiv:2504.18583): a draft model fine-tuned to read mask tokens."""
 
-    first_row_offset = 1  # a row reads its own token; the one before the step's was read then
+    first_row_offset = 1  # a row reads the token at its position; the certain one was read before
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         network, meta = draft_network(inputs)

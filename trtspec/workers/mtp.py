@@ -1,16 +1,18 @@
 """Drafting with multi-token-prediction layers.
 
 `MTPEagleWorker` uses one layer K times, as EAGLE-3 uses its head. `MTPWorker` ("vanilla") uses K
-layers once each, as DeepSeek-V3 trains them: depth k reads, at position i, the output of depth
-k-1 there and the token k+1 places on,
+layers once each, as DeepSeek-V3 trains them. At position i depth k reads the output of depth k-1
+and the token k+1 positions later:
 
     depth 0   h_i = target's hidden state    token t[i+1]   proposes t[i+2]
     depth k   h_i = depth k-1's output       token t[i+k+1] proposes t[i+k+2]
 
-so all depths run over the same rows, and depth k is the same ids shifted left once more, its own
-last proposal at the end. The rows before the step's first one whose depths read tokens that were
-still guesses then, K-1 of them, are computed again; their target hidden states and tokens are
-kept per slot. So each depth's KV is always what the text says, whatever was rejected.
+All depths run over the same rows. Each depth reads the ids of the one before, shifted left by one,
+with that depth's proposal at the end.
+
+Some rows before the step read drafts that were not verified then: K-1 of them, the window. They are
+computed again, from target hidden states and tokens that are kept per slot. So each depth's KV
+always follows from the accepted tokens, whatever was rejected.
 """
 
 from __future__ import annotations
@@ -72,35 +74,40 @@ class MTPWorker(SpecWorkerBase):
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
-        given, slots = inputs.step, inputs.step.slot_ids
-        window_hidden, window_tokens = given.state["window_hidden"], given.state["window_tokens"]
-        reread = given.reread_embeds
-        if self.window and reread is None and given.next_inputs_embeds is not None:
+        step_context, slots = inputs.step, inputs.step.slot_ids
+        window_hidden, window_tokens = (
+            step_context.state["window_hidden"],
+            step_context.state["window_tokens"],
+        )
+        reread = step_context.reread_embeds
+        if self.window and reread is None and step_context.next_inputs_embeds is not None:
             raise ConfigError(
                 "MTPWorker computes K-1 rows before each context again: for prompts that hold "
-                "vectors set spec_metadata.reread_embeds too."
+                "embeddings set spec_metadata.reread_embeds too."
             )
         rows = _Rows(meta, self.window, None if reread is None else reread.rope_positions)
         hidden = rows.join(window_hidden[slots], model.project_target_hidden(hidden_states))
         ids = rows.join(window_tokens[slots], shifted_input_ids(self, inputs, meta))
-        last = inputs.path.last_rows(rows.certain)  # [B], they propose
+        last = inputs.path.last_rows(rows.certain)  # [B], the rows that propose
         update_window(hidden, ids, last, slots, window_hidden, window_tokens)
 
         # [B], of the last accepted token
         positions = inputs.path.next_positions(rows.metadata.position_ids[rows.certain])
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
-        vectors = (given.next_inputs_embeds,) if reread is None else reread.of_depths
-        for step in range(self.max_draft_len):  # every depth: its KV is kept whole
-            embeds = vectors[step] if step < len(vectors) else None
+        embeds_of_depths = (
+            (step_context.next_inputs_embeds,) if reread is None else reread.of_depths
+        )
+        for step in range(self.max_draft_len):  # every depth, so that none lacks KV later
+            embeds = embeds_of_depths[step] if step < len(embeds_of_depths) else None
             merged = {} if embeds is None else {"inputs_embeds": embeds}
             out, hidden = both_outputs(
                 model(ids, rows.metadata.position_ids, hidden, rows.metadata, step, **merged)
             )
-            if step < given.draft_len:
+            if step < step_context.draft_len:
                 logits = model.compute_logits(out[last], step)
                 proposal = self.propose(logits, model.d2t, sampler, positions, step)
-            else:  # what deeper rows compute from this guess is computed again next time
+            else:  # what deeper rows compute from token 0 is computed again in the next step
                 proposal = torch.zeros_like(inputs.num_accepted_tokens)
             proposals.append(proposal)
             ids = torch.roll(ids, -1)
@@ -112,12 +119,12 @@ class _Rows:
     """The rows of the target's pass with each request's window in front of them.
 
     A context that starts at position s has min(window, s) window rows, which the host knows. A
-    generation always has all: those before its text begins write nowhere.
+    generation always has all of them: rows before position 0 write nowhere.
 
     Args:
-        rope_positions: [3, rows] int64 of contexts' rows here, where prompts have axes. A
-            generation's window is taken for text: after a prompt that ends in an image the first
-            drafts are from rows that stand, and read, as its placeholder would.
+        rope_positions: [3, rows] int64 of contexts' rows here, where prompts have axes (M-RoPE). A
+            generation's window is treated as text. So after a prompt that ends in an image the
+            first drafts come from rows with the ids and positions of its placeholder tokens.
     """
 
     def __init__(self, meta: AttentionMetadata, window: int, rope_positions: Tensor | None = None):
@@ -132,18 +139,18 @@ class _Rows:
             self.order = to_device(torch.tensor(order, dtype=torch.int64), device)
             self.certain = to_device(torch.tensor(certain, dtype=torch.int64), device)  # [B]
             first_rows = to_device(torch.tensor(firsts, dtype=torch.int64), device)
-        else:  # nothing to send: the device counts by itself
+        else:  # arange on the device: nothing to send
             seqs = torch.arange(meta.num_seqs, device=device)
             self.certain, first_rows = seqs * (window + self.rows) + window, seqs * self.rows
         self.metadata = self._metadata(meta, window, first_rows, per_context, rope_positions)
 
-    def join(self, windows: Tensor, own: Tensor) -> Tensor:
-        """windows [B, W, …] and the pass's rows [T, …] -> rows in this order."""
-        windows = windows.to(own.dtype)
+    def join(self, windows: Tensor, pass_rows: Tensor) -> Tensor:
+        """Puts windows [B, W, …] in front of each request's rows of the pass [T, …]."""
+        windows = windows.to(pass_rows.dtype)
         if self.order is None:
-            parts = [windows, own.view(self.num_seqs, self.rows, *own.shape[1:])]
+            parts = [windows, pass_rows.view(self.num_seqs, self.rows, *pass_rows.shape[1:])]
             return torch.cat(parts, dim=1).flatten(0, 1)
-        return torch.cat([windows.flatten(0, 1), own])[self.order]
+        return torch.cat([windows.flatten(0, 1), pass_rows])[self.order]
 
     def _metadata(
         self,
@@ -173,40 +180,43 @@ class _Rows:
             ),
             rows_per_generation=meta.rows_per_generation + window,
             position_ids=self.join(positions, meta.position_ids),
-            rope_position_ids=self._turning(meta, positions, rope_positions),
+            rope_position_ids=self._rope_positions(meta, positions, rope_positions),
             images=(),
             slot_mappings=slots,
             derived={},
         )
 
-    def _turning(
+    def _rope_positions(
         self, meta: AttentionMetadata, positions: Tensor, of_contexts: Tensor | None
     ) -> Tensor | None:
-        """[rows] or [3, rows] int64; positions: [B, W], the windows' places."""
-        own, deltas = meta.rope_position_ids, meta.rope_deltas
-        if own is None or deltas is None:
+        """Returns rotary positions [rows] or [3, rows] int64; positions: [B, W], the windows'."""
+        of_pass, deltas = meta.rope_position_ids, meta.rope_deltas
+        if of_pass is None or deltas is None:
             return None
         windows = (positions + deltas[:, None]).clamp_min(0)
-        if own.dim() == 1:
-            return self.join(windows, own)
-        turning = self.join(windows[..., None].expand(-1, -1, 3), own.T).T
+        if of_pass.dim() == 1:
+            return self.join(windows, of_pass)
+        joined = self.join(windows[..., None].expand(-1, -1, 3), of_pass.T).T
         if of_contexts is not None:
-            turning = torch.cat([of_contexts, turning[:, of_contexts.shape[1] :]], dim=1)
-        return turning
+            joined = torch.cat([of_contexts, joined[:, of_contexts.shape[1] :]], dim=1)
+        return joined
 
 
 def _mixed_rows(
     meta: AttentionMetadata, window: int, per_context: list[int]
 ) -> tuple[list[int], list[int], list[int]]:
-    """For contexts and generations together: the order of rows, the certain row of each request
-    in it, and the first row of each request in the target's pass."""
-    before = per_context + [window] * meta.num_generations
-    own = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
-    starts = list(accumulate(own, initial=0))
+    """Returns the order of rows of contexts and generations together.
+
+    Also returns the certain row of each request in it, and the first row of each request in the
+    target's pass.
+    """
+    window_rows = per_context + [window] * meta.num_generations
+    pass_rows = [*meta.context_lens, *[meta.rows_per_generation] * meta.num_generations]
+    starts = list(accumulate(pass_rows, initial=0))
     order: list[int] = []
     certain: list[int] = []
-    for i, (kept, count) in enumerate(zip(before, own, strict=True)):
-        order += range((i + 1) * window - kept, (i + 1) * window)
+    for i, (before, count) in enumerate(zip(window_rows, pass_rows, strict=True)):
+        order += range((i + 1) * window - before, (i + 1) * window)
         begin = meta.num_seqs * window + starts[i]
         order += range(begin, begin + count)
         certain.append(len(order) - (1 if i < meta.num_contexts else count))

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts copied from the request's own text, as an op on per-slot history."""
+"""Prompt lookup: drafts are copied from the sequence so far, which is kept by slot."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class NGramWorker(SpecWorkerBase):
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        # Columns past max_seq_len take the overshoot of a last step and, at the very end, the
-        # writes of masked entries; neither is ever read as text.
+        # Columns past max_seq_len take tokens beyond the maximum length; the last takes the writes
+        # of masked entries. No lookup reads them.
         columns = max_seq_len + self.max_draft_len + 2
         state = super().allocate_state(num_slots, max_seq_len, device)
         state["history"] = torch.zeros(num_slots + 1, columns, dtype=torch.int32, device=device)
@@ -56,7 +56,7 @@ class NGramWorker(SpecWorkerBase):
         step, slots = inputs.step, inputs.step.slot_ids
         history, history_lens = step.state["history"], step.state["history_lens"]
         lens = history_lens[slots]
-        added = step.text_lens(inputs.num_accepted_tokens).to(torch.int64)
+        added = step.output_lens(inputs.num_accepted_tokens).to(torch.int64)
         tokens = inputs.accepted_tokens  # [B, K+1]
         trash = history.shape[1] - 1
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
@@ -66,8 +66,8 @@ class NGramWorker(SpecWorkerBase):
         lens = (lens + added).clamp(max=trash)
         history_lens[slots] = lens
 
-        # The host's bound of the lengths, so that a short text is not searched at full width. A
-        # context's prompt is known beyond what its KV holds, so there the bound says nothing.
+        # The host's bound of the lengths, so that a short history is not searched at full width. A
+        # context's history holds its whole prompt, of which this pass may have read a part only.
         meta, width = inputs.attn_metadata, trash
         if meta is not None and meta.num_contexts == 0:
             width = min(meta.max_kv_len + self.max_draft_len + 2, trash)

@@ -1,4 +1,4 @@
-"""What a worker sees of the rest of the world, as protocols and one record."""
+"""What a worker needs from models and executor: protocols and one record."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ __all__ = ["DraftInputs", "DraftModel", "GuidedDecoder", "LanguageModel", "Maske
 class DraftModel(Protocol):
     """A network that drafts from the target's hidden states (an EAGLE head, MTP layers).
 
-    Calling it is one draft pass: input_ids [T] (the token *after* each row), position_ids [T],
-    hidden_states [T, H], metadata, step, and at step 0 the rows whose token's embedding is given
-    -> (what `compute_logits` reads, what the next step reads), both [T, H], or one tensor that is
-    both.
+    A call is one draft pass. Arguments: input_ids [T] (the token *after* each row), position_ids
+    [T], hidden_states [T, H], metadata, step, and at step 0 embeddings in place of some tokens'.
+    Returns (what `compute_logits` reads, the feedback), both [T, H], or one tensor that is both.
     """
 
     num_layers: int
@@ -53,13 +52,13 @@ class DraftModel(Protocol):
     def kv_group_of_layer(self, layer: int) -> int: ...
 
 
-def both_outputs(given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What a draft model returned, as two tensors: one is used twice."""
-    return (given, given) if isinstance(given, Tensor) else given
+def both_outputs(returned: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns a draft model's output as two tensors; a single one is used twice."""
+    return (returned, returned) if isinstance(returned, Tensor) else returned
 
 
 class MaskedDraftModel(DraftModel, Protocol):
-    """A head that proposes several tokens in one pass, reading masks (P-EAGLE)."""
+    """A head that proposes several tokens in one pass by reading mask tokens (P-EAGLE)."""
 
     mask_hidden: Tensor | None  # [H], read in place of a target's state that is not known yet
 
@@ -76,7 +75,7 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What `draft` sees: the pass just verified and what came of it."""
+    """What `draft` reads: the pass just verified, and its accepted tokens."""
 
     input_ids: Tensor  # [T] int, contexts' rows then K'+1 per generation
     position_ids: Tensor  # [T] int64
@@ -92,7 +91,7 @@ class DraftInputs:
 
     @property
     def path(self) -> AcceptedPath:
-        """The rows that were accepted."""
+        """Returns the accepted rows."""
         return AcceptedPath(self.accepted_tokens, self.num_accepted_tokens)
 
     def __post_init__(self) -> None:

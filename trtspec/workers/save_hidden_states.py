@@ -1,4 +1,4 @@
-"""Plain decoding whose captured layers the executor writes to disk."""
+"""Plain decoding; the executor writes captured layers to disk."""
 
 from __future__ import annotations
 

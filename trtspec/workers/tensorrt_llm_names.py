@@ -1,7 +1,7 @@
 """TensorRT-LLM's names for what a worker's base offers, for workers written against that base.
 
-Arguments are those of its `SpecWorkerBase`; each method says which of ours does the work. The
-table, and what else such a worker meets here, is in docs/modes.md.
+Arguments are those of its `SpecWorkerBase`. Each docstring names the method of trtspec that does
+the work. The table, and what else differs for such a worker, is in docs/modes.md.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.spec import SpecMetadata
 
-_CALLED_BY_US = {  # theirs -> what our acceptance calls in its place
+_CALLED_BY_US = {  # TensorRT-LLM's name -> what trtspec's acceptance calls in its place
     "_sample_tokens_for_batch": "sample_target_tokens",
     "_apply_force_accepted_tokens": "apply_forced_acceptance",
 }
 
 
 class TensorRTLLMNames:
-    """Mixed into `SpecWorkerBase`. Our own workers call none of these.
+    """Mixed into `SpecWorkerBase`. trtspec's workers call none of these.
 
     Raises:
         ConfigError: a subclass overrides a name that acceptance does not call here.
     """
 
-    _kept: tuple[tuple[Tensor, Tensor], ...] = ()  # tensors of the metadata, and what they held
+    _saved: tuple[tuple[Tensor, Tensor], ...] = ()  # tensors of the metadata, copies of them
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for theirs, ours in _CALLED_BY_US.items():
-            if theirs in vars(cls):
+        for name, replacement in _CALLED_BY_US.items():
+            if name in vars(cls):
                 raise ConfigError(
-                    f"{cls.__name__} overrides {theirs}, which trtspec's acceptance does not call: "
-                    f"override {ours} in its place."
+                    f"{cls.__name__} overrides {name}, which trtspec's acceptance does not call: "
+                    f"override {replacement} in its place."
                 )
 
     def _sample_and_accept_draft_tokens_base(
@@ -49,7 +49,7 @@ class TensorRTLLMNames:
         batch_size: int,
         spec_metadata: SpecMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """`sample_and_accept_draft_tokens`, without the guided decoder: that is called by name.
+        """`sample_and_accept_draft_tokens` without the guided decoder, which such a worker calls.
 
         Returns:
             (accepted [B, K+1] int32, -1 past the length; lens [B] int32). After a chunk inside the
@@ -64,12 +64,13 @@ class TensorRTLLMNames:
     def _sample_tokens_for_batch(
         self: Any, logits: Tensor, spec_metadata: SpecMetadata, num_contexts: int, batch_size: int
     ) -> Tensor:
-        """`sample_target_tokens`: logits [C + G*(K'+1), V] -> [C + G*(K'+1)] int32. Also marks
-        requests with NaN, for a worker that accepts by itself.
+        """`sample_target_tokens`: logits [C + G*(K'+1), V] -> [C + G*(K'+1)] int32.
+
+        Also marks requests with NaN, for a worker that accepts by itself.
 
         Raises:
-            ConfigError: a request shapes its logits (penalties, banned words), which follows the
-                accepted tokens.
+            ConfigError: a request has penalties or banned words. These follow the accepted tokens,
+                which such a worker does not report.
         """
         if spec_metadata.logits_state is not None:
             raise ConfigError(
@@ -94,7 +95,7 @@ class TensorRTLLMNames:
 
         Args:
             runtime_draft_len: K'; None is K.
-            spec_metadata: what keys the noise of a fraction; None draws it anew each time.
+            spec_metadata: keys the noise of a fraction; None draws it anew each time.
         """
         num_drafts = self.max_draft_len if runtime_draft_len is None else runtime_draft_len
         return self.apply_forced_acceptance(
@@ -153,26 +154,26 @@ class TensorRTLLMNames:
         )
 
     def _prepare_attn_metadata_for_spec_dec(self, attn_metadata: Any) -> None:
-        """Before drafting: what restoring is to bring back.
+        """Saves the metadata before drafting, for `_restore_attn_metadata_from_spec_dec`.
 
-        Ours is frozen, so that no field can be set: a draft pass gets metadata of its own
-        (`ops.slots.draft_step_metadata`). Its tensors are kept, in case one is written in place. Of
-        a foreign loop's metadata the methods of TensorRT-LLM's are called.
+        An `AttentionMetadata` is frozen: a draft pass gets a new one (`for_rows`), so only tensors
+        that were written in place are to be restored. A foreign loop's metadata is asked to do it,
+        by TensorRT-LLM's methods.
 
         Args:
             attn_metadata: an `AttentionMetadata`, a foreign one, or None.
         """
         if isinstance(attn_metadata, AttentionMetadata):
-            self._kept = tuple((tensor, tensor.clone()) for tensor in _tensors_of(attn_metadata))
+            self._saved = tuple((tensor, tensor.clone()) for tensor in _tensors_of(attn_metadata))
         elif attn_metadata is not None:
             attn_metadata.prepare_for_spec_dec("_seq_lens", "_seq_lens_cuda")
 
     def _restore_attn_metadata_from_spec_dec(self, attn_metadata: Any) -> None:
-        """After drafting: undoes what was written into the metadata since it was prepared."""
+        """Undoes what drafting wrote into the metadata."""
         if isinstance(attn_metadata, AttentionMetadata):
-            for tensor, held in self._kept:
+            for tensor, held in self._saved:
                 tensor.copy_(held)
-            self._kept = ()
+            self._saved = ()
         elif attn_metadata is not None:
             attn_metadata.restore_from_spec_dec()
             attn_metadata.on_update()

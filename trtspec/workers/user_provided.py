@@ -1,4 +1,4 @@
-"""Drafts from host code: the step only verifies; the executor asks the `Drafter` in between."""
+"""Drafts from host code: steps only verify, and the executor asks the `Drafter` in between."""
 
 from __future__ import annotations
 

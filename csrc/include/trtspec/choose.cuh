@@ -1,9 +1,9 @@
 // From logits to tokens: the greedy choice of every row, and what follows from it.
 //
 // The vocabulary of a row is cut into chunks, one block each. A block leaves its best entry in
-// `partial` and takes a ticket; whoever takes the last ticket of a request joins the chunks of all
-// its rows and finishes the request: one kernel from logits to accepted tokens. The tickets are back
-// at zero at the end.
+// `partial` and takes a ticket. The block with the last ticket of a request joins the chunks of all
+// its rows and finishes the request: one kernel from logits to accepted tokens. At the end the
+// tickets are zero again.
 //
 // A NaN is never chosen; it marks the row. Among equal entries the lowest index is chosen.
 #pragma once
@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(kThreads) choose_drafts(const __grid_constant_
 }
 
 // The window of vanilla MTP: hidden states and tokens of each request's last rows. Grid
-// (width, requests). A row before the batch's first is its first: nobody reads that text.
+// (width, requests). In place of a row before the batch's first it takes the first; that window is
+// never read.
 struct WindowParams {
   const void* hidden;  // [T, size], in units of 2 bytes
   const int64_t* ids;  // [T]

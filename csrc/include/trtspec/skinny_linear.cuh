@@ -142,9 +142,9 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
       // Rounded as the model's dtype holds them.
       const float cosine = to_float(from_float<T>(table[0]));
       const float sine = to_float(from_float<T>(table[half_dim]));
-      const float turned = lo * cosine - hi * sine;
+      const float rotated = lo * cosine - hi * sine;
       hi = hi * cosine + lo * sine;
-      lo = turned;
+      lo = rotated;
     }
     T* target = out + n_lo;
     int64_t slot = p.slots[m];

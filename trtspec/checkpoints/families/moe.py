@@ -26,10 +26,10 @@ def deepseek_moe(hf: Any, where: Path) -> MoEConfig | None:
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
     ):
-        given = getattr(hf, name, None)
-        if given not in (None, only):
+        setting = getattr(hf, name, None)
+        if setting not in (None, only):
             raise CheckpointError(
-                f"{where}: {name}={given!r} is not supported; allowed is {only!r}. Use another "
+                f"{where}: {name}={setting!r} is not supported; allowed is {only!r}. Use another "
                 "model."
             )
     first = _count(hf, "first_k_dense_replace", 0, 2**24, where)
@@ -58,11 +58,11 @@ def qwen_moe(hf: Any, where: Path) -> MoEConfig:
         CheckpointError: as `deepseek_moe`.
     """
     for name, only in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        given = getattr(hf, name, None)
-        if given not in (None, only):
+        setting = getattr(hf, name, None)
+        if setting not in (None, only):
             raise CheckpointError(
-                f"{where}: {name}={given!r} is not supported; allowed is {only!r} (every layer is "
-                "a mixture of experts). Use another model."
+                f"{where}: {name}={setting!r} is not supported; allowed is {only!r} (every layer "
+                "is a mixture of experts). Use another model."
             )
     moe = MoEConfig(
         num_experts=_count(hf, "num_experts", 1, _MAX_EXPERTS, where),

@@ -118,15 +118,15 @@ def _feed_forwards(
 
 
 def _expert_layers(raw: dict[str, Any], total: int, where: Path) -> set[int]:
-    given = raw.get("moe_layers_enum")
-    numbers = given.split(",") if isinstance(given, str) else given
+    setting = raw.get("moe_layers_enum")
+    numbers = setting.split(",") if isinstance(setting, str) else setting
     texts = [str(number).strip() for number in numbers] if isinstance(numbers, list) else None
     texts = None if texts is None else [text for text in texts if text]
     if texts is None or any(
         not re.fullmatch(r"\d{1,6}", text) or int(text) >= total for text in texts
     ):
         raise CheckpointError(
-            f"{where}: moe_layers_enum={given!r}; it must name the layers with experts, each in "
+            f"{where}: moe_layers_enum={setting!r}; it must name the layers with experts, each in "
             f'0 … {total - 1}, as in "3,4,5", or be "" where all are dense. Copy the file again '
             "from the model's source."
         )
@@ -137,15 +137,15 @@ def _limits(
     name: str, raw: dict[str, Any], count: int, total: int, where: Path
 ) -> list[float | None]:
     """Of every layer; None clamps nothing, as does what the list does not say of MTP layers."""
-    given = raw.get(name)
-    limits = [None] * count if given is None else given
+    setting = raw.get(name)
+    limits = [None] * count if setting is None else setting
     if (
         not isinstance(limits, list)
         or len(limits) < count
         or any(n is not None and not (is_number(n) and 0 <= n < 1e30) for n in limits)
     ):
         raise CheckpointError(
-            f"{where}: {name}={given!r}; it must be null or a list of at least {count} numbers, "
+            f"{where}: {name}={setting!r}; it must be null or a list of at least {count} numbers, "
             "one a layer: what it clamps at, 0 or null for nothing. Copy the file again from the "
             "model's source."
         )

@@ -104,8 +104,8 @@ def load_head(
         with sizes_alone(report.head_dir):
             head = kind.network(config, num_positions, options.backend, options.kv_group)
         _drop_what_the_target_has(head, report.tensors, target, options.dtype)
-        places = _placements_with_offsets(head)
-        place_tensors(head, places, report.tensors, options.dtype, options.device)
+        placement_of = _placements_with_offsets(head)
+        place_tensors(head, placement_of, report.tensors, options.dtype, options.device)
     head.d2t = None if report.d2t is None else report.d2t.to(options.device)
     finish(head, options.device, options.pack)
     kind.attach(head, report, options.device, options.dtype)
@@ -148,35 +148,35 @@ def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> No
         )
         return
     with sizes_alone(report.head_dir):
-        places = placements(kind.network(config, 1, TorchAttention(), 0))
-    missing = [name for name in places if name not in sources]
+        placement_of = placements(kind.network(config, 1, TorchAttention(), 0))
+    missing = [name for name in placement_of if name not in sources]
     if missing:
         report.problems.append(
-            f"{len(missing)} of {len(places)} tensors are missing: {some(missing)}. Check the "
-            "flags and num_hidden_layers in config.json, or copy the head again."
+            f"{len(missing)} of {len(placement_of)} tensors are missing: {some(missing)}. Check "
+            "the flags and num_hidden_layers in config.json, or copy the head again."
         )
     surplus = [
         source.name
         for name, source in sources.items()
-        if name not in places and not name.endswith("rotary_emb.inv_freq")
+        if name not in placement_of and not name.endswith("rotary_emb.inv_freq")
     ]
     if surplus:
         report.problems.append(
             f"{len(surplus)} tensors have no place in {config.format}: {some(surplus)}. Check: "
             f"{kind.surplus_hint(config)}the tensors of two heads are mixed."
         )
-    for name, place in places.items():
+    for name, placement in placement_of.items():
         if name in sources:
-            problem = _tensor_problem(name, sources[name], place, config)
+            problem = _tensor_problem(name, sources[name], placement, config)
             if problem:
                 report.problems.append(problem)
 
 
 def _tensor_problem(
-    name: str, source: TensorSource, place: Placement, config: HeadConfig
+    name: str, source: TensorSource, placement: Placement, config: HeadConfig
 ) -> str | None:
-    problem = shape_problem(name, source, place)
-    if source.shape != place.shape and name == "fc.weight" and config.layers_to_capture:
+    problem = shape_problem(name, source, placement)
+    if source.shape != placement.shape and name == "fc.weight" and config.layers_to_capture:
         return (
             f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
             f"{config.target_hidden_size}."
@@ -195,12 +195,12 @@ def _tensor_problem(
 
 def _placements_with_offsets(head: DraftHead) -> dict[str, Placement]:
     """`placements`, with 1 added to the weights of norms that the checkpoint has around 0."""
-    places = placements(head)
+    placement_of = placements(head)
     if head.config.zero_centered_norms:
-        for name, place in places.items():
-            if isinstance(head.get_submodule(place.module), RMSNorm):
-                places[name] = replace(place, offset=1.0)
-    return places
+        for name, placement in placement_of.items():
+            if isinstance(head.get_submodule(placement.module), RMSNorm):
+                placement_of[name] = replace(placement, offset=1.0)
+    return placement_of
 
 
 def _drop_what_the_target_has(

@@ -74,7 +74,7 @@ def pard_token(raw: Mapping[str, Any], where: Path, vocab_size: int) -> int | No
     Raises:
         CheckpointError: it is not in the model's vocabulary.
     """
-    # Not mask_token_id: a tokenizer's mask makes no model draft in parallel.
+    # Not mask_token_id: a tokenizer's mask token does not make a model a masked drafter.
     token = _only_value(("pard_token", "ptd_token_id"), raw, {}, where)
     return None if token is None else mask_token(*token, where, vocab_size)
 

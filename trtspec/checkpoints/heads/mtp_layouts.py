@@ -17,7 +17,7 @@ class MTPLayout:
     is_absolute: bool  # numbered after the target's layers, not from 0
     renames: dict[str, str]  # name in the checkpoint -> name here
     hidden_first: bool
-    norm_output: bool  # the hidden state fed on is the normed one, unless the family differs
+    norm_output: bool  # the feedback is the normed hidden state, unless the family differs
     shared_prefix: str | None = None  # of names without a number, which belong to every layer
     zero_centered_norms: bool = False  # a norm's weight is kept as its difference from 1
     marker: str = ""  # the tensor of each layer that tells the layout; by default its projection

@@ -4,7 +4,7 @@
     x      = layers(x)                     queries alone; keys and values are those of the target's
                                            last layer of the same kind (sliding or full) that has
                                            some (small targets' last layers have none)
-    out    = norm(x);  logits = lm_head(out);  fed on: post_projection(out), in place of h
+    out    = norm(x);  logits = lm_head(out);  feedback: post_projection(out), in place of h
 
 Source: transformers' `gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`. An
 example: the target has read `A B C D` at positions 0-3 and chose `E`, which no pass has read yet.

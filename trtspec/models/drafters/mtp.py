@@ -3,10 +3,10 @@
     x   = eh_proj(cat(enorm(e), hnorm(h)))    e = embedding of the next token; h as given
     out = decoder layer(x)
     logits = lm_head(norm(out))
-    fed on:  norm(out), or with norm_output=False `out`
+    feedback:  norm(out), or with norm_output=False `out`
 
 `h` is the target's final hidden state at depth 0 and the previous depth's output after that
-(DeepSeek-V3, section 2.2). MiMo concatenates the other way round, GLM-4-MoE feeds on `out`, and
+(DeepSeek-V3, section 2.2). MiMo concatenates the other way round, GLM-4-MoE feeds back `out`, and
 Qwen3-Next has one eh_proj, enorm, hnorm and norm for all its layers.
 """
 

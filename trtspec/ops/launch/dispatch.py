@@ -68,7 +68,7 @@ def twin(module: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def _first_tensor(values: Iterable[Any]) -> Tensor | None:
-    """The first tensor of these values, tuples searched in their turn."""
+    """Returns the first tensor of these values, also inside tuples."""
     for value in values:
         found = _first_tensor(value) if isinstance(value, tuple) else value
         if isinstance(found, Tensor):

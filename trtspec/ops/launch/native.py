@@ -85,7 +85,7 @@ def build(architecture: str) -> Path:
     logger.info("Compiling the CUDA kernels, once: some 20 s.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Built aside and moved: who finds the library finds a whole one.
+        # Built aside and moved, so that no process finds an unfinished library.
         with (
             _environment(TVM_FFI_CUDA_ARCH_LIST=architecture, CUDA_HOME=_cuda_home()),
             TemporaryDirectory(dir=directory) as aside,

@@ -1,5 +1,8 @@
-"""Programmatic dependent launch for Triton's kernels: a kernel's blocks are placed while the one
-before still runs, and wait there (csrc/include/trtspec/common.cuh has the rule)."""
+"""Programmatic dependent launch for Triton's kernels.
+
+A kernel's blocks are placed while the kernel before runs, and wait there
+(csrc/include/trtspec/common.cuh has the rule).
+"""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
@@ -14,8 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def dependent_launch(x: Tensor) -> dict[str, bool]:
-    """The keyword arguments of a launch whose kernel calls `after_previous(PDL)` before it reads
-    what the kernel before it wrote."""
+    """Returns launch arguments for a kernel that calls `after_previous(PDL)`."""
     allowed = x.is_cuda and _has_dependent_launch(x.device.index)
     return {"PDL": allowed, "launch_pdl": allowed}
 
@@ -27,9 +29,12 @@ def _has_dependent_launch(device: int) -> bool:
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
-    """Before a kernel reads what the one before it wrote. Every block waits, or the kernel after
-    this one would not know that those before it are done. What is older than the kernel before may
-    be read earlier, past L1 (".cg"): that kernel waited too before it let this one start."""
+    """Waits for the kernel before, whose output may be read after this call.
+
+    Every block must call it, or the next kernel could start before earlier ones are done. Data that
+    is older than the kernel before may be read earlier, past L1 (".cg"): that kernel has waited too
+    before it let this one start.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -108,7 +108,7 @@ def _rope_and_write_latent_kernel(
 
 @triton.jit
 def _rotated(start_ptr, exists, table, size: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Returns the rotated vectors [N, BLOCK_R] that begin at start_ptr [N].
+    """Returns the rotated numbers [N, BLOCK_R] that begin at start_ptr [N].
 
     They are rounded in between, as torch's two operations do.
     """

@@ -1,7 +1,8 @@
-"""The operations of vLLM's drafting kernels: padded acceptance, length guard, parallel drafting.
+"""The operations of vLLM's drafting kernels: padded acceptance, length guard, masked drafting.
 
-Our own workers use `ops/step`; these are for loops that work as vLLM's does. Nothing reads a value
-on the host and no shape depends on data, so all of it can be captured. The kernels: `triton.py`.
+trtspec's workers use `ops/step`; these are for loops that work as vLLM's does. Nothing reads a
+value on the host and no shape depends on data, so all of it can be captured. The kernels:
+`triton.py`.
 
 Sizes: B requests, K drafts, T rows of a pass.
 """
@@ -27,10 +28,10 @@ _KERNELS = "padded.triton"
 def next_tokens_padded(
     sampled: Tensor, backup: Tensor, discard: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """How many tokens each request got, and the last of them.
+    """Counts each request's tokens and finds the last of them.
 
     Args:
-        sampled: [B, K+1] int32; a token outside 0 … vocab_size - 1 (-1 above all) is none.
+        sampled: [B, K+1] int32. Tokens outside 0 … vocab_size - 1, such as -1, do not count.
         backup: [B] int32, the token of a request that got none or is discarded.
         discard: [B] bool or int (not 0), requests whose sample is not wanted (a chunk inside the
             prompt).
@@ -49,7 +50,7 @@ def next_tokens_padded(
 def inputs_padded(
     query_starts: Tensor, num_drafts: Tensor, num_valid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which row of each request proposes when the rejected rows stay in the pass as padding.
+    """Finds each request's proposing row if rejected rows stay in the pass as padding.
 
     Args:
         query_starts: [B+1] int32, cumulative rows.
@@ -58,8 +59,8 @@ def inputs_padded(
 
     Returns:
         (row [B] int64, rejected [B] int32). Of a request that has drafts and got no token, all
-        rows are rejected and `row` is the one before its first (-1 at the batch's start): such a
-        request is discarded, and nobody may use what it proposes.
+        rows are rejected and `row` is the one before its first (-1 at the batch's start). Such a
+        request is discarded: its proposals mean nothing.
     """
     rejected = torch.where(num_drafts > 0, num_drafts + 1 - num_valid, 0).to(torch.int32)
     return query_starts[1:].to(torch.int64) - 1 - rejected, rejected
@@ -69,8 +70,9 @@ def inputs_padded(
 def compact_rejected(
     query_starts: Tensor, num_rejected: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """The rows left when the rejected ones, each request's last, leave the pass (vLLM's
-    `prepare_inputs`). Our own workers keep them as padding: this is for loops that do not.
+    """Removes rejected rows, each request's last, from the pass (vLLM's `prepare_inputs`).
+
+    trtspec's workers leave them in as padding.
 
     Args:
         query_starts: [B+1] int32, cumulative rows; num_rejected: [B] int32, of `inputs_padded`.
@@ -80,8 +82,8 @@ def compact_rejected(
         (cumulative rows left [B+1] int32, the row of the pass that each of them was [T] int64, -1
         after the last).
     """
-    kept = (query_starts.diff() - num_rejected).clamp_min(0)
-    starts = torch.nn.functional.pad(kept.cumsum(0), (1, 0))  # [B+1] int64
+    left = (query_starts.diff() - num_rejected).clamp_min(0)
+    starts = torch.nn.functional.pad(left.cumsum(0), (1, 0))  # [B+1] int64
     rows = torch.arange(num_rows, device=starts.device)
     removed = query_starts[:-1] - starts[:-1]  # [B], before each request
     seq = torch.searchsorted(starts[1:], rows, right=True)  # B behind the last
@@ -98,7 +100,7 @@ def step_slots_and_lens(
     max_seq_len: int,
     num_rows: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-    """One row per request, one token on: where it stands, is written, and how long its text is.
+    """Advances each request by one row: its position, KV slots and KV length.
 
     Args:
         positions: [B] int of the rows before, not guarded.
@@ -127,7 +129,7 @@ def step_slots_and_lens(
 
 
 class ParallelRows(NamedTuple):
-    """Rows of a pass that proposes all its tokens at once; T' of them, requests in order."""
+    """Rows of a masked drafter's pass; T' of them, requests in order."""
 
     input_ids: Tensor  # [T'] int64
     position_ids: Tensor  # [T'] int64, not guarded; 0 for padding
@@ -149,20 +151,20 @@ def expand_for_parallel_drafting(
     shift: bool,
     padding_token: int = PADDING_TOKEN,
 ) -> ParallelRows:
-    """The pass of a drafter that reads mask tokens where its earlier proposals would stand.
+    """Builds a masked drafter's pass: mask tokens in place of its earlier proposals.
 
     Request b has n rows in the target's pass, v of them valid (all but the rejected; at least
-    one). It gets, from row `query_starts[b] + b * (n' - n)` on, n' rows at consecutive positions:
+    one). It gets n' rows at consecutive positions, from row `query_starts[b] + b * (n' - n)` on:
 
         shift (P-EAGLE: a row reads the *next* token)   n' = n + P - 1
             t[1] … t[v-1], bonus, P - 1 masks, n - v padding      states of rows 0 … v-1, then none
         no shift (PARD: a language model)               n' = n + P
             t[0] … t[v-1], bonus, P - 1 masks, n - v padding      states of rows 0 … v-1, then none
 
-    A request without rows (a bucket's) gets padding, and in `rows_to_sample` what nobody may use.
-    The bonus and the masks propose. T' = T + B * (n' - n) is known on the host, and with R rows
-    for each of G generations this is again `AttentionMetadata`'s layout, of n' rows. Slots come
-    from `guard_positions` and `slot_mapping`, with `is_rejected` rows not inside.
+    A request without rows (a bucket's) gets padding, and its `rows_to_sample` mean nothing. The
+    bonus and the masks propose. T' = T + B * (n' - n) is known on the host. With R rows for each of
+    G generations this is again `AttentionMetadata`'s layout, of n' rows. Slots come from
+    `guard_positions` and `slot_mapping`, with `is_rejected` rows not inside.
 
     Args:
         input_ids, position_ids: [T] int, as the target read them. Rows past `query_starts[B]`
@@ -191,7 +193,7 @@ def expand_for_parallel_drafting(
 
 
 class TargetRows(NamedTuple):
-    """What a parallel drafter's pass follows from; see `expand_for_parallel_drafting`."""
+    """Inputs of a masked drafter's pass; see `expand_for_parallel_drafting`."""
 
     input_ids: Tensor  # [T] int
     position_ids: Tensor  # [T] int
@@ -216,14 +218,14 @@ def expand_rows(
     new_starts = starts + extra * torch.arange(num_seqs + 1, device=device)
     counts = starts.diff()
     valid = (counts - num_rejected).clamp_min(1).minimum(counts)  # [B]
-    bonus = valid - 1 if shift else valid  # [B], its place in the request
+    bonus = valid - 1 if shift else valid  # [B], its index in the request
 
     rows = torch.arange(total, device=device)
-    # Rows past the last request count as its own: far past its masks, so they are padding.
+    # Rows past the last request count as its rows: far past its masks, so they are padding.
     seq = torch.searchsorted(new_starts[1:], rows, right=True).clamp(max=num_seqs - 1)
-    place = rows - new_starts[seq]
-    source = starts[seq] + place
-    past_bonus = place - bonus[seq]
+    index = rows - new_starts[seq]
+    source = starts[seq] + index
+    past_bonus = index - bonus[seq]
     is_rejected = (past_bonus >= num_proposals) | (counts == 0)[seq]
     is_masked = (past_bonus > 0) & ~is_rejected
     read = (source + 1 if shift else source).clamp(max=input_ids.shape[0] - 1)
@@ -233,11 +235,11 @@ def expand_rows(
     samples = (new_starts[:-1] + bonus)[:, None] + torch.arange(num_proposals, device=device)
     return ParallelRows(
         input_ids=ids.masked_fill(is_rejected, padding_token),
-        position_ids=torch.where(is_rejected, 0, first + place),
+        position_ids=torch.where(is_rejected, 0, first + index),
         is_rejected=is_rejected,
         is_masked=is_masked,
         rows_to_sample=samples.clamp(0, total - 1),
-        hidden_rows=torch.where(place < valid[seq], source, -1),
+        hidden_rows=torch.where(index < valid[seq], source, -1),
     )
 
 
@@ -253,7 +255,7 @@ class Queries:
 
 
 def extend_queries(queries: Queries, num_rows: int) -> Queries:
-    """`num_rows` more rows for every request."""
+    """Adds `num_rows` rows to every request."""
     starts, lens = extend_starts(queries.query_starts, queries.seq_lens, num_rows)
     return Queries(
         query_starts=starts,

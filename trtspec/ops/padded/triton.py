@@ -89,7 +89,7 @@ def _inputs_padded_kernel(
 def compact_rejected(
     query_starts: Tensor, num_rejected: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Finds the rows that are left when the rejected ones leave the pass."""
+    """Removes rejected rows from the pass."""
     num_seqs = num_rejected.shape[0]
     starts = torch.empty_like(query_starts, dtype=torch.int32)
     rows = ints(query_starts, num_rows)
@@ -103,7 +103,7 @@ def compact_rejected(
 def _compact_kernel(
     start_ptr, rejected_ptr, new_start_ptr, row_ptr, num_seqs, num_rows, BLOCK: tl.constexpr
 ):
-    """Program b writes request b's rows, the last one what is left of the pass."""
+    """Program b writes request b's rows; the last one also fills the pass's end."""
     seq = tl.program_id(0)
     new_start = seq * 0
     for begin in range(0, seq, BLOCK):
@@ -117,12 +117,12 @@ def _compact_kernel(
     is_request = seq < num_seqs
     start = tl.load(start_ptr + seq)
     end = tl.load(start_ptr + seq + 1, mask=is_request, other=0)
-    kept = tl.maximum(end - start - tl.load(rejected_ptr + seq, mask=is_request, other=0), 0)
-    kept = tl.where(is_request, kept, num_rows - new_start)
-    for begin in range(0, kept, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        old = tl.where(is_request, start + place, -1)
-        tl.store(row_ptr + new_start + place, old.to(tl.int64), mask=place < kept)
+    left = tl.maximum(end - start - tl.load(rejected_ptr + seq, mask=is_request, other=0), 0)
+    left = tl.where(is_request, left, num_rows - new_start)
+    for begin in range(0, left, BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        old = tl.where(is_request, start + index, -1)
+        tl.store(row_ptr + new_start + index, old.to(tl.int64), mask=index < left)
 
 
 def step_slots_and_lens(
@@ -149,7 +149,7 @@ def step_slots_and_lens(
 def expand_rows(
     target: TargetRows, num_proposals: int, extra: int, mask_token: int, padding_token: int
 ) -> ParallelRows:
-    """Makes the rows of the pass that reads mask tokens."""
+    """Builds the rows of a masked drafter's pass."""
     like, num_seqs = target.input_ids, target.next_tokens.shape[0]
     total = like.shape[0] + num_seqs * extra
     out = ParallelRows(
@@ -200,26 +200,26 @@ def _expand_kernel(
     next_token = tl.load(target.next_tokens + seq).to(tl.int64)
     first = tl.load(target.position_ids + start, mask=start < end, other=0).to(tl.int64)
     for begin in range(0, (new_end - new_start).to(tl.int32), BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        row = new_start + place
+        index = begin + tl.arange(0, BLOCK)
+        row = new_start + index
         mask = row < new_end
-        is_rejected = (place >= bonus + num_proposals) | (start == end)
-        is_masked = (place > bonus) & ~is_rejected
-        source = start + place
+        is_rejected = (index >= bonus + num_proposals) | (start == end)
+        is_masked = (index > bonus) & ~is_rejected
+        source = start + index
         read = source + 1 if SHIFT else source
-        token = tl.load(target.input_ids + read, mask=mask & (place < bonus), other=0).to(tl.int64)
-        token = tl.where(place == bonus, next_token, token)
+        token = tl.load(target.input_ids + read, mask=mask & (index < bonus), other=0).to(tl.int64)
+        token = tl.where(index == bonus, next_token, token)
         token = tl.where(is_masked, mask_token, token)
         tl.store(out.input_ids + row, tl.where(is_rejected, padding_token, token), mask=mask)
-        tl.store(out.position_ids + row, tl.where(is_rejected, 0, first + place), mask=mask)
+        tl.store(out.position_ids + row, tl.where(is_rejected, 0, first + index), mask=mask)
         tl.store(out.is_rejected + row, is_rejected, mask=mask)
         tl.store(out.is_masked + row, is_masked, mask=mask)
-        tl.store(out.hidden_rows + row, tl.where(place < valid, source, -1), mask=mask)
+        tl.store(out.hidden_rows + row, tl.where(index < valid, source, -1), mask=mask)
     for begin in range(0, num_proposals, BLOCK):
         proposal = begin + tl.arange(0, BLOCK)
         row = tl.maximum(tl.minimum(new_start + bonus + proposal, total - 1), 0)
-        place = out.rows_to_sample + seq * num_proposals + proposal
-        tl.store(place, row, mask=proposal < num_proposals)
+        row_ptrs = out.rows_to_sample + seq * num_proposals + proposal
+        tl.store(row_ptrs, row, mask=proposal < num_proposals)
 
 
 def extend_starts(starts: Tensor, lens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""What a step does between its networks, one launch each on CUDA; kernels: `triton_*.py`.
+"""A step's operations between its networks, one launch each on CUDA (kernels in `triton_*.py`).
 
-Nothing reads a value on the host and no shape depends on data, so all of it can be captured. Counts
-of accepted tokens stand for rows by the contract of `metadata/accepted_path.py`.
+Nothing reads a value on the host and no shape depends on data, so all of it can be captured. The
+number of accepted tokens names the accepted rows, by the contract of `metadata/accepted_path.py`.
 
 Sizes: B requests, R rows of each in a pass, K drafts, G requests that generate.
 """
@@ -24,7 +24,7 @@ _KERNELS, _DRAFT_KERNELS = "step.triton_rows", "step.triton_drafts"
 
 
 class StepRows(NamedTuple):
-    """What a pass reads of its rows: all T of them, or those of its generations."""
+    """What a pass reads, by row: of all T rows, or of its generations' rows."""
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, guarded
@@ -47,7 +47,7 @@ def gather_step_inputs(
     max_seq_len: int,
     first_row: int = 0,
 ) -> tuple[StepRows, Tensor]:
-    """The rows of G generations, R each, from their slots.
+    """Gathers the rows of G generations, R each, from their slots.
 
     Args:
         slot_ids: [G] int64.
@@ -57,7 +57,7 @@ def gather_step_inputs(
         first_row: the row of the pass at which they begin.
 
     Returns:
-        (the rows, all of which get logits; their drafts, [G, R-1] int32).
+        (the rows, all of which get logits; their drafts [G, R-1] int32).
     """
     tokens = next_tokens[slot_ids, :rows]
     past = past_lens[slot_ids]
@@ -85,15 +85,15 @@ def gather_step_inputs(
 def shift_for_drafting(
     accepted: Tensor, lens: Tensor, position_ids: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a head reads after a pass of generations alone, and the row that proposes.
+    """Finds what a head reads after a pass of generations alone, and the row that proposes.
 
     Args:
         accepted: [G, K+1] int32, -1 past the length; lens: [G] int32 in 1 … R.
         position_ids: [G*R] int64. rows: R <= K+1.
 
     Returns:
-        (the token after each row [G*R] int64; the row of the pass that reads the last accepted
-        token [G] int64, and that token's own position, one further on [G] int64).
+        (the token after each row [G*R] int64; the row whose next token is the last accepted one
+        [G] int64; that token's position, the row's plus one [G] int64).
     """
     first = rows * torch.arange(accepted.shape[0], device=accepted.device)
     ids = accepted[:, :rows].flatten().to(torch.int64)
@@ -104,12 +104,12 @@ def shift_for_drafting(
 def last_two_tokens(
     input_ids: Tensor, position_ids: Tensor, accepted: Tensor, lens: Tensor, certain: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The bonus and the token before it, an accepted draft or the step's own input.
+    """Finds the bonus and the token before it: an accepted draft, or the step's first token.
 
     Args:
         input_ids, position_ids: [T], as the target read them.
         accepted: [B, K+1] int32; lens: [B] int32.
-        certain: [B] int64, the row of the last token before this step's choice.
+        certain: [B] int64, rows as in `accepted_path.py`.
 
     Returns:
         (tokens [B, 2] int32, their positions [B, 2] int64, not guarded).
@@ -122,7 +122,7 @@ def last_two_tokens(
 
 
 class MaskedRows(NamedTuple):
-    """Rows of the draft pass that proposes P tokens at once: R of each request, B * R in all."""
+    """Rows of a masked drafter's pass, which proposes P tokens: R per request, B * R in all."""
 
     tokens: Tensor  # [B, R] int32
     positions: Tensor  # [B, R] int64, consecutive, not guarded
@@ -142,20 +142,19 @@ def masked_rows(
     mask_token: int,
     offset: int,
 ) -> MaskedRows:
-    """The accepted tokens of each request, then mask tokens to the end of its rows.
+    """Builds a masked drafter's rows: each request's accepted tokens, then mask tokens.
 
-    Row j of a request reads accepted token j < n, else the mask; row n-1 and those after it
-    propose. The rows past n + P - 2 are there because n is not known to the host: what they read
-    and write is past everything that a row before them attends to.
+    Row j of a request reads accepted token j < n, else the mask. Rows n-1 … n+P-2 propose. Rows
+    past these exist because the host does not know n. No proposing row attends to them.
 
     Args:
         accepted: [B, K+1] int32; lens: [B] int32, n >= 1.
         position_ids: [T] int64, as the target read them.
-        certain: [B] int64, the row of the last token before this step's choice.
+        certain: [B] int64, rows as in `accepted_path.py`.
         num_rows: R >= max(n) + P - 1.
         num_proposals: P >= 1.
-        offset: position of the first row, from that of `certain`: 0 where a row reads the token
-            after its own (a head), 1 where it reads its own (a language model).
+        offset: position of the first row, less that of `certain`. It is 0 where a row reads the
+            token after its position (a head), 1 where it reads the one at it (a language model).
     """
     num_seqs, device = accepted.shape[0], accepted.device
     row = torch.arange(num_rows, device=device)
@@ -176,12 +175,12 @@ def masked_rows(
 def draft_step(
     meta: AttentionMetadata, tokens: Tensor, positions: Tensor, extra_kv: int, advance: int = 0
 ) -> tuple[Tensor, AttentionMetadata]:
-    """A draft pass over the same number of rows for every request.
+    """Prepares a draft pass over the same number of rows for every request.
 
     Args:
         tokens: [B, R] int, what it reads. positions: [B, R] int64 (any, guarded here).
         extra_kv: how far the rows may lie beyond `meta.max_kv_len` at most.
-        advance: the rows stand this much further on than `positions`.
+        advance: added to `positions`.
 
     Returns:
         (ids [B*R] int64, the pass's metadata).
@@ -191,12 +190,14 @@ def draft_step(
 
 
 def gather_rows(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """rows [G] int64 of each of states [T, H], whose rows are contiguous -> [G, H] each. A tensor
-    given twice is gathered once, for heads that propose from the very state they feed on."""
+    """Gathers rows [G] int64 of each of states [T, H], whose rows are contiguous: [G, H] each.
+
+    A tensor that is passed twice is gathered once: many heads propose from their feedback.
+    """
     distinct = {id(state): state for state in states}
     gathered = gather_distinct(rows, tuple(distinct.values()))
-    places = dict(zip(distinct, gathered, strict=True))
-    return tuple(places[id(state)] for state in states)
+    gathered_of = dict(zip(distinct, gathered, strict=True))
+    return tuple(gathered_of[id(state)] for state in states)
 
 
 @twin(_DRAFT_KERNELS)
@@ -207,14 +208,14 @@ def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 @twin(_DRAFT_KERNELS)
 def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
-    """tokens [R] int32 in the draft vocabulary, d2t [Vd] int64 offsets -> [R] int32."""
+    """Maps draft ids to target ids: tokens [R] int32, offsets d2t [Vd] int64 -> [R] int32."""
     return (tokens + d2t[tokens.to(torch.int64)]).to(torch.int32)
 
 
 def finish_drafts(
     proposals: Sequence[Tensor], positions: Tensor, max_seq_len: int, max_draft_len: int
 ) -> Tensor:
-    """Proposals side by side; none where it would stand at or past the maximum length.
+    """Stacks proposals; -1 where one would be at or past the maximum length.
 
     Args:
         proposals: at most K, each [B] int.
@@ -244,7 +245,8 @@ def limit_drafts(
 
 @twin(_DRAFT_KERNELS)
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
-    """accepted [B, K+1] int32, lens [B] int32, drafts [B, K] -> [last accepted, drafts] int32."""
+    """Builds the next step's input: accepted [B, K+1] int32, lens [B] int32, drafts [B, K] ->
+    [last accepted, drafts] int32."""
     last = last_accepted(accepted, lens)
     return torch.cat([last[:, None], drafts], dim=1).to(torch.int32)
 
@@ -258,7 +260,7 @@ def save_step(
     past_lens: Tensor,
     next_tokens: Tensor,
 ) -> None:
-    """Leaves the next step's inputs of G generations in their slots.
+    """Writes the next step's inputs of G generations to their slots.
 
     Args:
         slot_ids: [G] int64. position_ids: [G*R] int64 of this step's rows. lens: [G] int32.

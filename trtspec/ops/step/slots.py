@@ -1,4 +1,4 @@
-"""Where a token row's KV goes: positions -> slots of the paged cache, with the length guard."""
+"""Maps rows' positions to slots of the paged KV cache, with the length guard."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def guard_positions(positions: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor
     """Clamps positions, any int, at or past `max_seq_len` to 0.
 
     Returns:
-        (positions int64, inside bool): same shape as given; `inside` is False for the clamped rows,
-        which must write nowhere (slot -1). At position 0 such a row attends to length 1.
+        (positions int64, inside bool) of the same shape. `inside` is False for clamped rows, which
+        must write nowhere (slot -1). At position 0 such a row attends to length 1.
     """
     inside = positions < max_seq_len
     return torch.where(inside, positions, 0).to(torch.int64), inside
 
 
 def slot_mapping(block_table: Tensor, positions: Tensor, inside: Tensor, page_size: int) -> Tensor:
-    """[B, M] int32 block table, [B, R] int64 guarded positions -> [B, R] int64 slots.
+    """Returns KV slots [B, R] int64 of guarded positions [B, R] int64; block table [B, M] int32.
 
     -1 where `inside` is False or no block is allocated for the position.
     """
@@ -35,7 +35,7 @@ def slot_mapping(block_table: Tensor, positions: Tensor, inside: Tensor, page_si
 def draft_step_metadata(
     meta: AttentionMetadata, positions: Tensor, extra_kv: int
 ) -> AttentionMetadata:
-    """Metadata of a draft pass over `positions` [B, R] int64 (any, guarded here).
+    """Returns metadata of a draft pass over `positions` [B, R] int64 (any, guarded here).
 
     Args:
         extra_kv: how far `positions` may lie beyond `meta.max_kv_len` at most.

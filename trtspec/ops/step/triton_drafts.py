@@ -95,7 +95,7 @@ def _last_two_kernel(
 
 
 class _Masked(NamedTuple):
-    """Of `masked_rows`: what its rows follow from."""
+    """Inputs of `masked_rows`."""
 
     positions: Tensor  # [T] int64
     certain: Tensor  # [B] int64
@@ -115,7 +115,7 @@ def masked_rows(
     mask_token: int,
     offset: int,
 ) -> MaskedRows:
-    """Makes the accepted tokens and the masks after them."""
+    """Builds rows of the accepted tokens and of masks after them."""
     num_seqs = accepted.shape[0]
     out = MaskedRows(
         tokens=ints(accepted, num_seqs, num_rows, dtype=torch.int32),
@@ -148,15 +148,15 @@ def _masked_rows_kernel(accepted, masked, out, num_seqs, total, BLOCK: tl.conste
     certain = tl.load(masked.certain + seq)
     start = tl.load(masked.positions + certain).to(tl.int64)
     is_known = row < length
-    place = accepted.tokens + seq * accepted.stride + row
-    token = tl.load(place, mask=mask & is_known, other=0)
+    entry = accepted.tokens + seq * accepted.stride + row
+    token = tl.load(entry, mask=mask & is_known, other=0)
     token = tl.where(is_known, token.to(tl.int32), masked.mask_token)
     tl.store(out.tokens + index, token, mask=mask)
     tl.store(out.positions + index, start + masked.offset + row, mask=mask)
     tl.store(out.sources + index, tl.where(is_known, certain + row, total), mask=mask)
     first = seq * rows + length - 1
-    place = out.proposing + row * num_seqs + seq
-    tl.store(place, first + row, mask=row < masked.num_proposals)
+    entry = out.proposing + row * num_seqs + seq
+    tl.store(entry, first + row, mask=row < masked.num_proposals)
     tl.store(out.last_positions + seq, start + length)
 
 
@@ -204,7 +204,7 @@ def _target_ids_kernel(token_ptr, d2t_ptr, out_ptr, count, BLOCK: tl.constexpr):
 def limit_drafts(
     proposals: tuple[Tensor, ...], positions: Tensor, max_seq_len: int, max_draft_len: int
 ) -> Tensor:
-    """Puts proposals side by side, up to the maximum length."""
+    """Stacks proposals, up to the maximum length."""
     num_seqs = positions.shape[0]
     drafts = ints(positions, num_seqs, max_draft_len, dtype=torch.int32)
     _limit_kernel[(triton.cdiv(num_seqs, BLOCK),)](
@@ -264,6 +264,6 @@ def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr):
     mask = column < columns
     length = tl.load(accepted.lens + seq)
     last = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
-    place = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
-    draft = tl.load(place, mask=mask & (column > 0), other=-1).to(tl.int32)
+    entry = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
+    draft = tl.load(entry, mask=mask & (column > 0), other=-1).to(tl.int32)
     tl.store(out_ptr + seq * columns + column, tl.where(column > 0, draft, last), mask=mask)

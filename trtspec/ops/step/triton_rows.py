@@ -1,7 +1,7 @@
 """Triton kernels of a step's rows and slots; each has its twin in `rows.py`.
 
-A program works on one request: these are bound by launching, not by arithmetic. KV groups and
-other lists of tensors are tuples, unrolled when a kernel is compiled.
+A program works on one request: launching takes longer than the arithmetic. KV groups and other
+lists of tensors are tuples, unrolled when a kernel is compiled.
 """
 # mypy: disallow-untyped-defs=False
 # (kernels are Triton's language, not Python's)
@@ -26,7 +26,7 @@ BLOCK = 128
 
 
 class Grid(NamedTuple):
-    """A matrix with a row per request; neither of its dimensions need be dense."""
+    """A matrix with a row per request, with any strides."""
 
     x: Tensor  # [B, R]
     seq_stride: int
@@ -38,7 +38,7 @@ class Grid(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What came out of a step."""
+    """A step's accepted tokens."""
 
     tokens: Tensor  # [B, K+1] int32, -1 past the length
     stride: int  # from row to row
@@ -46,7 +46,7 @@ class Accepted(NamedTuple):
 
 
 class _KvGroups(NamedTuple):
-    """Per KV group: where its blocks are, and where a pass's rows go."""
+    """Per KV group: its block table, and the slots of a pass's rows."""
 
     tables: tuple[Tensor, ...]  # [B, M] int32
     strides: tuple[int, ...]  # from row to row
@@ -67,7 +67,7 @@ class _KvGroups(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """What a step finds in the slots, and leaves there."""
+    """Slot state that a step reads and writes."""
 
     next_tokens: Tensor  # [S, K+1] int32
     stride: int  # from row to row
@@ -75,7 +75,7 @@ class _Slots(NamedTuple):
 
 
 class _StepOutputs(NamedTuple):
-    """Of `step`."""
+    """Outputs of `step`."""
 
     positions: Tensor  # [B * R] int64, guarded
     lens: Tensor  # [B] int32, KV lengths
@@ -111,11 +111,11 @@ def step(
         lens=ints(positions, padded, dtype=torch.int32),
         ids=None if tokens is None else ints(positions, padded * rows),
     )
-    given = None if tokens is None else Grid.of(tokens)
+    token_grid = None if tokens is None else Grid.of(tokens)
     _step_kernel[(padded,)](
         Grid.of(positions),
         seq_lens,
-        given,
+        token_grid,
         groups,
         out,
         num_seqs,
@@ -146,8 +146,8 @@ def _step_kernel(
     in_batch = seq < num_seqs
     is_row = row < rows
     mask = is_row & in_batch
-    place = positions.x + seq * positions.seq_stride + row * positions.row_stride
-    position = tl.load(place, mask=mask, other=0).to(tl.int64) + advance
+    entry = positions.x + seq * positions.seq_stride + row * positions.row_stride
+    position = tl.load(entry, mask=mask, other=0).to(tl.int64) + advance
     inside = mask & (position < max_seq_len)
     position = tl.where(inside, position, 0)
     index = seq * rows + row
@@ -160,20 +160,20 @@ def _step_kernel(
         new_len = tl.minimum(tl.where(fits, known, 1), max_seq_len)
     tl.store(out.lens + seq, new_len.to(tl.int32))
     if out.ids is not None:
-        place = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
-        token = tl.load(place, mask=mask, other=0)
+        entry = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
+        token = tl.load(entry, mask=mask, other=0)
         tl.store(out.ids + index, token.to(tl.int64), mask=is_row)
 
 
 @triton.jit
 def _store_slots(groups, seq, index, position, inside, mask):
-    """Where each KV group keeps these rows of one request; `position` is guarded."""
+    """Writes the KV slots of these rows of one request, per group; `position` is guarded."""
     for i in tl.static_range(len(groups.tables)):
         page_size = groups.page_sizes[i]
         page = position // page_size
         is_known = inside & (page < groups.widths[i])
-        place = groups.tables[i] + seq * groups.strides[i] + page
-        block = tl.load(place, mask=is_known, other=_NULL_BLOCK)
+        entry = groups.tables[i] + seq * groups.strides[i] + page
+        block = tl.load(entry, mask=is_known, other=_NULL_BLOCK)
         slot = block.to(tl.int64) * page_size + position % page_size
         tl.store(groups.slots[i] + index, tl.where(block != _NULL_BLOCK, slot, -1), mask=mask)
 
@@ -273,7 +273,7 @@ def save_step(
     past_lens: Tensor,
     next_tokens: Tensor,
 ) -> None:
-    """Leaves the next step's inputs in the slots."""
+    """Writes the next step's inputs to the slots."""
     num_seqs, columns = new_tokens.shape
     rows = position_ids.shape[0] // max(num_seqs, 1)
     new = Accepted(new_tokens, new_tokens.stride(0), lens)

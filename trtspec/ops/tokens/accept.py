@@ -1,6 +1,6 @@
-"""Strict acceptance: how many drafts agree with the target, and the rows that come out.
+"""Strict acceptance: how many drafts match the target's tokens.
 
-A count tells the accepted path, because it is a chain (`metadata/accepted_path.py`).
+That number names the accepted path, because it is a chain (`metadata/accepted_path.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def count_accepted(target_tokens: Tensor, draft_tokens: Tensor) -> Tensor:
-    """target_tokens [G, K+1], draft_tokens [G, K] -> [G] int32 in 1 … K+1 (bonus included).
+    """Counts accepted tokens, bonus included: target_tokens [G, K+1], draft_tokens [G, K] -> [G]
+    int32 in 1 … K+1.
 
     n = 1 + number of leading drafts equal to the target's choice. A draft of -1 never matches.
     """
@@ -19,11 +20,11 @@ def count_accepted(target_tokens: Tensor, draft_tokens: Tensor) -> Tensor:
 
 
 def mask_after(tokens: Tensor, lens: Tensor) -> Tensor:
-    """tokens [B, K+1], lens [B] -> tokens with -1 from column lens on."""
+    """Sets tokens [B, K+1] to -1 from column lens [B] on."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(columns < lens[:, None], tokens, -1)
 
 
 def last_accepted(tokens: Tensor, lens: Tensor) -> Tensor:
-    """The bonus token of each row: tokens [B, K+1], lens [B] -> [B]."""
+    """Returns the bonus token of each request: tokens [B, K+1], lens [B] -> [B]."""
     return tokens.gather(1, (lens.to(torch.int64) - 1)[:, None])[:, 0]

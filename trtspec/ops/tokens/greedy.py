@@ -1,4 +1,4 @@
-"""From logits to tokens in one kernel of `csrc/`, where it serves."""
+"""Chooses and accepts tokens from logits in one kernel of `csrc/`, where it serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step yields for B requests."""
+    """A step's accepted tokens, of B requests."""
 
     tokens: Tensor  # [B, K+1] int32, accepted drafts then bonus, -1 past the length
     lens: Tensor  # [B] int32, 1 … K'+1
@@ -48,8 +48,9 @@ def accept_greedy(
     forced_len: int = 0,
     relaxed: RelaxedRule | None = None,
 ) -> Accepted | None:
-    """The greedy choice at every row and the drafts that agree with it; None: not served here, and
-    the caller (`Verification.sample_and_accept_draft_tokens`) does it step by step.
+    """Chooses the best token at every row and accepts the drafts that match.
+
+    Returns None if no kernel serves; then the rule's torch code runs (`Rule.apply`).
 
     Args:
         logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 never matches.
@@ -70,13 +71,15 @@ def accept_greedy(
     if relaxed is not None:
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)
     out = (accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests)
-    given = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
-    kernels.accept_greedy(*given, *rule, *_scratch(logits, batch), *out)
+    inputs = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
+    kernels.accept_greedy(*inputs, *rule, *_scratch(logits, batch), *out)
     return accepted
 
 
 def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
-    """Draft logits [R, Vd] -> target token ids [R] int32; a NaN is not chosen.
+    """Takes each row's best token: draft logits [R, Vd] -> target token ids [R] int32.
+
+    A NaN is never chosen.
 
     Args:
         d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
@@ -100,11 +103,11 @@ def update_window(
     window_hidden: Tensor,
     window_ids: Tensor,
 ) -> None:
-    """Keeps each request's last W rows in its slot.
+    """Writes each request's last W rows to its slot.
 
     Args:
         hidden: [T, D]; ids: [T] int64.
-        last: [B] int64, the newest row to keep; rows before the first are the first.
+        last: [B] int64, the newest row to write. In place of rows before row 0 it takes row 0.
         slots: [B] int64.
         window_hidden: [S, W, D]; window_ids: [S, W] int64.
     """
@@ -118,15 +121,17 @@ def update_window(
 
 
 def _kernels(logits: Tensor) -> Any:
-    """The module with the kernels if they serve these logits, else None."""
+    """Returns the module with the kernels if they serve these logits, else None."""
     fits = logits.dim() == 2 and 0 < logits.shape[0] <= MAX_ROWS and logits.stride(1) == 1
     floats = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return native.kernels(logits) if fits and floats else None
 
 
 def _scratch(logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Room for partial results, and tickets: zero between calls, so that the calls of one stream,
-    one after another, share them."""
+    """Returns memory for partial results, and tickets.
+
+    Tickets are zero between calls, so that calls of one stream, one after another, share them.
+    """
     rows = logits.shape[0]
     chunks = max(1, min(MAX_CHUNKS, _BLOCKS // rows))
     partial = torch.empty((rows, chunks, _PARTIAL_INTS), dtype=torch.int32, device=logits.device)

@@ -12,19 +12,19 @@ from torch import Tensor
 class TokenLogprobs:
     """One row per logits row of a step; N alternatives."""
 
-    own: Tensor  # [R] float32, of the token that came out at the row
+    own: Tensor  # [R] float32, of the token chosen at the row
     ranks: Tensor  # [R] int64, 1 is the likeliest
     top_ids: Tensor  # [R, N] int64, likeliest first
     top: Tensor  # [R, N] float32
 
     def rows(self, count: int) -> TokenLogprobs:
-        """The first `count` rows."""
+        """Returns the first `count` rows."""
         return TokenLogprobs(
             self.own[:count], self.ranks[:count], self.top_ids[:count], self.top[:count]
         )
 
     def to_host(self) -> TokenLogprobs:
-        """A copy on the CPU; on CUDA the host does not wait for it."""
+        """Copies it to the CPU; on CUDA the host does not wait."""
         tensors = self.own, self.ranks, self.top_ids, self.top
         return TokenLogprobs(*(t.to("cpu", non_blocking=True) for t in tensors))
 
@@ -32,12 +32,12 @@ class TokenLogprobs:
 def token_logprobs(
     logits: Tensor, new_tokens: Tensor, num_contexts: int, num_top: int
 ) -> TokenLogprobs:
-    """Of the model's own distribution: temperature 1, before filters.
+    """Returns log probabilities under the model's distribution: temperature 1, before filters.
 
     Args:
         logits: [C + G*(K'+1), V] of the target.
-        new_tokens: [B, >= K'+1] int32, what comes out at each row; -1 past the length, where the
-            result means nothing. A context's is in column 0.
+        new_tokens: [B, >= K'+1] int32, the token chosen at each row. It is -1 past the length,
+            where the result means nothing. A context's is in column 0.
         num_top: N >= 0.
     """
     rows, generations = logits.shape[0] - num_contexts, new_tokens.shape[0] - num_contexts

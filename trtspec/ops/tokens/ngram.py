@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023) as one batched op: drafts copied from the request's own past."""
+"""Prompt lookup (Saxena, 2023) as one batched op: drafts are copied from the sequence so far."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def propose_ngrams(
     """Finds the longest earlier occurrence of each row's last tokens and copies what followed.
 
     A match of n tokens, min_ngram <= n <= max_ngram, ends at a position before the row's last
-    token; longer matches win, then the newest (or the oldest with `prefer_oldest`). The copy
-    runs into its own output when the match is closer to the end than `max_draft_len`, as in
-    LZ77, so a text that repeats with period p is continued with period p.
+    token. Longer matches win, then the newest (or the oldest with `prefer_oldest`). A match closer
+    to the end than `max_draft_len` makes the copy read what it wrote, as in LZ77. So a sequence
+    with period p is continued with period p.
 
     Args:
         history: [B, L] int32, token ids (prompt and output); entries past the length are ignored.

@@ -37,12 +37,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def of_depth(stream: NoiseStream, depth: int) -> int:
-    """The stream's own stream for the draft at this depth of a step, 0 for the first."""
+    """Returns the substream of the draft at this depth of a step, 0 for the first."""
     return int(stream) + (len(NoiseStream) * (depth + 1))
 
 
 def _row_keys(seeds: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys per row from a 64-bit seed, a position and a stream."""
+    """Hashes a 64-bit seed, a position and a stream to two 32-bit keys per row."""
     low, high = seeds & _MASK, (seeds >> 32) & _MASK
     positions = positions.to(torch.int64)
     first = _mix(_mix(low + _multiply(positions + 1, 0x9E3779B1) & _MASK) ^ high)
@@ -52,17 +52,17 @@ def _row_keys(seeds: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Te
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
-    """[R, size] float32 in the open interval (0, 1): odd multiples of 2^-24, all exact in fp32.
+    """Draws [R, size] float32 in the open interval (0, 1): odd multiples of 2^-24, exact in fp32.
 
-    (One bit more and the largest would round to 1, whose Gumbel noise is infinite: every few
-    hundred tokens, a token of probability zero.)
+    With one bit more the largest would round to 1, whose Gumbel noise is infinite. Then a token of
+    probability zero would be drawn once in a few hundred tokens.
 
     Args:
         seeds: [R] int64, any value.
-        positions: [R] int, the position in the sequence of the token being decided.
+        positions: [R] int, the position of the token to be chosen.
         stream: a `NoiseStream`, or one of `of_depth`.
-        size: numbers per row; entry j is the same for every size > j. Or which entries, int64
-            [size], or [R, size] if they differ from row to row.
+        size: numbers per row; entry j is the same for every size > j. A tensor names the entries,
+            int64 [size], or [R, size] if they differ from row to row.
     """
     first, second = _row_keys(seeds, positions, stream)
     index = size
@@ -76,10 +76,10 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Ten
 
 
 def _to_open_interval(x: Tensor) -> Tensor:
-    """32-bit integers held in int64 -> float32 in (0, 1)."""
+    """Maps 32-bit integers held in int64 to float32 in (0, 1)."""
     return ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
-    """[R, size] float32 standard Gumbel: argmax(logits + noise) samples softmax(logits)."""
+    """Draws [R, size] float32 standard Gumbel: argmax(logits + noise) samples softmax(logits)."""
     return -torch.log(-torch.log(uniform_noise(seeds, positions, stream, size)))

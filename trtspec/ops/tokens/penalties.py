@@ -1,8 +1,8 @@
 """Penalties, biases, bans and min-p on the target's logits, before a token is chosen.
 
-Under speculation the row after draft i must see the text *and* drafts 1 … i, or the tokens would
-not be those of plain decoding. This comes before temperature and filters, and before a draft is
-judged by any rule.
+Under speculation the row after draft i must count the sequence *and* drafts 1 … i, or the tokens
+would not be those of plain decoding. This comes before temperature and filters, and before any rule
+judges a draft.
 
 Formulas: repetition penalty of Keskar et al. (2019), presence and frequency penalties of the
 OpenAI API, min-p of Nguyen et al. (2024).
@@ -35,7 +35,7 @@ def shape_logits(
     per_row = torch.cat([slots[:contexts], slots[contexts:].repeat_interleave(num_drafts + 1)])
     logits, counts = logits.float(), state.counts[per_row]
     seen = counts[contexts:].view(generations, num_drafts + 1, counts.shape[1])
-    for i in range(num_drafts):  # rows after draft i have it in their text
+    for i in range(num_drafts):  # rows after draft i have it in their sequence
         draft = drafts[:, i].to(torch.int64)
         one = (draft >= 0).to(torch.int32)[:, None, None].expand(-1, num_drafts - i, -1)
         index = draft.clamp_min(0)[:, None, None].expand(-1, num_drafts - i, -1)
@@ -62,12 +62,14 @@ def shape_logits(
 def _bad_words(
     state: LogitsState, slots: Tensor, per_row: Tensor, drafts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the last token of every word [R, W]; whether the text before each row, drafts included,
-    ends in the rest of it [R, W])."""
+    """Returns (the last token of every bad word [R, W], whether it would complete the word [R, W]).
+
+    It would if the tokens before the row, drafts included, end in the word's other tokens.
+    """
     contexts, width = slots.shape[0] - drafts.shape[0], state.tail.shape[1]
-    texts = torch.cat([state.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
+    tokens_so_far = torch.cat([state.tail[slots[contexts:]], drafts.to(torch.int64)], dim=1)
     before = torch.cat(
-        [state.tail[slots[:contexts]], texts.unfold(1, width, 1).flatten(0, 1)]
+        [state.tail[slots[:contexts]], tokens_so_far.unfold(1, width, 1).flatten(0, 1)]
     )  # [R, L-1]
     words = state.words[per_row]
     rest, last = words[..., :-1], words[..., -1]
@@ -77,9 +79,9 @@ def _bad_words(
 def count_output(state: LogitsState, slots: Tensor, tokens: Tensor, lens: Tensor) -> None:
     """Adds a step's output to the state: tokens [B, K'+1] int32, of which lens [B] are new."""
     width = state.tail.shape[1]
-    texts = torch.cat([state.tail[slots], tokens.to(torch.int64)], dim=1)
-    places = lens[:, None] + torch.arange(width, device=lens.device)
-    state.tail[slots] = texts.gather(1, places.to(torch.int64))
+    tokens_so_far = torch.cat([state.tail[slots], tokens.to(torch.int64)], dim=1)
+    columns = lens[:, None] + torch.arange(width, device=lens.device)
+    state.tail[slots] = tokens_so_far.gather(1, columns.to(torch.int64))
     is_new = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
-    place = slots[:, None] * state.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
-    state.counts.view(-1).scatter_add_(0, place.flatten(), is_new.to(torch.int32).flatten())
+    entry = slots[:, None] * state.counts.shape[1] + tokens.clamp_min(0).to(torch.int64)
+    state.counts.view(-1).scatter_add_(0, entry.flatten(), is_new.to(torch.int32).flatten())

@@ -1,4 +1,4 @@
-"""Choosing a token from logits: filters, and greedy and sampled choice by one formula."""
+"""Chooses tokens from logits: filters, and greedy and sampled choice by one formula."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from .noise import NoiseStream, gumbel_noise
 
 
 def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """NaN becomes -inf, so that argmax ignores it.
+    """Replaces NaN by -inf, so that argmax ignores it.
 
     Returns:
-        (logits [R, V], bad [R] bool): rows that held a NaN or nothing above -inf, whose request
-        must be flagged.
+        (logits [R, V], bad [R] bool: rows that held a NaN, or nothing above -inf).
     """
     bad = ~(logits.amax(-1) > float("-inf"))  # amax is NaN where any entry is
     inf = float("inf")
@@ -22,7 +21,7 @@ def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """[R, V] -> [R] int32, the lowest index among equal maxima."""
+    """Takes the argmax of [R, V]: [R] int32, the lowest index among equal maxima."""
     return logits.argmax(-1).to(torch.int32)
 
 
@@ -32,10 +31,10 @@ def filter_logits(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     Args:
         logits: [R, V] float32, already divided by the temperature.
         top_ks: [R] int; 0 (or >= V) keeps all.
-        top_ps: [R] float in (0, 1]; the smallest set of tokens whose probability, renormalised
-            after top-k, reaches top_p is kept (Holtzman et al., 2020). 1 keeps all.
+        top_ps: [R] float in (0, 1]. The smallest set of tokens stays whose probability,
+            renormalised after top-k, reaches top_p (Holtzman et al., 2020). 1 keeps all.
 
-    Tokens tied with the last kept one are kept only up to the count (by sort order, stable).
+    Of equal logits at the boundary those with the lowest indices stay.
     """
     vocab = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -52,7 +51,7 @@ def filter_logits(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
 def apply_filters(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """Applies every filter of the rows' requests: logits [R, V] float32, divided by temperature.
 
-    All that filters goes through here, and through its twin in `triton_filter.py`.
+    No other code filters, but for its twin in `triton_filter.py`.
     """
     if not sampling.has_filters:
         return logits
@@ -62,7 +61,7 @@ def apply_filters(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
 def sample_tokens(
     logits: Tensor, sampling: SamplingMetadata, *, stream: NoiseStream = NoiseStream.TARGET
 ) -> Tensor:
-    """One token per row: argmax(filtered logits / T + Gumbel noise), the argmax itself at T = 0.
+    """Samples one token per row: argmax(filtered logits / T + Gumbel noise), at T = 0 the argmax.
 
     Computed as argmax(logits + T * noise), so a greedy row is exact whatever shares the batch.
 

@@ -1,10 +1,10 @@
 """Cross-entropy of a linear layer's logits with a teacher's distribution, and its gradient.
 
-    loss(row) = logsumexp(z) - sum_i p_i z_i,   z = hidden W^T,   p = softmax(theirs)
+    loss(row) = logsumexp(z) - sum_i p_i z_i,   z = hidden W^T,   p = softmax(teacher)
     dloss/dz  = softmax(z) - p
 
-The gradient is made where the loss is, some rows at a time, so that the logits of all rows never
-exist together and are not made again for the backward pass.
+The gradient is computed with the loss, some rows at a time. So the logits of all rows never exist
+together, and are not computed again for the backward pass.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch.autograd.function import once_differentiable
 
 from ..launch.dispatch import kernels
 
-ROWS = 4096  # whose logits are made at a time
+ROWS = 4096  # rows whose logits are computed at a time
 
 
 def linear_soft_cross_entropy(
-    hidden: Tensor, weight: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+    hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Summed over the rows that count. Differentiable in `hidden` and `weight`.
+    """Returns the loss summed over the rows that count, differentiable in `hidden` and `weight`.
 
     Args:
         hidden: [R, H]. weight: [V, H], the same dtype.
-        theirs: [T, V], the teacher's logits. rows: [R] int64, which of them judges a row.
+        teacher: [T, V], the teacher's logits. rows: [R] int64, the teacher's row of each row.
         counts: [R] bool.
 
     Returns:
         (the sum [] float32, the best token of every row [R] int64, the lowest of equal ones).
     """
-    if not torch.is_grad_enabled():  # which autograd's `needs_input_grad` does not say
+    if not torch.is_grad_enabled():  # autograd's `needs_input_grad` ignores this
         hidden, weight = hidden.detach(), weight.detach()
-    total, best = _LinearSoftCrossEntropy.apply(hidden, weight, theirs, rows, counts)
+    total, best = _LinearSoftCrossEntropy.apply(hidden, weight, teacher, rows, counts)
     return total, best
 
 
 class _LinearSoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+        ctx: Any, hidden: Tensor, weight: Tensor, teacher: Tensor, rows: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         best = torch.empty_like(rows)
@@ -52,7 +52,7 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         for start in range(0, len(rows), ROWS):
             part = slice(start, start + ROWS)
             logits = hidden[part] @ weight.t()
-            loss, best[part] = soft_cross_entropy_(logits, theirs, rows[part], counts[part])
+            loss, best[part] = soft_cross_entropy_(logits, teacher, rows[part], counts[part])
             total += loss.sum()
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[part])
@@ -72,19 +72,20 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy_(
-    logits: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+    logits: Tensor, teacher: Tensor, rows: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(losses [R] float32, best tokens [R] int64); `logits` [R, V] become the losses' gradient.
+    """Returns (losses [R] float32, best tokens [R] int64); overwrites `logits` [R, V] by the
+    gradient.
 
     Rows that do not count have loss and gradient 0. Arguments as above.
     """
     triton = kernels("tokens.triton_soft_cross_entropy", logits.detach())
     if triton is not None:
-        return triton.soft_cross_entropy_(logits, theirs, rows, counts)
+        return triton.soft_cross_entropy_(logits, teacher, rows, counts)
     best = logits.argmax(-1)
-    ours, p = logits.float(), theirs[rows].softmax(-1, dtype=torch.float32)
-    normalizer = ours.logsumexp(-1)
-    loss = (normalizer - (p * ours).sum(-1)).masked_fill_(~counts, 0.0)
-    gradient = (ours - normalizer[:, None]).exp_().sub_(p)
+    student, p = logits.float(), teacher[rows].softmax(-1, dtype=torch.float32)
+    normalizer = student.logsumexp(-1)
+    loss = (normalizer - (p * student).sum(-1)).masked_fill_(~counts, 0.0)
+    gradient = (student - normalizer[:, None]).exp_().sub_(p)
     logits.copy_(gradient.masked_fill_(~counts[:, None], 0.0))
     return loss, best

@@ -1,10 +1,10 @@
-"""Drawing tokens in Triton: the target's after the accepted drafts, and the drafts themselves.
+"""Draws tokens in Triton: the target's after the accepted drafts, and drafts.
 
-    draw     requests x chunks   the best of each chunk in a race of p, or of what p leaves of q
+    draw     requests x chunks   the winner of each chunk under p, or under max(p - q, 0)
     finish   requests            the tokens
 
 A token is drawn as argmax of p / E with E standard exponential, which is the Gumbel trick without
-one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `sampling/draft.py`.
+one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `acceptance/draw.py`.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What comes out of a step."""
+    """A step's outputs."""
 
     tokens: Tensor  # [B, K+1] int32
     columns: int  # K+1
@@ -71,14 +71,14 @@ class Outcome(NamedTuple):
 
 
 class Race(NamedTuple):
-    """The winner of each chunk: of p, and with a memory then of what p leaves of q."""
+    """The winner of each chunk under p and, with a memory, under max(p - q, 0)."""
 
     scores: Tensor  # [items, 1 or 2, chunks] float32
     ids: Tensor  # [items, 1 or 2, chunks] int32
 
 
 class _DraftRows(NamedTuple):
-    """A row of draft logits for each request, and what was found out about it."""
+    """A row of draft logits for each request, and its statistics."""
 
     logits: Tensor  # [B, Vd]
     stride: int
@@ -125,8 +125,8 @@ def draw_and_finish(
     With a memory `step.counts` and the tokens up to there are known. Without one a token is drawn
     at every row, and drafts are accepted while they are these tokens.
     """
-    items, places = (rows.best.shape[0], 1) if memory is None else (step.counts.shape[0], 2)
-    shape, device = (items, places, rows.chunks), rows.logits.device
+    items, races = (rows.best.shape[0], 1) if memory is None else (step.counts.shape[0], 2)
+    shape, device = (items, races, rows.chunks), rows.logits.device
     race = Race(
         scores=torch.empty(shape, dtype=torch.float32, device=device),
         ids=torch.empty(shape, dtype=torch.int32, device=device),
@@ -199,25 +199,25 @@ def first_row(request, num_contexts, ROWS: tl.constexpr):
 
 
 @triton.jit
-def draft_weight(memory, place, v, vocab, temperature):
-    """q of the target's tokens v. place: slot * K + depth."""
+def draft_weight(memory, at, v, vocab, temperature):
+    """q of the target's tokens v. at: slot * K + depth."""
     if memory.draft_ids is not None:
         j = tl.load(memory.draft_ids + v, mask=v < vocab, other=-1)
         has = j >= 0
     else:
         j = v
         has = v < memory.vocab
-    y = tl.load(memory.logits + place * memory.vocab + j, mask=has, other=float("-inf"))
-    y = (clean(y) - tl.load(memory.best + place)) / temperature
-    return tl.exp(y - tl.load(memory.log_sum + place))
+    y = tl.load(memory.logits + at * memory.vocab + j, mask=has, other=float("-inf"))
+    y = (clean(y) - tl.load(memory.best + at)) / temperature
+    return tl.exp(y - tl.load(memory.log_sum + at))
 
 
 @triton.jit
-def _best_of(race, place, chunks, CHUNKS: tl.constexpr):
+def _best_of(race, at, chunks, CHUNKS: tl.constexpr):
     """(the id with the largest score, the first of equals; that score)."""
     c = tl.arange(0, CHUNKS)
-    score = tl.load(race.scores + place * chunks + c, mask=c < chunks, other=-2.0)
-    index = tl.load(race.ids + place * chunks + c, mask=c < chunks, other=0)
+    score = tl.load(race.scores + at * chunks + c, mask=c < chunks, other=-2.0)
+    index = tl.load(race.ids + at * chunks + c, mask=c < chunks, other=0)
     return tl.sum(tl.where(c == tl.argmax(score, 0), index, 0), 0), tl.max(score, 0)
 
 
@@ -242,9 +242,9 @@ def _draw_kernel(
         seed, position = tl.load(rows.seeds + row), tl.load(rows.positions + row)
         noise = exponential(uniform(seed, position, tl.full([], _TARGET, tl.int32), v))
         score = tl.where(p > 0, p / noise, -1.0)
-        place = item * rows.chunks + chunk
+        at = item * rows.chunks + chunk
         if JUDGED:
-            place = item * 2 * rows.chunks + chunk
+            at = item * 2 * rows.chunks + chunk
             is_rejected = (item >= step.num_contexts) & (count < ROWS - 1)
             judged = step.drafts + (item - step.num_contexts) * (ROWS - 1) + count
             draft = tl.load(judged, mask=is_rejected, other=-1)
@@ -254,11 +254,11 @@ def _draw_kernel(
                 q = draft_weight(memory, depth, v, rows.vocab, temperature)
                 rest = tl.load(step.scales + item) * p - q
                 left = tl.where(rest > 0, rest / noise, -1.0)
-            other = place + rows.chunks
+            other = at + rows.chunks
             tl.store(race.scores + other, tl.max(left, 0))
             tl.store(race.ids + other, chunk * CHUNK + tl.argmax(left, 0).to(tl.int32))
-        tl.store(race.scores + place, tl.max(score, 0))
-        tl.store(race.ids + place, chunk * CHUNK + tl.argmax(score, 0).to(tl.int32))
+        tl.store(race.scores + at, tl.max(score, 0))
+        tl.store(race.ids + at, chunk * CHUNK + tl.argmax(score, 0).to(tl.int32))
 
 
 @triton.jit
@@ -275,10 +275,10 @@ def _finish_kernel(
     first = first_row(request, step.num_contexts, ROWS)
     temperature = tl.load(rows.temperatures + first)
     column = tl.arange(0, COLUMNS)
-    places = out.tokens + request * out.columns + column
+    token_ptrs = out.tokens + request * out.columns + column
     if JUDGED:
         count = tl.load(step.counts + request)
-        tokens = tl.load(places, mask=column < out.columns, other=-1)
+        tokens = tl.load(token_ptrs, mask=column < out.columns, other=-1)
         if temperature > 0:
             token, _ = _best_of(race, request * 2, rows.chunks, CHUNKS)
             other, score = _best_of(race, request * 2 + 1, rows.chunks, CHUNKS)
@@ -294,14 +294,14 @@ def _finish_kernel(
                 token, _ = _best_of(race, row, rows.chunks, CHUNKS)
             tokens = tl.where((column == i) & (is_generation | (i == 0)), token, tokens)
             if i < ROWS - 1:
-                place = step.drafts + (request - step.num_contexts) * (ROWS - 1) + i
-                is_alive = is_alive & (tl.load(place, mask=is_generation, other=-1) == token)
+                at = step.drafts + (request - step.num_contexts) * (ROWS - 1) + i
+                is_alive = is_alive & (tl.load(at, mask=is_generation, other=-1) == token)
                 count += is_alive.to(tl.int32)
         tl.store(out.bad + request, bad)
     length = count + 1
     if out.forced_len > 0:
         length = tl.where(is_generation, out.forced_len, length)
-    tl.store(places, tl.where(column < length, tokens, -1), mask=column < out.columns)
+    tl.store(token_ptrs, tl.where(column < length, tokens, -1), mask=column < out.columns)
     tl.store(out.lens + request, length)
     tl.store(out.accepted + request, length - 1)
 
@@ -324,18 +324,18 @@ def _draft_kernel(
     inside = v < rows.vocab
     x = tl.load(rows.logits + request * rows.stride + v, mask=inside, other=float("-inf"))
     if REMEMBERS:
-        place = tl.load(memory.slots + request) * memory.depths + depth
+        at = tl.load(memory.slots + request) * memory.depths + depth
         written = x.to(memory.logits.dtype.element_ty)
-        tl.store(memory.logits + place * rows.vocab + v, written, mask=inside)
+        tl.store(memory.logits + at * rows.vocab + v, written, mask=inside)
     x = clean(x)
     best = tl.max(x, 0)
     temperature = tl.load(rows.temperatures + request * rows.temperature_stride)
     base = tl.where(best > float("-inf"), best, 0.0)
     weight = tl.exp((x - base) / divisor_of(temperature))
-    place = request * rows.chunks + chunk
-    tl.store(rows.best + place, best)
-    tl.store(rows.totals + place, tl.sum(weight, 0))
-    tl.store(rows.indices + place, chunk * CHUNK + tl.argmax(x, 0).to(tl.int32))
+    at = request * rows.chunks + chunk
+    tl.store(rows.best + at, best)
+    tl.store(rows.totals + at, tl.sum(weight, 0))
+    tl.store(rows.indices + at, chunk * CHUNK + tl.argmax(x, 0).to(tl.int32))
     if temperature > 0:
         entry = v
         if (rows.d2t is not None) and not REMEMBERS:
@@ -344,8 +344,8 @@ def _draft_kernel(
         seed = tl.load(rows.seeds + request * rows.seed_stride)
         noise = exponential(uniform(seed, position, tl.full([], stream, tl.int32), entry))
         score = tl.where(weight > 0, weight / noise, -1.0)
-        tl.store(rows.scores + place, tl.max(score, 0))
-        tl.store(rows.drawn + place, chunk * CHUNK + tl.argmax(score, 0).to(tl.int32))
+        tl.store(rows.scores + at, tl.max(score, 0))
+        tl.store(rows.drawn + at, chunk * CHUNK + tl.argmax(score, 0).to(tl.int32))
 
 
 @triton.jit
@@ -362,19 +362,19 @@ def _draft_finish_kernel(
     if temperature > 0:
         c = tl.arange(0, CHUNKS)
         inside = c < rows.chunks
-        place = request * rows.chunks + c
-        best = tl.load(rows.best + place, mask=inside, other=float("-inf"))
-        score = tl.load(rows.scores + place, mask=inside, other=-1.0)
+        at = request * rows.chunks + c
+        best = tl.load(rows.best + at, mask=inside, other=float("-inf"))
+        score = tl.load(rows.scores + at, mask=inside, other=-1.0)
         score = score * tl.exp((best - base) / divisor)  # each chunk's are relative to its best
-        drawn = tl.load(rows.drawn + place, mask=inside, other=0)
+        drawn = tl.load(rows.drawn + at, mask=inside, other=0)
         token = tl.sum(tl.where(c == tl.argmax(score, 0), drawn, 0), 0)
     if REMEMBERS:
-        place = tl.load(memory.slots + request) * memory.depths + depth
+        at = tl.load(memory.slots + request) * memory.depths + depth
         log_sum = tl.log(total)
         x = clean(tl.load(rows.logits + request * rows.stride + token))
-        tl.store(memory.best + place, base)
-        tl.store(memory.log_sum + place, log_sum)
-        tl.store(memory.log_q + place, (x - base) / divisor - log_sum)
+        tl.store(memory.best + at, base)
+        tl.store(memory.log_sum + at, log_sum)
+        tl.store(memory.log_q + at, (x - base) / divisor - log_sum)
     if rows.d2t is not None:
         token += tl.load(rows.d2t + token).to(tl.int32)
     tl.store(token_ptr + request, token)

@@ -25,13 +25,13 @@ _GROUP = 64  # parts that the filters read at a time
 
 
 class _Scratch(NamedTuple):
-    """Room in which the filters work."""
+    """Scratch memory of the filters."""
 
     parts: Tensor  # [R, P] float32, largest logit of every part
     num_parts: int
     live: Tensor  # [R, P] int32, the parts that hold candidates
     candidates: Tensor  # [R, CAPACITY] float32
-    places: Tensor  # [R, CAPACITY] int32, where they are
+    indices: Tensor  # [R, CAPACITY] int32, their indices
 
 
 class _Sizes(NamedTuple):
@@ -49,7 +49,7 @@ class _Values(NamedTuple):
     """Logits among which the filters search."""
 
     x: Tensor  # [length]
-    places: Tensor | None  # [length] int32, their indices; None: 0 … length-1
+    indices: Tensor | None  # [length] int32, their indices; None: 0 … length-1
     length: int
 
 
@@ -64,7 +64,7 @@ def analyse(logits: Tensor, sampling: SamplingMetadata, launch: dict[str, bool])
     """Takes the statistics of every row, and filters the rows if a request asks for it.
 
     Args:
-        logits: [R, V], entries of a row side by side. sampling: R rows, contiguous.
+        logits: [R, V], each row contiguous. sampling: R rows, contiguous.
         launch: of `dependent_launch`.
     """
     rows, parts = take_statistics(logits, sampling, launch)
@@ -82,7 +82,7 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
         num_parts=num_parts,
         live=torch.empty(parts.shape, dtype=torch.int32, device=device),
         candidates=torch.empty((num_rows, capacity), dtype=torch.float32, device=device),
-        places=torch.empty((num_rows, capacity), dtype=torch.int32, device=device),
+        indices=torch.empty((num_rows, capacity), dtype=torch.int32, device=device),
     )
     sizes = _Sizes(
         CAPACITY=capacity,
@@ -105,10 +105,13 @@ def _filter(rows: Rows, parts: Tensor, sampling: SamplingMetadata, launch: dict[
 
 @triton.jit
 def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """A bound first, from the largest logit of every part: what is kept is not below the largest
-    key that k of these reach; or that some of these reach which together weigh top_p; or so far
-    down that all its like weigh less than 1 - top_p. What is not below the bound is put aside, from
-    those parts that have any, and the search goes on there."""
+    """Filters one row in two passes.
+
+    The largest logits of all parts give a lower bound of what passes: the largest key that k of
+    them reach (top-k), or that some of them reach which together weigh top_p. A key below which
+    everything together weighs less than 1 - top_p is a bound too. Logits above the bound are copied
+    aside as candidates, from the parts that have any. The search goes on among these.
+    """
     after_previous(PDL)
     CAPACITY: tl.constexpr = SIZES.CAPACITY
     PART: tl.constexpr = SIZES.PART
@@ -146,7 +149,7 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
         order = tl.cumsum(is_live.to(tl.int32), 0) - 1
         tl.store(scratch.live + row * num_parts + order, i, mask=is_live)
         num_live = tl.sum(is_live.to(tl.int32), 0)
-        tl.debug_barrier()  # before what other threads stored is read
+        tl.debug_barrier()  # other threads' stores must be done
         count = 0
         for start in range(0, num_live, GROUP):
             j = start + tl.arange(0, GROUP)
@@ -156,15 +159,15 @@ def _filter_kernel(rows, top_k_ptr, top_p_ptr, scratch, SIZES: tl.constexpr, PDL
             logits_ptr = rows.logits + row * rows.stride
             x = clean(tl.load(logits_ptr + v, mask=v < rows.vocab, other=float("-inf")))
             is_candidate = (key_of(x, LOW_BITS) >= bound) & (v < rows.vocab)
-            place = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
-            fits = is_candidate & (place < CAPACITY)
-            tl.store(scratch.candidates + row * CAPACITY + place, x, mask=fits)
-            tl.store(scratch.places + row * CAPACITY + place, v, mask=fits)
+            entry = count + tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+            fits = is_candidate & (entry < CAPACITY)
+            tl.store(scratch.candidates + row * CAPACITY + entry, x, mask=fits)
+            tl.store(scratch.indices + row * CAPACITY + entry, v, mask=fits)
             count += tl.sum(is_candidate.to(tl.int32), 0)
         tl.debug_barrier()
         if count <= CAPACITY:
             offset = row * CAPACITY
-            found = _Values(scratch.candidates + offset, scratch.places + offset, count)
+            found = _Values(scratch.candidates + offset, scratch.indices + offset, count)
             threshold, last, kept = _search(found, top_k, top_p, scale, total, bound, LOW_BITS)
         else:
             whole = _Values(rows.logits + row * rows.stride, None, rows.vocab)
@@ -185,9 +188,11 @@ def _between(
     LOW_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Neighbouring keys between low and high: COUNTS: `wanted` values reach the first and not the
-    second. Otherwise: what is above the first weighs `wanted`, what is above the second does not.
-    Seven keys are tried at a time."""
+    """Returns neighbouring keys between low and high that enclose `wanted`.
+
+    With COUNTS `wanted` values reach the first key and not the second. Otherwise what is above the
+    first weighs `wanted`, and what is above the second does not. Seven keys are tried at a time.
+    """
     low, high = low.to(tl.int64), high.to(tl.int64)
     i = tl.arange(0, 8)
     while low + 1 < high:
@@ -211,8 +216,11 @@ def _between(
 
 @triton.jit
 def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr):
-    """(smallest key kept, last place at which it is, sum of what is kept). What is kept is not
-    below the bound; nor, without top-k, is `total` the sum of the values alone."""
+    """Returns (smallest key that passes, last index at which it passes, sum of what passes).
+
+    Nothing below the bound passes. Without top-k `total` is the sum over all logits, not over these
+    values alone.
+    """
     BLOCK: tl.constexpr = 1024
     highest = key_of(scale.base, LOW_BITS)
     threshold, equals, room, kept = bound, 0, 0x7FFFFFFF, total
@@ -239,11 +247,11 @@ def _search(values, top_k, top_p, scale, total, bound, LOW_BITS: tl.constexpr):
             x = _values_at(values, start, BLOCK)
             is_equal = (key_of(x, LOW_BITS) == threshold) & (v < values.length)
             order = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-            place = v
-            if values.places is not None:
-                place = tl.load(values.places + v, mask=v < values.length, other=0)
-            place = tl.where(is_equal & (order == room), place, 0x7FFFFFFF)
-            last = tl.minimum(last, tl.min(place, 0))
+            entry = v
+            if values.indices is not None:
+                entry = tl.load(values.indices + v, mask=v < values.length, other=0)
+            entry = tl.where(is_equal & (order == room), entry, 0x7FFFFFFF)
+            last = tl.minimum(last, tl.min(entry, 0))
             seen += tl.sum(is_equal.to(tl.int32), 0)
     return threshold, last, kept
 
@@ -256,8 +264,8 @@ def _values_at(values, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _around(values, key, scale, LOW_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """(logits above the key, logits with it, the weight of one of these, the sum of the weights of
-    those above)."""
+    """Returns (number of logits above the key, number at it, weight of one at it, sum of the
+    weights above)."""
     above, equals = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     value = float("-inf")

@@ -1,6 +1,6 @@
-"""Judging the drafts of sampled requests in Triton: how many of a step are accepted.
+"""Judges the drafts of sampled requests in Triton: how many of a step are accepted.
 
-    left    drafts x chunks   (block verification) what p leaves of q after each draft
+    left    drafts x chunks   (block verification) sums of max(w p - q, 0) after each draft
     judge   requests          how many drafts are accepted
 
 Twins: `acceptance/rejection.py`, `acceptance/strict.py`.
@@ -58,14 +58,15 @@ def accept_sampled(
     slots: Tensor | None = None,
     is_block: bool = False,
 ) -> Accepted:
-    """Chooses tokens and accepts drafts in a batch with sampled requests. Greedy requests in the
-    same batch use strict acceptance.
+    """Chooses tokens and accepts drafts in a batch with sampled requests.
+
+    Greedy requests in the same batch use strict acceptance.
 
     Args:
         logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 is none.
         max_draft_len: K >= K'. sampling: one row per row of logits.
         forced_len: accept this many tokens in every generation, at most K'+1; 0 is off.
-        memory, slots: what the drafts were drawn from, and where [B]; None: drafts are accepted
+        memory, slots: what the drafts were drawn from, and its slots [B]. None: drafts are accepted
             while they are the target's sample.
         is_block: judge the drafts of a step together.
     """
@@ -133,7 +134,7 @@ def _judge(
 
 @triton.jit
 def _log_ratio(rows, row, draft, divisor, log_q_ptr, SIZES: tl.constexpr):
-    """log(p / q) of the draft that this row judges; a draft of -1 means nothing."""
+    """Returns log(p / q) of the draft that this row judges; for a draft of -1 it means nothing."""
     base, total = row_total(rows, row, divisor, SIZES.CHUNKS)
     v = tl.maximum(draft, 0)
     x = clean(tl.load(rows.logits + row * rows.stride + v))
@@ -145,14 +146,14 @@ def _log_ratio(rows, row, draft, divisor, log_q_ptr, SIZES: tl.constexpr):
 
 @triton.jit
 def _next_weight(weight, draft, ratio):
-    """Block verification's w after one draft more."""
+    """Returns block verification's w after one more draft."""
     grows = (draft >= 0) & (weight > 0) & (ratio == ratio)
     return tl.where(grows, tl.minimum(weight * tl.exp(ratio), 1.0), 0.0)
 
 
 @triton.jit
 def _left_kernel(rows, step, memory, left_ptr, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """The sum over a chunk of max(w p - q, 0) after the first drafts of a request."""
+    """Sums max(w p - q, 0) over a chunk, after the first drafts of a request."""
     after_previous(PDL)
     ROWS: tl.constexpr = SIZES.ROWS
     generation, after, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1) + 1, tl.program_id(2)
@@ -173,8 +174,8 @@ def _left_kernel(rows, step, memory, left_ptr, SIZES: tl.constexpr, PDL: tl.cons
         q = draft_weight(memory, slot * memory.depths + after, v, rows.vocab, temperature)
         rest = weight * p - q
         left = tl.sum(tl.where(rest > 0, rest, 0.0), 0)
-    place = (generation * (ROWS - 2) + after - 1) * rows.chunks + chunk
-    tl.store(left_ptr + place, left)
+    entry = (generation * (ROWS - 2) + after - 1) * rows.chunks + chunk
+    tl.store(left_ptr + entry, left)
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def _judge_kernel(
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: how many drafts are accepted; these, then the target's best, as its tokens."""
+    """Judges one request. Writes accepted drafts, then the target's best token."""
     after_previous(PDL)
     ROWS: tl.constexpr = SIZES.ROWS
     COLUMNS: tl.constexpr = SIZES.COLUMNS
@@ -222,9 +223,9 @@ def _judge_kernel(
                 keep = weight
                 if i + 1 < ROWS - 1:
                     c = tl.arange(0, SIZES.CHUNKS)
-                    place = ((request - step.num_contexts) * (ROWS - 2) + i) * rows.chunks
+                    entry = ((request - step.num_contexts) * (ROWS - 2) + i) * rows.chunks
                     inside = is_generation & (c < rows.chunks)
-                    left = tl.sum(tl.load(left_ptr + place + c, mask=inside, other=0.0), 0)
+                    left = tl.sum(tl.load(left_ptr + entry + c, mask=inside, other=0.0), 0)
                     inner = left / tl.maximum(left + 1.0 - weight, 1e-30)
                     after = tl.load(drafts_ptr + i + 1, mask=is_generation, other=-1)
                     keep = tl.where(after >= 0, inner, weight)

@@ -18,10 +18,10 @@ def _mix(x):
 def uniform(seed, position, stream, index):
     """seed, position, stream: scalars. index: which entries, any shape."""
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    place = position.to(tl.uint32)
-    first = _mix(_mix(low + (place + 1) * 0x9E3779B1) ^ high)
+    position32 = position.to(tl.uint32)
+    first = _mix(_mix(low + (position32 + 1) * 0x9E3779B1) ^ high)
     offset = (stream + 1).to(tl.uint32) * 0x85EBCA6B
-    second = _mix(first + offset) ^ _mix(high ^ place)
+    second = _mix(first + offset) ^ _mix(high ^ position32)
     first = _mix(first ^ _mix(second))
     x = index.to(tl.uint32) * 0x9E3779B1 + first
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ second

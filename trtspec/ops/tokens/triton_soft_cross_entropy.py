@@ -25,7 +25,7 @@ class LogitRows(NamedTuple):
 
 
 def soft_cross_entropy_(
-    logits: Tensor, theirs: Tensor, rows: Tensor, counts: Tensor
+    logits: Tensor, teacher: Tensor, rows: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As its twin."""
     count, vocab = logits.shape
@@ -33,7 +33,7 @@ def soft_cross_entropy_(
     best = torch.empty(count, dtype=torch.int64, device=logits.device)
     _soft_cross_entropy_kernel[(count,)](
         LogitRows.of(logits),
-        LogitRows.of(theirs),
+        LogitRows.of(teacher),
         rows,
         counts,
         loss,

@@ -1,7 +1,7 @@
 """The first pass over rows of logits: each chunk's largest logit, and its sum of exponentials.
 
-Sums are taken chunk by chunk in a fixed order: what a request gets does not depend on the other
-requests of the batch.
+Sums are taken chunk by chunk in a fixed order, so that a request's tokens do not depend on the
+other requests of the batch.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -24,7 +24,7 @@ LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 class Rows(NamedTuple):
-    """Rows of logits with their sampling parameters, and what was found out about them."""
+    """Rows of logits with their sampling parameters and statistics."""
 
     logits: Tensor  # [R, V]
     stride: int  # from row to row
@@ -36,9 +36,9 @@ class Rows(NamedTuple):
     best: Tensor  # [R, chunks] float32, largest logit
     totals: Tensor  # [R, chunks] float32, sum of exp((logit - best) / temperature)
     indices: Tensor  # [R, chunks] int32, where the best is; -1 - that if there is a NaN
-    threshold: Tensor | None  # [R] int32, smallest key that is kept; None without filters
-    last: Tensor | None  # [R] int32, last index at which the threshold is kept
-    kept: Tensor | None  # [R] float32, sum of exponentials of what is kept
+    threshold: Tensor | None  # [R] int32, smallest key that passes; None without filters
+    last: Tensor | None  # [R] int32, last index at which the threshold passes
+    kept: Tensor | None  # [R] float32, sum of exponentials of the logits that pass
 
 
 def take_statistics(
@@ -47,12 +47,12 @@ def take_statistics(
     """Takes the statistics of every row.
 
     Args:
-        logits: [R, V], entries of a row side by side. sampling: R rows, contiguous.
+        logits: [R, V], each row contiguous. sampling: R rows, contiguous.
         launch: of `dependent_launch`.
 
     Returns:
-        (the rows; with filters the largest logit of every part [R, P] float32, and room in the
-        rows for what `triton_filter.py` finds out).
+        (the rows; with filters the largest logit of every part [R, P] float32). With filters the
+        rows have empty tensors that `triton_filter.py` fills.
     """
     (num_rows, vocab), device = logits.shape, logits.device
     chunks = triton.cdiv(vocab, CHUNK)
@@ -84,7 +84,7 @@ def take_statistics(
 
 @triton.jit
 def _stats_kernel(rows, parts_ptr, PART: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One chunk of a row: its best, its sum, and the largest logit of every part of it."""
+    """Computes of one chunk its best, its sum, and the largest logit of every part."""
     after_previous(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -95,38 +95,38 @@ def _stats_kernel(rows, parts_ptr, PART: tl.constexpr, CHUNK: tl.constexpr, PDL:
     base = tl.where(best > float("-inf"), best, 0.0)
     total = tl.sum(tl.exp((x - base) / divisor_of(tl.load(rows.temperatures + row))), 0)
     index = chunk * CHUNK + tl.argmax(x, 0).to(tl.int32)
-    place = row * rows.chunks + chunk
-    tl.store(rows.best + place, best)
-    tl.store(rows.totals + place, total)
-    tl.store(rows.indices + place, tl.where(has_nan, -1 - index, index))
+    entry = row * rows.chunks + chunk
+    tl.store(rows.best + entry, best)
+    tl.store(rows.totals + entry, total)
+    tl.store(rows.indices + entry, tl.where(has_nan, -1 - index, index))
     if parts_ptr is not None:
         parts = tl.max(tl.reshape(x, [CHUNK // PART, PART]), 1)
-        tl.store(parts_ptr + place * (CHUNK // PART) + tl.arange(0, CHUNK // PART), parts)
+        tl.store(parts_ptr + entry * (CHUNK // PART) + tl.arange(0, CHUNK // PART), parts)
 
 
 @triton.jit
 def clean(x):
-    """NaN is never chosen; an infinite logit counts as the largest number."""
+    """Replaces NaN by -inf, so that it is never chosen, and +inf by the largest number."""
     x = tl.where(x != x, float("-inf"), x.to(tl.float32))
     return tl.minimum(x, 3.4028234663852886e38) + 0.0  # no -0
 
 
 @triton.jit
 def key_of(x, LOW_BITS: tl.constexpr):
-    """Integers in the order of the floats, without bits that are zero in the logits' own type."""
+    """Returns integers in the floats' order, without bits that are zero in the logits' type."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW_BITS
 
 
 @triton.jit
 def divisor_of(temperature):
-    """The temperature; 1 for a greedy row."""
+    """Returns the temperature; 1 for a greedy row."""
     return tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit
 def row_total(rows, row, divisor, CHUNKS: tl.constexpr):
-    """(largest logit, 0 if there is none; sum of exp((logit - largest) / divisor))."""
+    """Returns (largest logit, or 0 if there is none; sum of exp((logit - largest) / divisor))."""
     c = tl.arange(0, CHUNKS)
     inside = c < rows.chunks
     best = tl.load(rows.best + row * rows.chunks + c, mask=inside, other=float("-inf"))
@@ -138,7 +138,7 @@ def row_total(rows, row, divisor, CHUNKS: tl.constexpr):
 
 @triton.jit
 def row_choice(rows, row, CHUNKS: tl.constexpr):
-    """(the largest logit's token, the first of equals; whether the row is bad)."""
+    """Returns (the largest logit's token, the first of equals; whether the row is bad)."""
     c = tl.arange(0, CHUNKS)
     inside = c < rows.chunks
     best = tl.load(rows.best + row * rows.chunks + c, mask=inside, other=float("-inf"))
@@ -150,7 +150,7 @@ def row_choice(rows, row, CHUNKS: tl.constexpr):
 
 @triton.jit
 def filtered(rows, row, x, v, LOW_BITS: tl.constexpr):
-    """The logits x of tokens v of a row; -inf where the filters drop them."""
+    """Returns the logits x of tokens v of a row, -inf where the filters drop them."""
     threshold, last = tl.load(rows.threshold + row), tl.load(rows.last + row)
     key = key_of(x, LOW_BITS)
     return tl.where((key > threshold) | ((key == threshold) & (v <= last)), x, float("-inf"))
@@ -158,10 +158,10 @@ def filtered(rows, row, x, v, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def probabilities(rows, row, v, temperature, SIZES: tl.constexpr):
-    """p of the tokens v of a sampled row, filters included."""
+    """Returns p of the tokens v of a sampled row, filters included."""
     base, total = row_total(rows, row, temperature, SIZES.CHUNKS)
-    place = rows.logits + row * rows.stride + v
-    x = clean(tl.load(place, mask=v < rows.vocab, other=float("-inf")))
+    entry = rows.logits + row * rows.stride + v
+    x = clean(tl.load(entry, mask=v < rows.vocab, other=float("-inf")))
     if rows.kept is not None:
         total = tl.load(rows.kept + row)
         x = filtered(rows, row, x, v, SIZES.LOW_BITS)
