@@ -4,7 +4,7 @@
     finish   requests            the tokens
 
 A token is drawn as argmax of p / E with E standard exponential, which is the Gumbel trick without
-one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `sampling/draft.py`.
+one of its logarithms. Twins: `acceptance/rejection.py`, `sample.py`, `acceptance/draw.py`.
 """
 
 # mypy: disallow-untyped-defs=False
