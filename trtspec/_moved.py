@@ -9,7 +9,7 @@ import importlib
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 MOVED: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "cache.blocks": ("state.blocks",),
     "cache.manager": ("state.kv_cache",),
     "cache.slots": ("state.slots",),
-    "executor.drafting": ("executor.draft_passes",),
+    "executor.drafting": ("executor.draft_passes", "executor.host_drafts"),
     "executor.mask_token": ("executor.drafters",),
     "executor.parallel": ("executor.drafters",),
     "hidden_states": ("data.hidden_states",),
@@ -89,7 +89,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "ops.layer.triton_rope",
         "ops.tokens.triton_soft_cross_entropy",
     ),
-    "ops.triton_sampling": ("ops.tokens.triton_sampled",),
+    "ops.triton_sampling": ("ops.tokens.triton_sampled", "ops.tokens.triton_filter"),
     "outputs": ("api.outputs",),
     "prompts": ("data.prompts",),
     "sampling": (),
@@ -110,7 +110,13 @@ class _OldModule(ModuleType):
         self.__dict__["_homes"], self.__dict__["_before"] = homes, {}
         self.__path__: list[str] = []  # some of them were packages
 
+    def __dir__(self) -> list[str]:
+        homes = (importlib.import_module(f"trtspec.{home}") for home in self.__dict__["_homes"])
+        return sorted({name for home in homes for name in dir(home) if not name.startswith("_")})
+
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return dir(self)
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._home_of(name), name)
@@ -153,3 +159,9 @@ class MovedModules:
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: the module reads from its new homes."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Returns what `python -m` of an old name runs: the first of its new homes."""
+        home = MOVED[fullname.removeprefix("trtspec.")][0]
+        run = f"import runpy; runpy.run_module('trtspec.{home}', None, '__main__', alter_sys=True)"
+        return compile(run, fullname, "exec")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:
     """Returns a module's `__getattr__` for old names of what it holds.
 
     Args:
-        names: old name -> the name in the same module that took its place.
+        names: old name -> what took its place, in the same module or `package.module.name`.
     """
 
     def __getattr__(name: str) -> Any:
@@ -43,7 +43,8 @@ def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         message = f"{module}.{name} is now {names[name]}."
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[module], names[name])
+        home, _, new = names[name].rpartition(".")
+        return getattr(importlib.import_module(home or module), new)
 
     return __getattr__
 

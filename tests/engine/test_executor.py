@@ -757,3 +757,16 @@ def test_prompts_start_together(
     assert any(generating for _, generating in starts) and len(starts) < 12
     with pytest.raises(ConfigError, match="prefill_batch_size"):
         LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=3)
+
+
+def test_a_request_that_its_owner_fails_ends_alone(target_dir: Path, oracle: Oracle) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=64)
+    first, second = (
+        llm.executor.enqueue(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        for prompt in random_prompts(2)
+    )
+    llm.executor.step()
+    llm.executor.fail(first, "no longer wanted")
+    assert llm.executor.run_until_done() == [first, second]
+    assert (first.finish_reason, first.error) == ("error", "no longer wanted")
+    assert second.output_token_ids == oracle.extend(second.prompt_token_ids, 8)

@@ -533,5 +533,8 @@ def test_the_arguments_of_old_load_a_head_with_a_warning(target: Decoder, tmp_pa
         head = old(path, target, torch.float32, CPU, TorchAttention(), kv_group=1, kind="eagle")
     same = _load(path, target)
     assert head.config == same.config and head.kv_group == same.kv_group == 1
+    with pytest.warns(DeprecationWarning, match="HeadRequest, LoadOptions"):
+        how = {"dtype": torch.float32, "device": CPU, "backend": TorchAttention()}
+        assert old(path, target, **how, kv_group=1, kind="eagle").config == same.config
     with ExitStack() as stack, pytest.warns(DeprecationWarning, match="HeadRequest"):
         assert "not MTP layers" in str(read_head(path, None, stack, kind="mtp").problems)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import runpy
 import sys
 
 import pytest
 
-from trtspec._moved import MOVED
+from trtspec._moved import MOVED, MovedModules
 
 _NEEDS_TRITON = [old for old, homes in MOVED.items() if any("triton" in home for home in homes)]
 
@@ -42,3 +44,45 @@ def test_what_is_set_on_an_old_module_is_set_in_its_home(monkeypatch: pytest.Mon
 def test_other_names_are_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("trtspec.models.never_was")
+
+
+def test_an_old_module_lists_the_names_of_its_homes() -> None:
+    with pytest.warns(DeprecationWarning):
+        sys.modules.pop("trtspec.outputs", None)
+        names: dict[str, object] = {}
+        exec("from trtspec.outputs import *", names)
+    home = importlib.import_module("trtspec.api.outputs")
+    assert names["RequestOutput"] is home.RequestOutput
+    assert "RequestOutput" in dir(sys.modules["trtspec.outputs"])
+
+
+def test_an_old_module_runs_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m trtspec.ops.native`, which compiles the kernels."""
+    seen: list[str] = []
+    monkeypatch.setattr(runpy, "run_module", lambda name, *_, **__: seen.append(name))
+    spec = importlib.util.find_spec("trtspec.ops.native")
+    assert spec is not None and isinstance(spec.loader, MovedModules)
+    exec(spec.loader.get_code("trtspec.ops.native"))
+    assert seen == ["trtspec.ops.launch.native"]
+
+
+@pytest.mark.parametrize(
+    "module, old, new",
+    [
+        ("checkpoints.heads.masked", "parse_parallel", "checkpoints.heads.masked.parse_masked"),
+        ("executor.build", "DEFAULT_CUDA_GRAPHS", "config.DEFAULT_CUDA_GRAPHS"),
+        ("executor.build", "DEFAULT_DRAFT_LEN", "executor.drafters.DEFAULT_DRAFT_LEN"),
+        ("executor.build", "MAX_BATCH_SIZE", "config.MAX_BATCH_SIZE"),
+        ("executor.drafting", "ask_drafter", "executor.host_drafts.ask_drafter"),
+        ("metadata.sampling", "to_device", "utils.to_device"),
+        ("models.kv_layout", "KVPlace", "models.kv_layout.KVLocation"),
+        ("models.kv_layout", "kv_places", "models.kv_layout.kv_locations"),
+        ("workers.base", "certain_rows", "metadata.accepted_path.certain_rows"),
+    ],
+)
+def test_old_names_give_what_took_their_place(module: str, old: str, new: str) -> None:
+    home, _, name = new.rpartition(".")
+    with pytest.warns(DeprecationWarning):
+        sys.modules.pop("trtspec.executor.drafting", None)
+        value = getattr(importlib.import_module(f"trtspec.{module}"), old)
+    assert value is getattr(importlib.import_module(f"trtspec.{home}"), name)

@@ -320,7 +320,8 @@ def _join_kernel(
         best = new_best
     row, head, is_pair = pairs_of(seq, group, m, layer, cut)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    store_heads(queries, row, head, d, acc, is_pair[:, None] & (d[None, :] < layer.dim))
+    inside = is_pair[:, None] & (d[None, :] < layer.dim)
+    store_heads(queries, row.to(tl.int64), head, d, acc, inside)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..state.kv_cache import KVCacheManager
+from ..utils import renamed
 from ..workers import create_worker
 from .cache_size import CacheNeeds, longest_sequence, size_cache
 from .device import attention_backend, resolve_device, resolve_dtype
@@ -209,3 +210,13 @@ def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
             )
             length = config.max_position_embeddings
     return length
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "DEFAULT_CUDA_GRAPHS": "trtspec.config.DEFAULT_CUDA_GRAPHS",
+        "DEFAULT_DRAFT_LEN": "trtspec.executor.drafters.DEFAULT_DRAFT_LEN",
+        "MAX_BATCH_SIZE": "trtspec.config.MAX_BATCH_SIZE",
+    },
+)

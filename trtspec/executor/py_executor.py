@@ -55,6 +55,7 @@ class PyExecutor:
     state = property(attrgetter("runner.step.state"))
     graphs = property(attrgetter("runner.graphs"))
     forced_acceptance = property(attrgetter("runner.forced_acceptance"))
+    dead_drafter_watch = property(attrgetter("statistics.dead_drafter_watch"))
 
     def __init__(
         self, runner: StepRunner, config: ExecutorConfig, saver: HiddenStatesSaver | None = None
@@ -163,6 +164,10 @@ class PyExecutor:
         """Returns whether it is queued or running, and not about to be cancelled."""
         marked = {marked for marked, _ in list(self._cancel_later)}
         return request_id in self.book.live and request_id not in marked
+
+    def fail(self, request: Request, error: str) -> None:
+        """Ends one request with finish_reason "error"; the others go on."""
+        self.book.fail(request, error)
 
     def shutdown(self) -> None:
         """Cancels all requests and frees models, cache and graphs at once.

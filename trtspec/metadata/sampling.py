@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils import rows_to_tensor
+from ..utils import renamed, rows_to_tensor
 
 GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
@@ -135,3 +135,6 @@ def _seed_of_id(request: Any) -> int:
         return 0
     number = known if isinstance(known, int) else zlib.crc32(str(known).encode())
     return (number + 1) * 0x9E3779B97F4A7C15 % 2**63  # the golden ratio scatters them
+
+
+__getattr__ = renamed(__name__, {"to_device": "trtspec.utils.to_device"})

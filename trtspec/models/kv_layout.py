@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..state.kv_cache import KVGroupSpec
+from ..utils import renamed
 from .config import DecoderConfig
 
 
@@ -60,3 +61,6 @@ def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int, int 
     if layer_config.mla is not None:
         return config.window(layer), 1, layer_config.mla.latent_dim, layer_config.mla.kv_lora_rank
     return config.window(layer), layer_config.num_kv_heads, layer_config.head_dim, None
+
+
+__getattr__ = renamed(__name__, {"KVPlace": "KVLocation", "kv_places": "kv_locations"})

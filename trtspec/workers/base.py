@@ -31,7 +31,7 @@ from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
-from ..utils import to_device
+from ..utils import renamed, to_device
 from .protocols import DraftInputs, DraftModel, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
 
@@ -417,3 +417,6 @@ def _warn_of_exact_match(rule: str) -> None:
         "accepts fewer. Set slot_ids [B], or give requests a py_seq_slot.",
         rule,
     )
+
+
+__getattr__ = renamed(__name__, {"certain_rows": "trtspec.metadata.accepted_path.certain_rows"})

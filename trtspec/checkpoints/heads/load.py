@@ -72,8 +72,8 @@ def read_head(
 def load_head(
     head_dir: Path,
     target: HeadTarget,
-    request: HeadRequest | torch.dtype,
-    options: LoadOptions | torch.device,
+    request: HeadRequest | torch.dtype | None = None,
+    options: LoadOptions | torch.device | None = None,
     *old_arguments: Any,
     **old_options: Any,
 ) -> DraftHead:
@@ -86,8 +86,9 @@ def load_head(
     Args:
         head_dir: a directory, or a name in `zoo.HEADS`.
         target: a `Decoder`, or anything with `config`, `embed_tokens` and `lm_head`.
+        request, options: both are needed.
         old_arguments, old_options: dtype, device, backend and then the fields of both records by
-            name, deprecated.
+            name, in the records' place, deprecated.
 
     Raises:
         CheckpointError: with everything that is wrong with the head.
@@ -121,7 +122,8 @@ def _of_old_call(
     _warn_of(
         "load_head(…, dtype, device, backend, kind=…)", "load_head(…, HeadRequest, LoadOptions)"
     )
-    given = dict(zip(("dtype", "device", "backend"), arguments, strict=False)) | named
+    names = "dtype", "device", "backend"
+    given = {k: v for k, v in zip(names, arguments, strict=False) if v is not None} | named
     options = {name: given.pop(name) for name in LoadOptions.__annotations__ if name in given}
     return HeadRequest(**{"num_mtp_layers": 1, **given}), LoadOptions(**options)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...checks import checked_int, is_int
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
+from ...utils import renamed
 from ..tensors import FLOATS, TensorSource
 
 MASK_HIDDEN = "mask_hidden"
@@ -131,3 +132,6 @@ def _only_value(
                 "differ. Remove the wrong one."
             )
     return found[0] if found else None
+
+
+__getattr__ = renamed(__name__, {"parse_parallel": "parse_masked"})
