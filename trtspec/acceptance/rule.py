@@ -71,8 +71,8 @@ class Judged:
 class Rule(ABC):
     """One row of `rules.RULES`, or a wrapper around one (`Relaxed`, `Forced`).
 
-    A rule must write `judge` and `accept`; without `by_kernel` it runs in torch. Between steps it keeps
-    nothing but what `allocate_state` returns.
+    A rule must write `judge` and `accept`; without `by_kernel` it runs in torch. Between steps it
+    keeps nothing but what `allocate_state` returns.
     """
 
     drawn: Drawn = Drawn.BEST
