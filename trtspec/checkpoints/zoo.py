@@ -219,8 +219,10 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _work_folder(path: Path) -> Iterator[Path]:
-    """An empty folder, gone afterwards. Its name is fixed, so that whoever holds the lock next
-    removes what a killed process left."""
+    """Makes an empty folder and removes it afterwards.
+
+    Its name is fixed, so that the next holder of the lock removes what a killed process left.
+    """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     try:

@@ -241,7 +241,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
         if token is None and self.spec.parallel_drafting:
             raise ConfigError(
                 f"DraftTargetDecodingConfig.parallel_drafting=True, but {where} has no pard_token, "
-                "the token that a draft model trained for it reads at the places to be drafted. "
+                "the token that such a draft model reads at the positions to be drafted. "
                 "Use a PARD model, or leave parallel_drafting out."
             )
         return token
