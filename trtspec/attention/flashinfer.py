@@ -1,12 +1,13 @@
 """FlashInfer's kernels: XQA for generation rows, its paged prefill (FA2) for contexts.
 
 XQA reads lengths, block tables and a mask of the last keys from the device, so a captured graph
-stays right as sequences grow. Prefill is planned on the host from the contexts' lengths, once per
-pass. What these kernels do not take goes to Triton; shapes alone decide, and it is logged once.
+remains valid as sequences grow. Prefill is planned on the host from the contexts' lengths, once per
+pass. Shapes that these kernels do not support go to Triton, which is logged once.
 
-FlashInfer compiles a kernel when a shape is first used (seconds, then kept on disk). This needs
-nvcc, ninja and a C++ compiler, which is checked when the backend is made. Read from FlashInfer
-0.6.18: `flashinfer/xqa.py` and its `mha.cu`, `flashinfer/prefill.py` and its `scheduler.cuh`.
+FlashInfer compiles a kernel when a shape is first used, in seconds, and stores it on disk. This
+needs nvcc, ninja and a C++ compiler, which are looked for when the backend is constructed. The
+limits below are those of FlashInfer 0.6.18: `flashinfer/xqa.py` and its `mha.cu`,
+`flashinfer/prefill.py` and its `scheduler.cuh`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from .paged import TritonAttention
 logger = logging.getLogger(__name__)
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)  # of both kernels; XQA claims other multiples of 16, unproven here
+HEAD_DIMS = (64, 128, 256)  # of both kernels; XQA's other multiples of 16 were not tried
 XQA_PAGE_SIZES = (16, 32, 64, 128)
 XQA_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
 XQA_TILE = 32  # query rows times heads of a KV head that one of its programs takes
-XQA_SCRATCH = 64 << 20  # bytes, for the parts of long sequences; `_xqa_refusal` has the need
+XQA_SCRATCH = 64 << 20  # bytes, for parts of long sequences; `_xqa_refusal` computes the need
 XQA_SEMAPHORES = 1 << 16
 PREFILL_WORKSPACE = 128 << 20  # bytes, FlashInfer's recommendation
 PREFILL_TILE = 128  # the most query rows in a tile of FA2's
 
 
 class XqaShape(NamedTuple):
-    """What decides whether XQA serves."""
+    """The sizes that decide whether XQA serves."""
 
     rows: int  # of a request
     q_heads: int
@@ -70,7 +71,7 @@ class FlashInferAttention(TritonAttention):
         properties = torch.cuda.get_device_properties(device)
         self.capability = properties.major, properties.minor
         self.num_sms = properties.multi_processor_count
-        # Kernels of one stream share these. XQA counts a semaphore up and back to zero.
+        # Kernels of one stream share these. XQA leaves its semaphores at zero.
         self._scratch = torch.empty(XQA_SCRATCH, dtype=torch.uint8, device=device)
         zeros = torch.zeros(XQA_SEMAPHORES, dtype=torch.int32, device=device)
         self._semaphores = zeros.view(torch.uint32)
@@ -153,8 +154,9 @@ class FlashInferAttention(TritonAttention):
             return f"{shape.page_size} tokens per block"
         if per_kv > XQA_TILE:
             return f"{per_kv} query heads per KV head"
-        # XQA takes the rows for the sequence's last ones, which those before guarded rows are not:
-        # without a window the mask says so, but their windows would start too early.
+        # XQA assumes that the rows are at the sequence's last positions. That does not hold if some
+        # are guarded (at position 0). The mask corrects which keys a row sees, but not where its
+        # window starts.
         if shape.window is not None and shape.rows > 1:
             return f"a window of {shape.window} with several rows"
         if self.num_sms * tiles > XQA_SEMAPHORES or self.num_sms * tiles * part > XQA_SCRATCH:
@@ -185,13 +187,13 @@ class FlashInferAttention(TritonAttention):
         key = "prefill", kv_group, window, heads, kv_heads, dim, page_size, q.dtype
         plan = self._plans.get(key)
         if plan is None:
-            # The parts of sequences that are cut for want of programs, and their sums, in float32.
+            # Float32 memory for sequences that are cut into parts to occupy all multiprocessors.
             tiles = max(1, 2 * self.num_sms // kv_heads)
             needed = heads * tiles * PREFILL_TILE * (dim + 1) * 4 + 1024
             if needed > self._workspace.numel():
                 self._workspace = torch.empty(needed, dtype=torch.uint8, device=q.device)
             plan = self._plans[key] = _Plan(self._prefill(self._workspace, "NHD", backend="fa2"))
-        # A wrapper holds one plan: that of another pass must not be taken for this one's.
+        # A wrapper holds one plan, which may be another pass's.
         if plan.made_for is not meta.derived.get(key):
             plan.make(
                 meta,
@@ -223,8 +225,8 @@ class _Plan:
         lengths = [s + n for s, n in zip(starts, meta.context_lens, strict=True)]
         pages = [-(-n // page_size) for n in lengths]
         table = meta.block_tables[kv_group]
-        # The host may be a step ahead: the last plan could still wait in the pinned memory that
-        # this one is about to be written to.
+        # The host may be a step ahead: the copy of the last plan may not have read yet the pinned
+        # memory that this plan is about to be written to.
         self._sent.synchronize()
         self.wrapper.plan(
             _indptr(meta.context_lens),
@@ -254,7 +256,7 @@ def _without_idle_window(cached: CachedLayer, meta: AttentionMetadata) -> Cached
 
 
 def _pages(slots: Tensor, cached: CachedLayer) -> Tensor:
-    """[slots, Hkv, D] -> [blocks, page size, Hkv, D], a view."""
+    """Views slots [slots, Hkv, D] as [blocks, page size, Hkv, D]."""
     return slots.unflatten(0, (-1, cached.page_size))
 
 
@@ -272,8 +274,8 @@ def _xqa_table(meta: AttentionMetadata, kv_group: int) -> Tensor:
 def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | None]:
     """Returns KV lengths [G, 1] uint32, and a mask [G, R, 2 * ceil(R / 32)] uint16 if R > 1.
 
-    Bit j of row i: whether row i sees the key that is j-th among the last R keys. XQA shows every
-    row all keys before those.
+    Bit j of row i says whether row i sees the j-th of the last R keys. Every row sees all earlier
+    keys.
 
     Args:
         capacity: positions that a block table can hold.
@@ -284,7 +286,7 @@ def _xqa_rows(meta: AttentionMetadata, capacity: int) -> tuple[Tensor, Tensor | 
     num_seqs, rows = meta.num_generations, meta.rows_per_generation
     mask = None
     if rows == 1 and capacity >= meta.max_seq_len and meta.kv_lens.dtype == torch.int32:
-        lengths = meta.kv_lens[meta.num_contexts :].contiguous()  # as they are
+        lengths = meta.kv_lens[meta.num_contexts :].contiguous()
     else:
         positions = meta.position_ids[meta.num_context_tokens :]
         lengths = torch.empty(num_seqs, dtype=torch.int32, device=positions.device)
@@ -316,9 +318,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
 ):
     """Stores KV length and mask of one request's rows, from their positions.
 
-    The length ends with the last row that is inside the maximum. Rows guarded to position 0 thus
-    leave fewer than R rows at the end of the sequence. Which of the last R keys a row sees follows
-    from its position alone. XQA must see at least R keys.
+    The length ends with the last row that is inside the maximum, but is at least R, which XQA
+    requires. So if rows are guarded to position 0, fewer than R rows are at the sequence's end.
+    Which of the last R keys a row sees follows from its position alone.
     """
     seq = tl.program_id(0)
     row = tl.arange(0, ROWS)
@@ -328,7 +330,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # the language is Triton's
     tl.store(length_ptr + seq, length)
     for word in tl.static_range(words):
         bit = tl.arange(0, 32)
-        last = word * 32 + bit  # among the last keys
+        last = word * 32 + bit  # index among the last R keys
         seen = (last[None, :] < rows) & (length - rows + last[None, :] <= positions[:, None])
         bits = tl.sum(seen.to(tl.int32) << bit[None, :], 1)
         tl.store(mask_ptr + (seq * rows + row) * words + word, bits, mask=is_row)
@@ -345,10 +347,10 @@ def _log(kernel: str, instead: str, refusal: str | None, **shape: Any) -> None:
 
 
 def _load() -> tuple[Callable[..., None], Callable[..., Any]]:
-    """FlashInfer's `xqa` and its prefill wrapper, where they can be compiled.
+    """Returns FlashInfer's `xqa` and its prefill wrapper.
 
     Raises:
-        ConfigError: saying what is missing.
+        ConfigError: the package, or something needed to compile it, is missing.
     """
     if importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(
@@ -373,7 +375,7 @@ def _load() -> tuple[Callable[..., None], Callable[..., Any]]:
 
 
 def _build_tools() -> dict[str, bool]:
-    """Returns what compiling needs and whether it is there, looked for where FlashInfer looks."""
+    """Returns which build tools were found, looking where FlashInfer looks."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None:
         found = shutil.which("nvcc")

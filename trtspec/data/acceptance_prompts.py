@@ -1,4 +1,4 @@
-"""The prompts that acceptance is measured on, from JSONL, and how training keeps away from them.
+"""Loads the prompts that acceptance is measured on, and recognises them in training data.
 
 One line is one conversation: `{"id": …, "category": …, "messages": [{"role": …, "content": …}]}`.
 """
@@ -18,7 +18,7 @@ from .jsonl import LineError, check_messages, parse_line, read_lines
 
 BUILT_IN = Path(__file__).parent / "acceptance_prompts.jsonl"
 CATEGORIES = ("chat", "code", "maths", "summarise", "translate", "rewrite")  # of the built-in set
-MIN_PARAGRAPH_WORDS = 8  # shorter paragraphs are phrases that anybody writes
+MIN_PARAGRAPH_WORDS = 8  # shorter paragraphs are common phrases
 _KEYS = {"id", "category", "messages"}
 
 
@@ -32,13 +32,13 @@ class AcceptancePrompt:
 
     @property
     def passage(self) -> str | None:
-        """The text below the first blank line of the last message: what is worked on."""
+        """The text that the last message asks to work on: what follows its first blank line."""
         head, _, rest = self.messages[-1]["content"].partition("\n\n")
         return rest.strip() if head and len(rest.split()) >= 40 else None
 
 
 def load_prompts(path: str | os.PathLike[str] | None = None) -> list[AcceptancePrompt]:
-    """The prompts of a JSONL file; without one, the built-in set.
+    """Loads the prompts of a JSONL file, by default the built-in set.
 
     Raises:
         ConfigError: the file cannot be read, or a line (named) is not a prompt.
@@ -92,22 +92,24 @@ def _check_turns(roles: list[str]) -> None:
 
 # -- keeping training data apart ---------------------------------------------------------------
 def fingerprint(text: str) -> str:
-    """A hash of the words alone: case, punctuation, accents' encoding and spacing do not count."""
+    """Hashes the words of a text, without case, punctuation, spacing and Unicode form."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     words = "".join(c if c.isalnum() else " " for c in folded).split()
     return hashlib.sha256(" ".join(words).encode()).hexdigest()[:32]
 
 
 def text_fingerprints(text: str) -> frozenset[str]:
-    """Of a whole message and of each of its longer paragraphs, so that a passage is recognised
-    under another instruction."""
+    """Returns fingerprints of a message and of its longer paragraphs.
+
+    So a passage is recognised under another instruction.
+    """
     paragraphs = [p for p in text.split("\n\n") if len(p.split()) >= MIN_PARAGRAPH_WORDS]
     return frozenset(fingerprint(part) for part in (text, *paragraphs))
 
 
 @cache
 def prompt_fingerprints(path: str | os.PathLike[str] | None = None) -> frozenset[str]:
-    """Of everything a user says in the set. Training data must have none of them:
+    """Returns the fingerprints of all user messages in the set. Training data must have none:
 
     if text_fingerprints(message) & prompt_fingerprints(): leave the sample out
     """
@@ -126,7 +128,7 @@ def select_prompts(
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
 ) -> list[AcceptancePrompt]:
-    """Those of the named categories, at most the first `per_category` of each.
+    """Selects the prompts of the named categories, at most the first `per_category` of each.
 
     Raises:
         ConfigError: a category is not in the set.

@@ -1,4 +1,4 @@
-"""What an examination found, and its verdict in words."""
+"""`Diagnosis`: the findings of an examination, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """What the doctor found.
+    """The doctor's findings.
 
-    `changes` are the settings to be changed together, the most telling first; none of them means
-    that nothing is known to be wrong.
+    `changes` are the settings to be changed together, the one that gains most first. If there are
+    none, no mistake was found.
     """
 
     problems: list[str] = field(default_factory=list)  # the drafter cannot even be loaded
@@ -61,23 +61,23 @@ class Diagnosis:
 
     @property
     def is_well(self) -> bool:
-        """The drafter does what it can: no mistake found, none hidden by too little text."""
+        """Whether no mistake was found, and there was enough text to find one."""
         return self._judge()[1]
 
     @property
     def remarks(self) -> list[str]:
-        """What the verdict does not say."""
+        """Returns remarks beside the verdict."""
         spoken = self.suspicion is None or self.suspicion in self.verdict
         return self.notes if spoken else [*self.notes, str(self.suspicion)]
 
     @property
     def is_short(self) -> bool:
-        """There is too little text to judge by."""
+        """Whether there is too little text to judge by."""
         assert self.as_loaded is not None
         return self.as_loaded.judged[0] < FEWEST_JUDGED or self.num_texts < FEWEST_TEXTS
 
     def _judge(self) -> tuple[str, bool]:
-        """(the verdict, whether the drafter is well)."""
+        """Returns (the verdict, whether the drafter is well)."""
         if self.problems:
             return f"The {self.drafter} does not fit its target: {self.problems[0]}", False
         result = self.as_loaded
@@ -110,7 +110,7 @@ class Diagnosis:
         )
 
     def _upper_bound(self, index: int) -> float:
-        """The highest conditional acceptance of a draft that what was judged allows."""
+        """Returns an upper confidence bound of a draft's conditional acceptance."""
         result = self.as_loaded
         assert result is not None
         right, judged = result.right[index], result.judged[index]

@@ -1,4 +1,4 @@
-"""The target's sequences and states, computed once, and a drafter that is tried along them."""
+"""Computes the target's sequences and states once, and tries a drafter's settings along them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the drafter does with a setting."""
+    """The drafter's acceptance with one setting."""
 
     result: Evaluation
     accepted: Tensor  # [R] float64, drafts accepted at each position the target wrote
@@ -80,17 +80,17 @@ class Exam(ABC):
         self.num_steps = NUM_STEPS
 
     def notes(self) -> list[str]:
-        """What was not examined, and how the drafter is used as it is now."""
+        """Returns what was not examined, and how the drafter is used now."""
         later = f"Drafts after number {NUM_STEPS} were not examined."
         return [later] if self.num_steps == NUM_STEPS else []
 
     @abstractmethod
     def trials(self) -> list[Trial]:
-        """What can be tried, as the drafter is now."""
+        """Returns the settings to try on the drafter as it is now."""
 
     @abstractmethod
     def scores(self, setting: Setting) -> list[StepScore]:
-        """How each step does."""
+        """Scores each step."""
 
     @torch.no_grad()
     def evaluate(self, trial: Trial | None) -> Outcome:
@@ -155,8 +155,8 @@ class HeadExam(Exam):
             self._choose_layers()
 
     def _choose_layers(self) -> None:
-        """Nothing in a checkpoint says whether its MTP layers draft a token each: what does better
-        is right."""
+        """Tries whether MTP layers draft a token each. No checkpoint says so; the better use is
+        right."""
         other = self._other_layers()
         if self.evaluate(other).gain_over(self.evaluate(None))[0] > 0:
             self.keep(other)
@@ -191,7 +191,7 @@ class HeadExam(Exam):
         ]
 
     def _hidden(self, setting: Setting) -> Tensor:
-        """[T, n * D], what the head reads of the target."""
+        """Returns what the head reads of the target, [T, n * D]."""
         if self.captures:
             layers = self.head.layers_to_capture if setting.layers is None else setting.layers
             return self.states[:, list(layers)].flatten(1)
@@ -212,7 +212,8 @@ class HeadExam(Exam):
 
 
 def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> None:
-    """Tries every setting alone, keeps the most telling, and tries again: up to two changes."""
+    """Tries every setting alone, applies the one that gains most, and tries again: up to two
+    changes."""
     best, made = exam.evaluate(None), set[str]()
     diagnosis.as_loaded = best.result
     diagnosis.num_texts = len(best.sequences.unique())
@@ -247,8 +248,11 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
 def best_explanation(
     found: Sequence[tuple[Trial, Outcome]], old: Outcome
 ) -> tuple[Trial, Outcome] | None:
-    """Of the changes that explain what is lost the best, or an earlier one that the best surpasses
-    by chance at most (of RoPE's bases the target's is the first)."""
+    """Returns the best of the changes that explain the lost acceptance.
+
+    An earlier change is preferred if the best surpasses it by no more than chance. (Of RoPE's bases
+    the target's is the first.)
+    """
     telling = [(trial, outcome) for trial, outcome in found if _explains(trial, outcome, old)]
     if not telling:
         return None
@@ -282,7 +286,7 @@ def _capturing(head: DraftHead, layers: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def unchanged_after(drafter: nn.Module) -> Iterator[None]:
-    """Puts back what a trial may change."""
+    """Restores what a trial may change."""
     attributes: list[tuple[nn.Module, str, Any]] = [
         (module, name, getattr(module, name))
         for module in drafter.modules()

@@ -1,4 +1,4 @@
-"""What a drafter reads at its masks: the tokens and states that may be meant."""
+"""Trials of the token and state that a masked drafter reads at its masks."""
 
 from __future__ import annotations
 

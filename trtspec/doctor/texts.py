@@ -13,7 +13,7 @@ from ..train.unroll import Sequences
 def texts_of(
     prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device
 ) -> Sequences:
-    """Each prompt with the text the target wrote after it, short ones side by side in a row.
+    """Packs each prompt with what the target wrote after it; short ones share a row.
 
     Raises:
         ConfigError: nothing was written.

@@ -21,7 +21,7 @@ _USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True)
 class Setting(Use):
-    """How the drafter is used, and what it is given of the target."""
+    """How the drafter is used, and what it reads of the target."""
 
     layers: tuple[int, ...] | None = None  # captured; None is what the head says
     before_norm: bool = False  # the target's last states without its final norm
@@ -39,7 +39,7 @@ class Trial:
 
 
 def pairs(trials: Sequence[Trial], d2t: Tensor) -> list[Trial]:
-    """Each change of the vocabulary's map together with each other change."""
+    """Combines each change of the vocabulary's map with each other change."""
     maps = vocabulary_trials(d2t)
     names = {trial.name for trial in maps}
 
@@ -99,7 +99,7 @@ def flip_norm_output(head: DraftHead) -> None:
 
 
 def swap_halves(weight: torch.nn.Parameter) -> None:
-    """Of its columns: what reads two things side by side reads them in the other order."""
+    """Swaps the two halves of a weight's columns, as if its two inputs were swapped."""
     half = weight.shape[1] // 2
     weight.data = torch.cat([weight.data[:, half:], weight.data[:, :half]], dim=1)
 

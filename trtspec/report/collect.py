@@ -1,4 +1,4 @@
-"""Runs prompts through an engine and keeps the record of every generation step."""
+"""Runs prompts through an engine and records every generation step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 Progress = Callable[[str, float, float], object]
-"""Called with what is being done, and how many of how many requests are."""
+"""Called with (what is being done, requests done, requests in all)."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer."""
+    """One answer and its generation steps."""
 
     prompt_id: str
     category: str
     temperature: float
-    context: int | None  # the length it was padded to, None as it is
+    context: int | None  # the length that the prompt was padded to; None: not padded
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: str
@@ -48,7 +48,7 @@ def collect_samples(
     encode: Encode | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
-    """Every prompt at every temperature, as it is and padded to each context length.
+    """Runs every prompt at every temperature, unpadded and padded to each context length.
 
     All are queued at once; the engine runs at most `max_batch_size` together. Prompt number i is
     sampled with seed `seed + i`.
@@ -57,7 +57,7 @@ def collect_samples(
         encode: messages to token ids; default: the model's chat template.
 
     Raises:
-        ConfigError: a temperature or context length cannot be.
+        ConfigError: a temperature or context length is out of range.
         RequestError: a prompt is too long, or a request failed.
     """
     encode = encode or llm.apply_chat_template
@@ -93,7 +93,7 @@ def collect_samples(
 def _params(temperature: float, max_tokens: int, seed: int) -> SamplingParams:
     try:
         return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    except RequestError as error:  # the caller's, not one request's
+    except RequestError as error:  # the caller's mistake, not one request's
         raise ConfigError(str(error)) from error
 
 

@@ -1,8 +1,7 @@
-"""One conversation with the target: what is asked, and what of the answers is kept.
+"""One conversation with the target, as a coroutine that yields a line of training text.
 
-A conversation is a coroutine: it asks for a completion, is sent the target's tokens, and returns
-a line of training text, or raises `Drop`. What it asks for depends on the seed, on its number and
-on what it was sent, and on nothing else.
+It asks for a completion, is sent the target's tokens, and in the end returns the line, or raises
+`Drop`. Its requests depend only on the seed, on its number and on what it was sent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .seeds import PASSAGE, draw_follow_up, draw_seed
 
 Messages = list[dict[str, str]]
 
-# What is too little to learn from.
+# Shorter text is dropped: it teaches little.
 MIN_ANSWER_TOKENS = 4  # end of turn included
 MIN_PROMPT_CHARS = 8
 MIN_PASSAGE_CHARS = 80
@@ -37,7 +36,7 @@ _MARK = "QZXuserturnXZQ"  # stands for a user's text where the template is taken
 
 @dataclass(frozen=True)
 class Mix:
-    """What is generated. Shares are in 0 … 1.
+    """What to generate. Shares are in 0 … 1.
 
     self_written: of conversations whose user turns the target writes too; the others start from
         templates. Without effect if prompts are given.
@@ -81,7 +80,7 @@ class Reply:
 
 
 class Drop(Exception):
-    """The conversation is left out. Its text is the reason, as counted in the report."""
+    """Raised to leave a conversation out. Its message is the reason, as counted in the report."""
 
 
 @dataclass
@@ -137,7 +136,7 @@ class Job:
         self.seen: set[bytes] = set()  # digests of the prompts of kept conversations
 
     def header(self) -> dict[str, Any]:
-        """The file's first line: what its tokens are, and what they depend on."""
+        """Returns the file's first line: the tokenizer's name and the settings."""
         settings: dict[str, Any] = {"seed": self.seed, "max_tokens": self.max_tokens}
         settings.update(asdict(self.mix))
         if self.prompts is not None:
@@ -151,8 +150,8 @@ class Job:
         }
 
     def converse(self, index: int) -> Conversation:
-        """Conversation number `index`. Raises Drop."""
-        # Seeded by a text, which `random` hashes the same way in every process.
+        """Runs conversation number `index`. Raises Drop."""
+        # Seeded by a string, which `random` hashes the same way in every process.
         rng = Random(f"self_generate {self.seed} {index}")
         temperature = 0.0 if rng.random() < self.mix.greedy else self.mix.temperature
         kind, messages = yield from self._first_turn(rng, index)
@@ -171,10 +170,10 @@ class Job:
         try:
             return (yield from self._second_turn(rng, line, messages, self._text(reply)))
         except Drop:
-            return line  # the first turn is as good as it was
+            return line  # the first turn is still good training text
 
     def _first_turn(self, rng: Random, index: int) -> Generator[Ask, Reply, tuple[str, Messages]]:
-        """Its kind, and the messages up to the first answer."""
+        """Returns its kind, and the messages up to the first answer."""
         if self.prompts is not None:
             return "given", self.prompts[index]
         if rng.random() < self.mix.self_written:
@@ -190,7 +189,7 @@ class Job:
         return seed.kind, [{"role": "user", "content": text}]
 
     def _user_turn(self, rng: Random, messages: Messages) -> Generator[Ask, Reply, str]:
-        """What the target says in the user's place."""
+        """Lets the target write the user's turn."""
         before, after = split_at_user_turn(self.tokenizer, messages)
         prefix = self.tokenizer.encode(before, add_special_tokens=False)
         if not prefix:
@@ -217,7 +216,8 @@ class Job:
         return text
 
     def _passage(self, reply: Reply) -> str:
-        """The text of a passage, up to its last whole sentence, without "Here is …:" before."""
+        """Returns the passage in a reply, up to its last complete sentence, without "Here is …:"
+        before."""
         text = self._text(reply)
         first, _, rest = text.partition("\n")
         if first.rstrip().endswith(":"):
@@ -231,7 +231,7 @@ class Job:
     def _second_turn(
         self, rng: Random, line: Line, messages: Messages, answer: str
     ) -> Generator[Ask, Reply, Line]:
-        """The line with another turn of both."""
+        """Adds a second turn of user and assistant to the line."""
         messages = [*messages, {"role": "assistant", "content": answer}]
         if line.kind == "self":
             text = yield from self._user_turn(rng, messages)
@@ -242,8 +242,8 @@ class Job:
         prompt = self._prompt_ids(messages)
         reply = yield self._ask(rng, prompt, line.temperature, self.max_tokens)
         self._check_answer(reply)
-        # A server renders the first answer's text again. Where that gives the tokens that were
-        # generated they are still the target's own; behind a difference they are not.
+        # A server renders the first answer's text again, which may give other tokens than those
+        # generated. After the first difference they are not what the target wrote.
         common = _common_prefix(line.input_ids, prompt)
         mask = _mask(prompt, reply)
         mask[:common] = line.loss_mask[:common]
@@ -282,7 +282,7 @@ class Job:
 
 
 def _check_own_text(llm: LLM) -> None:
-    """Refuses engines whose output is not what the target alone would write."""
+    """Raises ConfigError for engines whose output is not what the target alone would write."""
     worker = llm.executor.worker
     if worker.force_num_accepted_tokens > 0 and llm.max_draft_len > 0:
         raise ConfigError(
@@ -297,13 +297,13 @@ def _check_own_text(llm: LLM) -> None:
 
 
 def _keep_apart(messages: Messages) -> None:
-    """Drops what acceptance is measured on: a head must not be trained on it."""
+    """Raises Drop for prompts that acceptance is measured on: no head may be trained on them."""
     if is_measured(messages):
         raise Drop("evaluation prompt")
 
 
 def split_at_user_turn(tokenizer: Any, messages: Messages) -> tuple[str, str]:
-    """The template's text before and after what the user says next.
+    """Returns the template's text before and after a user's message.
 
     Raises:
         ConfigError: the template does not write the user's text as it is.
@@ -327,7 +327,7 @@ def _mask(prompt: Sequence[int], reply: Reply) -> list[int]:
 
 
 def _body(reply: Reply) -> list[int]:
-    """A reply's tokens without its end token."""
+    """Returns a reply's tokens without its end token."""
     return reply.ids[:-1] if reply.is_ended else reply.ids
 
 
@@ -337,15 +337,17 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def has_loop(ids: Sequence[int]) -> bool:
-    """Whether a text ends in a loop: its last tokens are one n-gram, n <= MAX_PERIOD, again and
-    again, at least LOOP_REPEATS times and LOOP_TOKENS tokens in all. The last repeat may be cut.
+    """Returns whether tokens end in a loop: one n-gram, n <= MAX_PERIOD, repeated.
+
+    It must occur at least LOOP_REPEATS times, with LOOP_TOKENS tokens in all. The last repeat may
+    be cut.
     """
     for period in range(1, min(MAX_PERIOD, len(ids) // LOOP_REPEATS) + 1):
         span = max(LOOP_REPEATS * period, LOOP_TOKENS)
         if len(ids) < span:
             continue
         tail = ids[len(ids) - span :]
-        # A text of period p equals itself p further on.
+        # Tokens of period p equal themselves shifted by p.
         if tail[period:] == tail[:-period]:
             return True
     return False

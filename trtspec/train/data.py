@@ -5,8 +5,8 @@ A file is JSON lines, one conversation each, in two forms that may be mixed:
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
     {"input_ids": [1, 2, …], "loss_mask": [0, 1, …], "kind": "code", "temperature": 0.8}
 
-Text is rendered with the target's chat template; tokens are taken as they are, so they need a
-header line before them that says whose tokens they are:
+Text is rendered with the target's chat template. Tokens are used unchanged, so they need a header
+line before them that names their tokenizer:
 
     {"format": "trtspec-train-1", "tokenizer": "<fingerprint>", "model": "<name>"}
 
@@ -54,9 +54,9 @@ class DataError(TrtspecError, ValueError):
 class Example:
     """One conversation as tokens.
 
-    input_ids: [T] int64. loss_mask: [T] bool, True where the token is one to be predicted.
-    digest: hex sha256 of what the line says, before truncation: the same for every max_len.
-    kind, temperature: how the text came about, if the line says so.
+    input_ids: [T] int64. loss_mask: [T] bool, True for tokens to be predicted.
+    digest: hex sha256 of the line's content before truncation, the same for every max_len.
+    kind, temperature: how the text was generated, if the line says so.
     """
 
     input_ids: Tensor
@@ -68,7 +68,8 @@ class Example:
 
 @dataclass
 class ReadCounts:
-    """Lines of one pass over a file: kept, and why not. Truncated examples are kept ones."""
+    """Counts of one pass over a file: lines used, and lines dropped by reason. Truncated examples
+    are used."""
 
     kept: int = 0
     truncated: int = 0
@@ -79,9 +80,10 @@ class ReadCounts:
 
 # -- the tokenizer ---------------------------------------------------------------------------------
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """16 hex digits that name a tokenizer's ids: which token each id is, and which are special.
+    """Returns 16 hex digits of a tokenizer's ids: which token each id is, and which are special.
 
-    Merges and chat template do not count: they change which ids a text gives, not what ids mean.
+    Merges and chat template do not count: they change which ids text is encoded to, not what the
+    ids mean.
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     content = json.dumps([vocabulary, sorted(tokenizer.all_special_ids)])
@@ -89,7 +91,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def special_token_ids(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that are no text (end of turn, end of text, padding …), ascending."""
+    """Returns the ids of tokens that are no text (end of turn, padding …), ascending."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     flagged = {index for index, token in added.items() if token.special}
     return sorted(flagged | set(tokenizer.all_special_ids))
@@ -98,7 +100,7 @@ def special_token_ids(tokenizer: Any) -> list[int]:
 def render_chat(
     tokenizer: Any, messages: Sequence[dict[str, str]], add_generation_prompt: bool
 ) -> str:
-    """The chat template's text.
+    """Renders messages by the chat template.
 
     Raises:
         DataError: the messages do not fit the template.
@@ -115,12 +117,12 @@ def render_chat(
 def render_conversation(
     tokenizer: Any, messages: Sequence[dict[str, str]]
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and which of them the assistant wrote.
+    """Returns the token ids of a conversation, and which of them the assistant wrote.
 
-    A turn of the assistant begins where the template's generation prompt ends and goes on to its
-    end-of-turn token, which is in; whitespace that the template puts after that is not, since
-    the model never writes it. A token that straddles the beginning is not in either: at
-    inference the prompt's tokens are fixed before the answer begins.
+    A turn of the assistant begins where the template's generation prompt ends. It ends with its
+    end-of-turn token, which is included. Whitespace that the template puts after that is not: the
+    model never writes it. A token that straddles the beginning is excluded too, for at inference
+    the prompt's tokens are fixed before the answer begins.
 
     Raises:
         DataError: the messages do not fit the template, or the template rewrites earlier turns,
@@ -148,7 +150,7 @@ def _turn_span(
     text: str,
     special_spans: list[tuple[int, int]],
 ) -> tuple[int, int]:
-    """[start, end) of an assistant's turn in the rendered `text`, in characters."""
+    """Returns [start, end) of an assistant's turn in the rendered `text`, in characters."""
     if turn == 0:
         raise DataError("the first message is the assistant's: it must answer something")
     before = render_chat(tokenizer, messages[:turn], True)
@@ -171,8 +173,10 @@ def _turn_span(
 
 
 def is_measured(messages: Sequence[dict[str, str]]) -> bool:
-    """Whether a user's turn, or a longer paragraph of one, is in the prompts that acceptance is
-    measured on. A head must not be trained on these."""
+    """Returns whether a user's turn, or a long paragraph of it, is in the acceptance prompts.
+
+    A head must not be trained on these.
+    """
     measured = prompt_fingerprints()
     users = [message["content"] for message in messages if message["role"] == "user"]
     return any(not measured.isdisjoint(text_fingerprints(text)) for text in users)
@@ -180,18 +184,18 @@ def is_measured(messages: Sequence[dict[str, str]]) -> bool:
 
 # -- reading ---------------------------------------------------------------------------------------
 class TrainingText:
-    """The examples of a file, read anew by every iteration; `counts` are those of the last one.
+    """The examples of a file. Every iteration reads it again; `counts` are those of the last one.
 
-    Examples without a token to predict are dropped, also when truncation left none; so are
-    messages that hold an evaluation prompt (token lines are taken as they are).
+    Examples without a token to predict are dropped, also when truncation left none. So are messages
+    that hold an acceptance prompt. (Lines of tokens are not searched for these.)
 
     Args:
         path: a file of JSON lines, as at the top of this module.
         tokenizer: the target's transformers tokenizer.
         vocab_size: the target's; ids must be below it.
         max_len: longer examples lose their tail; None keeps all.
-        skip_bad: bad lines are left out and counted, with one warning at the end. What makes
-            the whole file useless is raised all the same: another tokenizer, another format.
+        skip_bad: bad lines are left out and counted, with one warning at the end. A fault of the
+            file as a whole (another tokenizer, another format) is raised all the same.
 
     Raises:
         DataError: while iterating, "file:line: what was found, what is allowed".
@@ -251,7 +255,7 @@ class TrainingText:
     def _example(
         self, record: dict[str, Any], header: dict[str, Any] | None, where: str
     ) -> Example | None:
-        """The line's example, or None if it has nothing to predict."""
+        """Returns the line's example, or None if it has nothing to predict."""
         if ("messages" in record) == ("input_ids" in record):
             keys = ", ".join(map(repr, record)) or "none"
             raise LineError(f"an object with the keys {keys}; allowed is {_LINE_FORMS}.")
@@ -312,7 +316,7 @@ class TrainingText:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number from 1, line, whether it ends with a newline) of the lines that are not blank."""
+    """Yields (number from 1, line, whether it ends with a newline) of lines that are not blank."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -371,8 +375,10 @@ def _check_tokens(record: dict[str, Any]) -> tuple[list[int], list[bool]]:
 
 # -- splitting, packing ----------------------------------------------------------------------------
 def split(examples: Iterable[Example], holdout: float) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out). An example's own text decides, so what is held out stays held out
-    when the file grows, is shuffled or is truncated elsewhere; a larger share holds out more.
+    """Splits examples into (to train on, held out).
+
+    A hash of each example decides. So it stays on its side when the file grows, is shuffled or is
+    truncated elsewhere. A larger share holds out the same examples and more.
 
     Args:
         holdout: the share to hold out, in 0 … 1; 0 holds out nothing.
@@ -389,8 +395,7 @@ def split(examples: Iterable[Example], holdout: float) -> tuple[list[Example], l
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Documents in N rows of L tokens, and the order in which each epoch reads the rows. The
-    trainer's `TextSource`.
+    """Documents in N rows of L tokens, and the order of rows in each epoch (a `TextSource`).
 
     rows: the tensors, [N, L] each. Padding has id 0, position 0, no loss and document -1; the
         documents of a row are numbered 0, 1, …
@@ -406,24 +411,27 @@ class Packed:
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold a token."""
+        """Returns the share of positions that hold a token."""
         return float((self.rows.document_ids != PADDING).float().mean())
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the texts, how they are packed, and the seed of their order."""
+        """Returns 16 hex digits of the tokens, their packing, and the seed of their order."""
         digest = hashlib.sha256(f"{self.seed} {list(self.rows.input_ids.shape)}".encode())
         for tensor in (self.rows.input_ids, self.rows.loss_mask, self.rows.document_ids):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def order(self, epoch: int) -> Tensor:
-        """[N] int64, the rows as the epoch reads them. Depends on (seed, epoch, N) alone, not on
-        a version of torch: training resumed elsewhere sees the same."""
+        """Returns the rows [N] int64 in the epoch's order.
+
+        It depends on (seed, epoch, N) alone, not on a version of torch, so that training resumed
+        elsewhere sees the same.
+        """
         return torch.tensor(_shuffled(len(self), f"epoch {self.seed} {epoch}"), dtype=torch.int64)
 
     def num_batches(self, batch_size: int, drop_last: bool = True) -> int:
-        """Batches of an epoch.
+        """Yields the batches of an epoch.
 
         Raises:
             DataError: batch_size is below 1, or above N when the last batch must be full.
@@ -439,9 +447,11 @@ class Packed:
     def epoch_batches(
         self, batch_size: int, epoch: int, first: int = 0, drop_last: bool = True
     ) -> Iterator[Sequences]:
-        """The epoch's batches from number `first` on: what a run that stopped there would have
-        seen next. The rows that fill no batch are left out, others in every epoch, unless
-        `drop_last` is False."""
+        """Yields the epoch's batches from number `first` on, as a resumed run needs them.
+
+        Rows that do not fill the last batch are left out, unless `drop_last` is False. They are
+        other rows in every epoch.
+        """
         count, order = self.num_batches(batch_size, drop_last), self.order(epoch)
         for i in range(first, count):
             chosen, rows = order[i * batch_size : (i + 1) * batch_size], self.rows
@@ -453,7 +463,7 @@ class Packed:
             )
 
     def batches(self, batch_size: int, first: int = 0) -> Iterator[Sequences]:
-        """Full batches without end, one epoch after the other, from number `first` of all on."""
+        """Yields full batches without end, epoch after epoch, from number `first` of all on."""
         epoch, start = divmod(first, self.num_batches(batch_size))
         while True:
             yield from self.epoch_batches(batch_size, epoch, start)
@@ -461,9 +471,10 @@ class Packed:
 
 
 def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
-    """Whole documents side by side in rows of `length` tokens: shuffled by the seed, then each
-    into the first row that has room. Longer ones lose their tail, and are dropped if nothing to
-    predict is left.
+    """Packs documents into rows of `length` tokens.
+
+    They are shuffled by the seed, and each goes into the first row that has room. Longer ones lose
+    their tail, and are dropped if no token to predict is left.
 
     Raises:
         DataError: nothing is left to pack, or the length is below 2.
@@ -500,7 +511,7 @@ def pack(examples: Iterable[Example], length: int, seed: int) -> Packed:
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
-    """The bin of each item: the first with room for it, bins being opened as needed.
+    """Returns the bin of each item: the first with room for it, or a new one.
 
     A tree of the largest free room below each node finds it in log n steps.
     """
@@ -520,7 +531,7 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _shuffled(count: int, key: str) -> list[int]:
-    """0 … count-1 in an order that the key decides, by hashes alone."""
+    """Returns 0 … count-1 in an order that hashes of the key decide."""
     start = hashlib.blake2b(key.encode(), digest_size=16).digest()
 
     def rank(i: int) -> bytes:
@@ -540,11 +551,11 @@ class DraftVocabulary(NamedTuple):
 def draft_vocabulary(
     examples: Iterable[Example], size: int, vocab_size: int, always: Iterable[int] = ()
 ) -> DraftVocabulary:
-    """The `size` most frequent tokens under the loss mask; of equally frequent ones the lower id.
+    """Returns the `size` most frequent tokens under the loss mask, lower ids first among equals.
 
     Args:
-        always: ids that are in whatever their count: `special_token_ids(tokenizer)`, the model's
-            end tokens.
+        always: ids to include whatever their count: `special_token_ids(tokenizer)`, the model's end
+            tokens.
 
     Raises:
         DataError: the size is not in 1 … vocab_size or too small for `always`, an id is outside
@@ -574,5 +585,6 @@ def draft_vocabulary(
 
 
 def d2t_offsets(ids: Tensor) -> Tensor:
-    """[size] int64, as heads store it: target_id = draft_id + d2t[draft_id]."""
+    """Returns the offsets d2t [size] int64, as heads store them: target_id = draft_id +
+    d2t[draft_id]."""
     return ids - torch.arange(len(ids), dtype=torch.int64)

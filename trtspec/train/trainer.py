@@ -1,13 +1,13 @@
-"""Training a draft head for a target that stays as it is.
+"""Trains a draft head for a frozen target.
 
 The loss is the sum over the head's unrolled steps s of `step_decay ** s` times the soft
 cross-entropy with the target (EAGLE-3's training-time test, arXiv:2503.01840). Weights are kept in
 fp32 and used in the target's dtype; AdamW, a cosine after a linear warm-up, clipped gradients.
 
-A run directory holds `log.jsonl` (a line per logged step), `checkpoint.pt` (masters, optimizer,
-where in the data it stands; replaced whole), and the head as it was at the last checkpoint, ready
-to serve. Order of data depends on (seed, epoch) alone, so a run that is resumed goes on as if it
-had not stopped.
+A run directory holds `log.jsonl` (a line per logged step), `checkpoint.pt` (fp32 weights,
+optimizer, position in the data; replaced atomically), and the head at the last checkpoint, ready to
+serve. The order of data depends on (seed, epoch) alone, so a resumed run goes on as if it had not
+stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TrainConfig:
     """How to train. Batches are `batch_size` packed sequences of `length` tokens.
 
     Raises:
-        ConfigError: a value is not what it can be.
+        ConfigError: a value is out of range.
     """
 
     num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers
@@ -81,7 +81,7 @@ class TrainConfig:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be in (0, 1].")
 
     def rate(self, step: int) -> float:
-        """The learning rate of step 0, 1, …"""
+        """Returns the learning rate of step 0, 1, …"""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
@@ -95,11 +95,11 @@ class TextSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the sequences and their packing."""
+        """Returns a hash of the sequences and their packing."""
         ...
 
     def batches(self, batch_size: int, first: int) -> Iterator[Sequences]:
-        """Batches number `first`, `first` + 1, …, without end."""
+        """Yields batches number `first`, `first` + 1, …, without end."""
         ...
 
 
@@ -113,12 +113,12 @@ class Evaluation:
 
     @property
     def conditional(self) -> list[float]:
-        """Per step, the share of right proposals where all before were right."""
+        """Returns per step the share of right proposals where all before were right."""
         return [r / max(1, n) for r, n in zip(self.right, self.judged, strict=True)]
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a step if acceptance is as here: 1 + c0 + c0 c1 + …"""
+        """Returns the expected tokens per step at this acceptance: 1 + c0 + c0 c1 + …"""
         total, alive = 1.0, 1.0
         for rate in self.conditional:
             alive *= rate
@@ -138,7 +138,7 @@ class Evaluation:
 def evaluate(
     target: Decoder, head: DraftHead, batches: list[Sequences], num_steps: int
 ) -> Evaluation:
-    """How a head does along sequences it was not trained on."""
+    """Measures a head along sequences that it was not trained on."""
     device, result, losses = target.embed_tokens.weight.device, Evaluation(), 0.0
     for sequences in batches:
         sequences = sequences.to(device)
@@ -152,7 +152,7 @@ def evaluate(
 
 
 class Trainer:
-    """One run.
+    """One training run.
 
     Args:
         target: in eval mode, its weights not packed. head: of `create_head`.
@@ -193,7 +193,7 @@ class Trainer:
         self.log: list[dict[str, Any]] = []
 
     def resume(self) -> bool:
-        """Goes on from the directory's checkpoint. False if there is none: from the beginning.
+        """Resumes from the directory's checkpoint. Returns False if there is none.
 
         Raises:
             CheckpointError: it is damaged, or of another run.
@@ -346,7 +346,7 @@ class Trainer:
         )
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
+        """Returns the settings that must be the same to resume a run."""
         same = asdict(self.config)
         for name in ("log_every", "evaluate_every", "checkpoint_every"):
             same.pop(name)
@@ -371,7 +371,7 @@ class Trainer:
             file.write(json.dumps(line) + "\n")
 
     def _cut_log(self) -> None:
-        """Drops lines after the checkpoint: those steps are made again."""
+        """Drops lines after the checkpoint: those steps run again."""
         path = self.out / LOG
         if not path.exists():
             return

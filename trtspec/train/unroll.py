@@ -1,16 +1,16 @@
-"""A head used step after step along whole sequences, as drafting uses it, and the target's choices.
+"""Runs a head step after step along whole sequences, as drafting does, beside the target.
 
 Row t of a sequence x, at step s: the head reads token x[t+1+s] and proposes x[t+2+s]. The target's
 choice for that position is its logits at row t+1+s. At step 0 the head reads the target's hidden
-states at t, later what its previous step returned.
+states at t, later its feedback.
 
-A head that is used again and again stands at position t+s. It stands at t if its layers are used
-once each (vanilla MTP), whose steps are passes over the same rows (docs/decisions/005), or if it
-reads the target's keys (Gemma-4 assistants).
+At step s a head that is used repeatedly has position t+s. Two kinds stay at position t: vanilla
+MTP, whose layers are used once each over the same rows (docs/decisions/005), and Gemma-4
+assistants, which read the target's keys.
 
 A P-EAGLE head reads, at step s > 0, its mask token and its mask state in place of a token and of
-what it returned. One pass then has the rows of all steps: a mask sees the sequence up to row t and
-the masks before it, which is what step s sees of the steps before.
+feedback. When drafting, one pass has the rows of all steps: a mask sees the sequence up to row t
+and the masks before it. That is what step s sees of the earlier steps here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sequences:
     loss_mask: Tensor  # [N, L] bool, tokens that the target wrote
     document_ids: Tensor  # [N, L] int, -1 is padding
     positions: Tensor  # [N, L] int64, within the document
-    on_host: Sequences | None = None  # the same, where looking waits for nothing
+    on_host: Sequences | None = None  # a copy on the host, which can be read without waiting
 
     def to(self, device: torch.device) -> Sequences:
         tensors = (self.input_ids, self.loss_mask, self.document_ids, self.positions)
@@ -53,7 +53,8 @@ class Sequences:
         return Sequences(ids, mask, documents, positions, on_host=self.on_host or self)
 
     def rows_of_step(self, step: int) -> Tensor:
-        """[R] int64 on the device: rows whose proposal at a step is for what the target wrote."""
+        """Returns rows [R] int64 on the device whose proposal at a step is for a token that the
+        target wrote."""
         sequences = self.on_host or self
         same = _ahead(sequences.document_ids, step + 2, -2) == sequences.document_ids
         counted = (
@@ -67,7 +68,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the target makes of a batch; T = N * L rows."""
+    """The target's outputs for a batch; T = N * L rows."""
 
     hidden: Tensor  # [T, n * D], what the head reads: captured layers, or the final states
     choices: Tensor  # [T] int64, the greedy token after each row
@@ -78,11 +79,11 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Use:
-    """How a head is used along sequences. Defaults: as drafting does; the rest is the doctor's."""
+    """How a head is used along sequences. The defaults are drafting's; the doctor tries others."""
 
     shift: int = 1  # row t reads token t + shift + s at step s
     position_offset: int = 0
-    advances: bool | None = None  # step s stands s positions further; None is the head's way
+    advances: bool | None = None  # step s is at position t + s; None: as the head does
     feeds_back: bool = True  # otherwise each step reads the target's states again
 
 
@@ -136,12 +137,12 @@ def unroll(
     target_keys: DensePass | None = None,
     use: Use = DRAFTING,
 ) -> Iterator[DraftStep]:
-    """The head's steps, 0 … num_steps - 1. Differentiable where gradients are on.
+    """Yields the head's steps, 0 … num_steps - 1, differentiable where gradients are on.
 
     Args:
         hidden: [T, n * D], `Teacher.hidden`.
         target_keys: `Teacher.keys`.
-        use: other than as drafting does it is a mistake, for the doctor to try.
+        use: drafting's, unless the doctor tries a mistake.
     """
     advances = use.advances
     if advances is None:
@@ -167,14 +168,14 @@ def unroll(
 
 
 def _ahead(x: Tensor, count: int, fill: int | bool) -> Tensor:
-    """x [N, L] moved left, `fill` at the end."""
+    """Shifts x [N, L] left by `count`, with `fill` at the end."""
     count = min(count, x.shape[1])
     return F.pad(x[:, count:], (0, count), value=fill)
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """A step's loss and how its proposals fare with the target's greedy choice."""
+    """A step's loss, and whether its proposals match the target's greedy choice."""
 
     loss: Tensor  # [], mean over rows; 0 without rows
     is_right: Tensor  # [T] bool, False outside `rows`
@@ -182,7 +183,7 @@ class StepScore:
 
 
 def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = True) -> StepScore:
-    """Soft cross-entropy with the target's distribution over the head's vocabulary.
+    """Computes soft cross-entropy with the target's distribution over the head's vocabulary.
 
     Rows whose greedy token the head cannot draft have no loss, but count as wrong.
     """
@@ -210,7 +211,7 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
 
 @torch.no_grad()
 def conditional_acceptance(scores: list[StepScore]) -> list[tuple[int, int]]:
-    """Per step: (proposals right, rows whose earlier steps were all right)."""
+    """Counts per step (proposals right, rows whose earlier steps were all right)."""
     alive: Tensor | None = None
     result = []
     for each in scores:

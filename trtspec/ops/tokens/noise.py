@@ -1,9 +1,9 @@
-"""Noise as a hash of (seed, position, stream, index): reproducible whatever shares the batch.
+"""Noise as a hash of (seed, position, stream, index), the same whatever shares the batch.
 
-Counter-based in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(2011), with a 32-bit finaliser instead of Philox: one row of a 128k vocabulary costs a dozen
-elementwise operations and no state. The twin works in int64 with explicit masks, which is the
-same arithmetic as uint32 in a kernel.
+It is counter-based as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), with
+a 32-bit finaliser instead of Philox. One row of a 128k vocabulary costs a dozen elementwise
+operations and no state. The code below computes in int64 with masks, which is the same arithmetic
+as uint32 in the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 class NoiseStream(IntEnum):
-    """Independent uses of noise at one position never share bits."""
+    """Uses of noise. Two uses at one position are independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -26,7 +26,7 @@ class NoiseStream(IntEnum):
 
 
 def _multiply(x: Tensor, factor: int) -> Tensor:
-    """x * factor mod 2^32 for x in [0, 2^32) held in int64 (the product wraps harmlessly)."""
+    """Returns x * factor mod 2^32 for x in [0, 2^32) held in int64 (wrapping does no harm)."""
     return (x * factor) & _MASK
 
 
