@@ -30,7 +30,7 @@ from trtspec.data.prompts import OPEN, REPEATS
 from trtspec.errors import RequestError
 
 pytestmark = pytest.mark.model
-TOKENS = 28
+TOKENS = 28 if full() else 18
 
 
 @pytest.fixture(scope="module")
