@@ -39,3 +39,7 @@ class DrafterError(TrtspecError, RuntimeError):
 
 class KVCacheError(TrtspecError, RuntimeError):
     """The block accounting was asked for something impossible (a bug in the caller)."""
+
+
+class RankError(TrtspecError, RuntimeError):
+    """A rank of an engine over several GPUs failed or is gone: the whole engine is at its end."""

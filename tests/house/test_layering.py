@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2] / "trtspec"
 LAYERS = [
     ["errors", "utils", "_lazy"],
     ["checks"],
+    ["distributed"],
     ["metadata"],
     ["ops"],
     ["config"],

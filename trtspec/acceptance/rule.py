@@ -78,6 +78,8 @@ class Rule(ABC):
     drawn: Drawn = Drawn.BEST
     state_names: ClassVar[tuple[str, ...]] = ()
     """What `allocate_state` makes."""
+    needs_best_tokens_alone: ClassVar[bool] = False
+    """Whether `accept` decides over greedy requests by the target's tokens, without logits."""
 
     @property
     def keeps_seeded_output(self) -> bool:

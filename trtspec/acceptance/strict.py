@@ -22,6 +22,7 @@ class Match(Rule):
     """Rules `strict` and `exact_match`, which differ in how drafts are drawn."""
 
     drawn: Drawn = Drawn.BEST
+    needs_best_tokens_alone = True
 
     def judge(self, candidates: Candidates) -> Judged:
         target, bad_rows = sample_target_tokens(candidates.logits, candidates.sampling)

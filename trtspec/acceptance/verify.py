@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DecodingBaseConfig
+from ..distributed.logits import ShardedLogits
 from ..errors import ConfigError
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.logits import LogitsState
@@ -80,7 +81,7 @@ class Verification(nn.Module):
 
     def sample_and_accept_draft_tokens(
         self,
-        logits: Tensor,
+        logits: Tensor | ShardedLogits,
         draft_tokens: Tensor,
         num_contexts: int,
         batch_size: int,
@@ -90,7 +91,8 @@ class Verification(nn.Module):
         """Chooses the target's token at every row and accepts the drafts that agree.
 
         Args:
-            logits: [C + G*(K'+1), V]; 1-D logits are one row.
+            logits: [C + G*(K'+1), V]; 1-D logits are one row. Where each rank has a part of them,
+                the ranks compare their best tokens if that is enough, else they gather.
             draft_tokens: [G, K'] or flat [G*K'], -1 is "no draft here". K' <= K.
             num_contexts, batch_size: C and B; G = B - C.
             is_guided: the guided decoder has masked these logits already.
@@ -102,6 +104,12 @@ class Verification(nn.Module):
         Raises:
             ConfigError: the sizes do not fit each other.
         """
+        best = None
+        if isinstance(logits, ShardedLogits):
+            if self._needs_best_tokens_alone(spec_metadata):
+                best, logits = logits.best(), logits.part
+            else:
+                logits = logits.gathered()
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
         drafts = self._check_shapes(logits, draft_tokens, num_contexts, batch_size)
         if self.guided_decoder is not None and not is_guided:
@@ -112,7 +120,10 @@ class Verification(nn.Module):
             if candidates.step.logits_state is not None:
                 shaped = _shaped(candidates, candidates.step.logits_state)
                 candidates = replace(candidates, logits=shaped)
-            accepted = self._judge(candidates, spec_metadata)
+            if best is None:
+                accepted = self._judge(candidates, spec_metadata)
+            else:
+                accepted = self._judge_tokens(candidates, *best)
             tokens, lens = accepted.tokens, accepted.lens
             verified = tokens[:, : drafts.shape[1] + 1]
             self.after_acceptance(verified, lens, num_contexts, spec_metadata)
@@ -157,6 +168,26 @@ class Verification(nn.Module):
             judged = rule.judge(candidates)
         lens = self.apply_forced_acceptance(judged.lens, contexts, num_drafts, spec)
         return rule.finish(candidates, replace(judged, lens=lens))
+
+    def _needs_best_tokens_alone(self, spec: SpecMetadata) -> bool:
+        """Whether nothing but the target's best tokens matters to this step."""
+        is_changed = self.guided_decoder is not None or spec.logits_state is not None
+        is_greedy = spec.sampling is None or spec.sampling.all_greedy
+        decides = not self.judges_itself and not self.forces_itself
+        return is_greedy and not is_changed and decides and self.rule.needs_best_tokens_alone
+
+    def _judge_tokens(self, candidates: Candidates, tokens: Tensor, bad_rows: Tensor) -> Accepted:
+        """Applies the rule to greedy requests whose tokens [C + G*(K'+1)] int32 are chosen."""
+        output, lens = self.rule.accept(candidates, tokens)
+        if self.force_num_accepted_tokens > 0:
+            lens = forced_lens(
+                lens,
+                self.force_num_accepted_tokens,
+                candidates.num_contexts,
+                candidates.num_drafts,
+                candidates.sampling,
+            )
+        return self.rule.finish(candidates, Judged(output, lens, bad_rows))
 
     # -- what a subclass may override ----------------------------------------------------------
     def accept(

@@ -94,7 +94,7 @@ def _dequantized(
             f"{list(blocks)} of F32. Check weight_block_size in config.json, or copy the "
             "checkpoint again."
         )
-    return replace(source, dtype="F32", load=partial(_multiply, source, scale, size))
+    return replace(source, dtype="F32", load=partial(_multiply, source, scale, size), load_cut=None)
 
 
 def _multiply(source: TensorSource, scale: TensorSource, size: tuple[int, int]) -> Tensor:

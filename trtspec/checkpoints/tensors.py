@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .files import is_there
 from .json_object import read_json_object
@@ -45,11 +46,17 @@ class TensorSource:
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it: F32, BF16, I64, …
     load: Callable[[], Tensor] = field(repr=False)
+    load_cut: Callable[[Cut], Tensor] | None = field(default=None, repr=False)
+    """Reads a part without the rest; None: the whole tensor is read, and the part is kept."""
 
-    def read(self) -> Tensor:
-        """The tensor on the CPU. Raises CheckpointError where the file is damaged."""
+    def read(self, cut: Cut | None = None) -> Tensor:
+        """The tensor on the CPU, or a cut of it. Raises CheckpointError: the file is damaged."""
         try:
-            return self.load()
+            if cut is None:
+                return self.load()
+            if self.load_cut is not None:
+                return self.load_cut(cut)
+            return self.load().narrow(cut.dim, cut.start, cut.length)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(damaged(self.path, error)) from error
 
@@ -91,7 +98,14 @@ def open_checkpoint(
 def _safe_source(file: Any, name: str, path: Path) -> TensorSource:
     part = file.get_slice(name)
     shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
-    return TensorSource(name, path, shape, dtype, partial(file.get_tensor, name))
+    whole, cut = partial(file.get_tensor, name), partial(_read_cut, file, name)
+    return TensorSource(name, path, shape, dtype, whole, cut)
+
+
+def _read_cut(file: Any, name: str, cut: Cut) -> Tensor:
+    """Reads a cut along the first or the second dimension."""
+    span = slice(cut.start, cut.start + cut.length)
+    return file.get_slice(name)[(slice(None),) * cut.dim + (span,)]
 
 
 def _open_pickle(path: Path) -> dict[str, TensorSource]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
+from ..distributed.parallel import ONE_RANK, WHOLE, Cut, Parallel
 from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..models.config import DecoderConfig
+from ..models.cut import check_cut
 from ..models.decoder import MLP, Attention, Decoder
 from ..models.placement import Placement
 from .fp8 import dequantized
@@ -68,6 +72,7 @@ def load_decoder(
     kv_group: int = 0,
     pack: bool = True,
     num_positions: int | None = None,
+    parallel: Parallel = ONE_RANK,
 ) -> Decoder:
     """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
 
@@ -75,11 +80,14 @@ def load_decoder(
         pack: on CPU, weights in the layout its kernels like. False where derivatives are wanted, or
             the weights are to be cut first (`finish` packs them then).
         num_positions: the longest text; None is max_position_embeddings.
+        parallel: the ranks that the model is cut over. Each reads only its part.
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
+        ConfigError: the model cannot be cut over so many ranks.
     """
-    config = load_config(model_dir)
+    config = replace(load_config(model_dir), parallel=parallel)
+    check_cut(config, str(model_dir))
     _check_depth(config, model_dir)
     with sizes_alone(model_dir):
         model = Decoder(config, backend, kv_group, num_positions)
@@ -178,9 +186,11 @@ def placements(model: nn.Module, skip: Iterable[str] = ()) -> dict[str, Placemen
                 rows = _rows(part, owner)
             source = ".".join(filter(None, (parent, part, leaf)))
             order = _order(part, owner, rows)
-            placement_of[source] = Placement(
-                module, leaf, start, (rows, *parameter.shape[1:]), order
-            )
+            cut = _cut(part, model.get_submodule(module), owner, (rows, *parameter.shape[1:]))
+            shape = (rows, *parameter.shape[1:])
+            if cut is not None and cut.dim == 0:  # the last rank may have fewer rows than room
+                shape = (cut.length, *shape[1:])
+            placement_of[source] = Placement(module, leaf, start, shape, order, cut=cut)
             start += rows
     return placement_of
 
@@ -190,6 +200,14 @@ def _rows(part: str, owner: nn.Module) -> int:
         return owner.intermediate_size
     assert isinstance(owner, Attention)
     return (owner.num_heads if part == "q_proj" else owner.num_kv_heads) * owner.head_dim
+
+
+def _cut(part: str, module: nn.Module, owner: nn.Module, shape: tuple[int, ...]) -> Cut | None:
+    """Returns what this rank takes of a tensor that makes `shape` of a parameter; None is all."""
+    shard = getattr(module, "shard", WHOLE)
+    if isinstance(owner, Attention) and part in ("k_proj", "v_proj"):
+        shard = owner.kv_shard
+    return shard.source(shape[shard.dim]) if shard.dim < len(shape) else None  # or a bias
 
 
 def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
@@ -219,18 +237,29 @@ def place_tensors(
         setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
     for name, placement in placement_of.items():
         parameter = getattr(model.get_submodule(placement.module), placement.leaf)
-        source = sources[name].read()
+        if placement.is_elsewhere:
+            continue
+        source = sources[name].read(placement.cut)
         if placement.offset:
             source = source.float() + placement.offset
         data = parameter.data if placement.expert is None else parameter.data[placement.expert]
-        data.narrow(placement.dim, placement.start, placement.shape[placement.dim]).copy_(
+        length = placement.shape[placement.dim]
+        data.narrow(placement.dim, placement.start, length).copy_(
             source if placement.order is None else source[placement.order]
         )
+        if placement.cut is not None and placement.module.endswith("lm_head"):
+            data[length:].zero_()  # rows of no token, which fill up the last rank's part
 
 
 def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
-    """The RoPE tables to their device; on CPU the weights into the layout its kernels like."""
+    """The RoPE tables to their device; on CPU the weights into the layout its kernels like.
+
+    Of a layer whose outputs the ranks add up, the first rank alone keeps the bias.
+    """
     model.rope_tables.to(device)
+    for module in model.modules():
+        if isinstance(module, Linear) and module.bias is not None and module.sums_over.rank > 0:
+            module.bias.data.zero_()
     if device.type == "cpu" and pack:
         for module in model.modules():
             if isinstance(module, Linear | Experts):
@@ -239,13 +268,13 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
 
 def shape_problem(name: str, source: TensorSource, placement: Placement) -> str | None:
     """What is wrong with a tensor's shape or dtype, and its cure; None if it fits."""
-    if source.shape != placement.shape:
+    if source.shape != placement.source_shape:
         fields = _CONFIG_FIELDS.get(name.rsplit(".", 2)[-2], "hidden_size")
         if re.search(r"experts?\.|\.moe\.", name):  # of a mixture: routed or shared
             fields = "the experts' number and sizes (moe_intermediate_size, …) and hidden_size"
         return (
             f"{source.name} in {source.path} has shape {list(source.shape)}, but config.json makes "
-            f"it {list(placement.shape)}. Check {fields} there."
+            f"it {list(placement.source_shape)}. Check {fields} there."
         )
     if source.dtype not in FLOATS:
         return (
@@ -337,7 +366,6 @@ def _values_from_keys(
 
 def _tie(model: Decoder, lm_head: TensorSource | None, model_dir: Path) -> None:
     weight = model.embed_tokens.weight
-    assert isinstance(weight, nn.Parameter)
     if lm_head is not None:
         same = lm_head.shape == tuple(weight.shape)
         if not same or not torch.equal(lm_head.read().to(weight), weight):
@@ -346,4 +374,11 @@ def _tie(model: Decoder, lm_head: TensorSource | None, model_dir: Path) -> None:
                 "model.embed_tokens.weight. Set tie_word_embeddings to false to use both, or "
                 "remove lm_head.weight."
             )
-    model.lm_head.weight = weight
+    head = model.lm_head
+    cut = head.shard.source(head.out_features)
+    if cut is not None:  # a view, but for the rows that fill up the last rank's part
+        rows = weight.data.narrow(0, cut.start, cut.length)
+        missing = head.out_features - cut.length
+        rows = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        weight = nn.Parameter(rows, requires_grad=False)
+    head.weight = weight

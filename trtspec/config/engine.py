@@ -22,6 +22,8 @@ P = ParamSpec("P")
 
 MAX_BATCH_SIZE = 2**20
 """A sanity bound: no cache holds more requests."""
+MAX_RANKS = 1024
+RANK_BACKENDS = ("mp", "torchrun")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 
@@ -143,6 +145,13 @@ class EngineConfig:
         attn_backend: "auto" (Triton's kernel on CUDA, else torch's operations), "torch" or, on
             CUDA, "triton" or "flashinfer". The last compiles a kernel when a shape is first used,
             for which it needs nvcc.
+        tensor_parallel_size: GPUs that the model is cut over, one process each
+            (docs/several_gpus.md). None is 1, or under torchrun all that it started.
+        moe_expert_parallel_size: over how many of them the experts of a mixture are dealt out; the
+            rest cut each expert's width. It divides tensor_parallel_size.
+        backend: "mp" starts those processes on this machine, "torchrun" has started them. None is
+            "torchrun" where torchrun is at work, else "mp".
+        pipeline_parallel_size: only 1.
 
     Raises:
         ConfigError: a value is of the wrong type, or out of a range that no model widens.
@@ -166,6 +175,14 @@ class EngineConfig:
     attn_backend: str = field(
         default="auto", metadata={"help": "auto, torch, triton or flashinfer."}
     )
+    tensor_parallel_size: int | None = field(
+        default=None, metadata={"help": "GPUs that the model is cut over."}
+    )
+    moe_expert_parallel_size: int = field(
+        default=1, metadata={"help": "Over how many of them experts are dealt out."}
+    )
+    backend: str | None = None
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
@@ -188,6 +205,20 @@ class EngineConfig:
             raise ConfigError(
                 f"attn_backend={self.attn_backend!r}: use 'auto', 'torch', 'triton' or "
                 "'flashinfer'."
+            )
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size is not None:
+            check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
+        if self.backend not in (None, *RANK_BACKENDS):
+            raise ConfigError(f"backend={shown(self.backend)}: use 'mp', 'torchrun' or None.")
+        if self.pipeline_parallel_size != 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={shown(self.pipeline_parallel_size)}: a step is one graph "
+                "on every rank, which stages after one another would break up. Use "
+                "tensor_parallel_size and moe_expert_parallel_size."
             )
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..attention.dense import DensePass
 from ..checkpoints.heads.mtp_layouts import mtp_layout
+from ..distributed.logits import whole
 from ..models.decoder import Decoder
 from ..train.unroll import DraftStep, Sequences, StepScore, score, teach
 from .exam import Exam
@@ -33,7 +34,7 @@ class DraftModel(nn.Module):
         self.model, self.mask_token_id = model, mask_token_id
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
-        return self.model.compute_logits(hidden)
+        return whole(self.model.compute_logits(hidden))
 
 
 class DraftModelExam(Exam):

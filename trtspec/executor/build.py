@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,18 +17,30 @@ from ..checkpoints.hf_config import load_config
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
-from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig
+from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig, UserProvidedDecodingConfig
+from ..distributed.parallel import ONE_RANK, Parallel
+from ..distributed.world import World, open_world, torchrun_size
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
-from ..state.kv_cache import KVCacheManager
+from ..state.kv_cache import KVCacheManager, KVGroupSpec
 from ..utils import renamed
 from ..workers import create_worker
+from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
 from .device import attention_backend, resolve_device, resolve_dtype
-from .drafters import LoadedTarget, drafter_loader
+from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .py_executor import PyExecutor
+from .ranks import (
+    EngineLink,
+    Follower,
+    LeadingRunner,
+    LinkedKVCache,
+    all_or_none,
+    minimum_of_ranks,
+)
 from .runner import DraftVocab, EngineParts, StepRunner
+from .saving import HiddenStatesSaver
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +66,128 @@ def build_executor(
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         engine = EngineConfig(engine, *old_arguments, **old_options)
     device = resolve_device(engine.device)
-    backend = attention_backend(engine.attn_backend, device)
+    num_ranks, launcher = _ranks(engine)
+    if num_ranks == 1:
+        return _executor(*_build(engine, device, None))
+    world = open_world(num_ranks, launcher, device)
+    if not world.is_leader:  # of a script that torchrun runs on every rank
+        from .follower import follow
+
+        follow(world)
+    link = EngineLink.new(world)
+    link.tell("build", _without_host_code(engine))
+    return _executor(*_build(engine, world.device, link))
+
+
+def _ranks(engine: EngineConfig) -> tuple[int, str]:
+    """Returns how many ranks there are, and what starts them.
+
+    Raises:
+        ConfigError: the sizes do not fit each other, or what torchrun started.
+    """
+    started, asked = torchrun_size(), engine.tensor_parallel_size
+    launcher = engine.backend or ("mp" if started is None else "torchrun")
+    if launcher == "torchrun" and started is None:
+        raise ConfigError(
+            "backend='torchrun', but torchrun did not start this process. Start it by torchrun "
+            "--nproc-per-node N, or use backend='mp'."
+        )
+    size = asked or (started if launcher == "torchrun" and started else 1)
+    if launcher == "torchrun" and size not in (1, started):
+        raise ConfigError(
+            f"tensor_parallel_size={size}, but torchrun started {started} ranks. Give that number, "
+            "or leave it out."
+        )
+    if size % engine.moe_expert_parallel_size:
+        raise ConfigError(
+            f"moe_expert_parallel_size={engine.moe_expert_parallel_size} does not divide "
+            f"tensor_parallel_size={size}."
+        )
+    return size, launcher
+
+
+def build_follower(engine: EngineConfig, world: World) -> Follower:
+    """Builds what a rank other than the first has of an engine.
+
+    Raises:
+        TrtspecError: on all ranks alike, if one cannot.
+    """
+    link = EngineLink(world, -1)
+    runner, _, _ = _build(engine, world.device, link)
+    return Follower(runner, world)
+
+
+def _executor(
+    runner: StepRunner, config: ExecutorConfig, saver: HiddenStatesSaver | None
+) -> PyExecutor:
+    executor = PyExecutor(runner, config, saver)
+    if executor.forced_acceptance is not None:
+        logger.warning(
+            "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "
+            "whatever the target says. The text is not the model's.",
+            executor.forced_acceptance,
+        )
+    return executor
+
+
+class _Loaded(NamedTuple):
+    """What is loaded before ranks agree on sizes."""
+
+    target: LoadedTarget
+    drafter: LoadedDrafter
+    worker: SpecWorkerBase
+    needs: CacheNeeds
+    specs: list[KVGroupSpec]
+    num_blocks: list[int]  # of each group, as many as this rank's memory holds
+
+
+def _build(
+    engine: EngineConfig, device: torch.device, link: EngineLink | None
+) -> tuple[StepRunner, ExecutorConfig, HiddenStatesSaver | None]:
     loader = drafter_loader(engine.speculative_config)
+    parallel = ONE_RANK
+    if link is not None:
+        parallel = Parallel(link.world.comm, engine.moe_expert_parallel_size)
+    with nullcontext() if link is None else all_or_none(link.world):
+        loaded = _load(engine, loader, device, parallel)
+    target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
+    if link is not None:
+        num_blocks = minimum_of_ranks(link.world, num_blocks)
+    config = _executor_config(
+        engine,
+        max_seq_len=longest_sequence(num_blocks, loaded.specs, loaded.needs),
+        rows=loaded.needs.rows,
+        is_cuda=device.type == "cuda",
+        cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
+    )
+    sizes = loaded.specs, num_blocks, loaded.needs.page_size, device
+    parts = EngineParts(
+        target=target.model,
+        worker=loaded.worker,
+        draft_model=drafter.model,
+        draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
+        kv_cache=KVCacheManager(*sizes) if link is None else LinkedKVCache(*sizes, link=link),
+        mode=drafter.mode,
+        device=device,
+        layers_to_capture=drafter.layers_to_capture,
+    )
+    if link is None:
+        return StepRunner(parts, config), config, loader.saver(target)
+    if not link.world.is_leader:
+        return StepRunner(parts, config), config, None
+    return LeadingRunner(parts, config, link), config, loader.saver(target)
+
+
+def _load(
+    engine: EngineConfig, loader: DrafterLoader, device: torch.device, parallel: Parallel
+) -> _Loaded:
+    backend = attention_backend(engine.attn_backend, device)
     directory = resolve_model(engine.model)
     target_config = load_config(directory)
     seq_len = _sequence_length(engine.max_seq_len, [target_config, *loader.position_limits])
-    target = _load_target(engine, directory, target_config, device, backend, seq_len)
+    target = _load_target(
+        engine, directory, replace(target_config, parallel=parallel), device, backend, seq_len
+    )
     drafter = loader.load(target)
     worker = create_worker(drafter.config, drafter.mask_token_id)
     needs = CacheNeeds(
@@ -73,31 +202,20 @@ def build_executor(
     models = [target.model] if drafter.model is None else [target.model, drafter.model]
     specs = [spec for model in models for spec in model.kv_group_specs(target.dtype)]
     num_blocks = size_cache(engine.kv_cache, specs, needs, device)
-    config = _executor_config(
-        engine,
-        max_seq_len=longest_sequence(num_blocks, specs, needs),
-        rows=needs.rows,
-        is_cuda=device.type == "cuda",
-        cuda_graph=graph_config(engine.cuda_graph_config, backend, device, drafter.mode),
-    )
-    parts = EngineParts(
-        target=target.model,
-        worker=worker,
-        draft_model=drafter.model,
-        draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
-        kv_cache=KVCacheManager(specs, num_blocks, needs.page_size, device),
-        mode=drafter.mode,
-        device=device,
-        layers_to_capture=drafter.layers_to_capture,
-    )
-    executor = PyExecutor(StepRunner(parts, config), config, loader.saver(target))
-    if executor.forced_acceptance is not None:
-        logger.warning(
-            "Forced acceptance is on: %g draft tokens per step (bonus not counted) are accepted "
-            "whatever the target says. The text is not the model's.",
-            executor.forced_acceptance,
-        )
-    return executor
+    return _Loaded(target, drafter, worker, needs, specs, num_blocks)
+
+
+def _without_host_code(engine: EngineConfig) -> EngineConfig:
+    """Returns the config as other ranks get it: a drafter that runs on the host runs on one."""
+    spec = engine.speculative_config
+    if isinstance(spec, UserProvidedDecodingConfig):
+        return replace(engine, speculative_config=replace(spec, drafter=_NoDrafter()))
+    return engine
+
+
+class _NoDrafter:
+    def draft(self, request_id: int, token_ids: list[int], max_draft_len: int) -> list[int]:
+        raise AssertionError("rank 0 alone drafts on the host")
 
 
 def graph_config(
@@ -137,7 +255,14 @@ def _load_target(
     num_positions = None if config.rope_parameters.get("mrope_section") else seq_len
     dtype = resolve_dtype(engine.dtype, config, device)
     try:
-        model = load_decoder(directory, dtype, device, backend, num_positions=num_positions)
+        model = load_decoder(
+            directory,
+            dtype,
+            device,
+            backend,
+            num_positions=num_positions,
+            parallel=config.parallel,
+        )
     except torch.OutOfMemoryError as error:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
         raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.logits import whole
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
 from ..ops.step.rows import save_step
@@ -84,7 +85,7 @@ def forward_step(
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
     logprobs = None
     if num_logprobs is not None:
-        logprobs = token_logprobs(logits, outputs["new_tokens"], contexts, num_logprobs)
+        logprobs = token_logprobs(whole(logits), outputs["new_tokens"], contexts, num_logprobs)
     return StepOutputs(
         new_tokens=outputs["new_tokens"],
         new_tokens_lens=lens,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..distributed.parallel import WHOLE, Shard
 from ..ops.experts.torch import grouped_experts
 from ..ops.layer.activation import silu_and_mul
 from .linear import Linear
@@ -21,6 +22,8 @@ class Experts(nn.Module):
 
     Args:
         gate_and_mul: what stands between the two products, [n, 2I] -> [n, I].
+        num_experts: of this rank, from expert `first` of `total` on. The others add nothing here.
+        inner: I, of the part that this rank has of each expert's width; `shard` says which part.
     """
 
     def __init__(
@@ -29,8 +32,13 @@ class Experts(nn.Module):
         size: int,
         inner: int,
         gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+        *,
+        first: int = 0,
+        total: int | None = None,
+        shard: Shard = WHOLE,
     ):
         super().__init__()
+        self.first, self.total, self.shard = first, total or num_experts, shard
         self.num_experts, self.size, self.inner = num_experts, size, inner
         self.gate_and_mul = gate_and_mul
         self.gate_up_proj: nn.Parameter | None = nn.Parameter(
@@ -59,13 +67,17 @@ class Experts(nn.Module):
             x: [T, D]. ids, weights: [T, k] int64 and float32, as `route` returns them.
 
         Returns:
-            [T, D], x's dtype.
+            [T, D], x's dtype; with several ranks, this one's part of the sum.
         """
+        if self.num_experts < self.total:
+            ids = ids - self.first
+            ids = torch.where((ids < 0) | (ids >= self.num_experts), self.num_experts, ids)
         if not x.is_cuda:
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
         stacked = self.gate_up_proj, self.down_proj
-        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul)
+        has_others = self.num_experts < self.total
+        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul, has_others)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.
@@ -74,7 +86,7 @@ class Experts(nn.Module):
         chosen is free on the CPU.)
         """
         out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in ids.unique().tolist():
+        for expert in ids[ids < self.num_experts].unique().tolist():
             rows, choices = (ids == expert).nonzero(as_tuple=True)
             y = self._expert(expert, x[rows]).float() * weights[rows, choices, None]
             out = out.index_add(0, rows, y)

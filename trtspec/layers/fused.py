@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.comm import ALONE
 from ..ops.launch import native
 from ..ops.layer import cublaslt
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -60,7 +61,20 @@ def linear(
     Args:
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
         in_place: the sum takes the residual's memory.
+
+    Where several ranks have parts of the sum, the first adds the residual to its own.
     """
+    ranks = getattr(layer, "sums_over", ALONE)
+    if ranks.size == 1:
+        return _own_part(inputs, layer, norms, residual, in_place)
+    added = residual if ranks.rank == 0 else None
+    return ranks.all_reduce(_own_part(inputs, layer, norms, added, in_place))
+
+
+def _own_part(
+    inputs: Inputs, layer: Any, norms: Norms, residual: Tensor | None, in_place: bool
+) -> Tensor:
+    """`linear` on one rank."""
     kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
     # A backward pass needs what was there.
     in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..distributed.comm import ALONE, Communicator
+from ..distributed.parallel import WHOLE, Shard
 from ..ops.launch.machine import INVARIANT_ROWS
 from ..ops.layer import cublaslt
 
@@ -26,11 +28,26 @@ _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for i
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `weight` [out, in]; after `pack()` on CPU the packed copy replaces it."""
+    """y = x W^T + b. `weight` [out, in]; after `pack()` on CPU the packed copy replaces it.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool):
+    Args:
+        in_features, out_features: of the part of the weight that this rank holds.
+        shard: which part that is.
+        sums_over: of a weight cut along its inputs, the ranks with the other parts: `fused.linear`
+            adds up what they return. The first rank alone has the bias; the others' is zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        shard: Shard = WHOLE,
+        sums_over: Communicator = ALONE,
+    ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
+        self.shard, self.sums_over = shard, sums_over
         self.weight: nn.Parameter | None = nn.Parameter(
             torch.empty(out_features, in_features), requires_grad=False
         )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..distributed.parallel import ONE_RANK, Parallel
+
 
 @dataclass(frozen=True)
 class MoENames:
@@ -113,6 +115,8 @@ class DecoderConfig:
     dtype: str = "float32"  # the checkpoint's
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The HF config as a dict: what a later feature needs without a new field here."""
+    parallel: Parallel = field(default=ONE_RANK, repr=False, compare=False)
+    """The ranks that the model is cut over. All sizes above are of the whole model."""
 
     @property
     def reads_images_whole(self) -> bool:
@@ -139,3 +143,18 @@ class DecoderConfig:
         if not self.layer_types:
             return self
         return replace(self, **self.type_fields.get(self.layer_types[layer], {}))
+
+    def part_of_layer(self, layer: int) -> DecoderConfig:
+        """Returns `of_layer` with the heads and the width of this rank's part of the layer.
+
+        Its mixture, which `moe_of_layer` returns, is whole: `MoE` cuts it.
+        """
+        config, size = self.of_layer(layer), self.parallel.size
+        if size == 1:
+            return config
+        return replace(
+            config,
+            num_heads=config.num_heads // size,
+            num_kv_heads=max(1, config.num_kv_heads // size),
+            intermediate_size=config.intermediate_size // size,
+        )

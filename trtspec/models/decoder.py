@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
 from ..attention.images import attend
+from ..distributed.comm import ALONE
+from ..distributed.logits import ShardedLogits
 from ..layers.embedding import Embedding, embed
 from ..layers.fused import (
     Inputs,
@@ -44,6 +46,7 @@ from ..layers.fused import (
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
+from ..layers.vocabulary import sharded, vocabulary_head
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.layer.norm import add_normed
@@ -77,18 +80,21 @@ class Attention(nn.Module):
         self.layer, self.backend = layer, backend
         self.kv_group, self.cache_layer = kv_group + location.group, location.index
         self.sanitize_kv = False
-        self.window, config = config.window(layer), config.of_layer(layer)
+        parallel, num_kv_heads = config.parallel, config.of_layer(layer).num_kv_heads
+        self.window, config = config.window(layer), config.part_of_layer(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.norms_values = config.value_norm
         self.images_attend_both_ways = config.images_attend_both_ways
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(input_size or config.hidden_size, qkv, bias=config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias)
+        size, queries = config.hidden_size, config.num_heads * config.head_dim
+        self.qkv_proj = Linear(input_size or size, qkv, config.qkv_bias, parallel.shard())
+        self.kv_shard = parallel.kv_shard(num_kv_heads)
+        self.o_proj = Linear(queries, size, config.o_bias, parallel.shard(1), parallel.comm)
         self.g_proj: Linear | None = None
         if config.head_gate:
-            self.g_proj = Linear(config.hidden_size, config.num_heads, bias=False)
+            self.g_proj = Linear(size, config.num_heads, bias=False, shard=parallel.shard())
         norm = config.head_dim, config.rms_norm_eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
         self.k_norm = RMSNorm(*norm) if config.qk_norm else None
@@ -180,11 +186,20 @@ def keep_kv_finite(drafter: nn.Module) -> None:
 
 
 class MLP(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    """A gated MLP.
+
+    Args:
+        config: of this rank's part of the layer (`part_of_layer`).
+        sums: whether `forward` adds up what the ranks return; else their parts are returned.
+    """
+
+    def __init__(self, config: DecoderConfig, sums: bool = True):
         super().__init__()
-        inner = self.intermediate_size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, 2 * inner, config.mlp_bias)
-        self.down_proj = Linear(inner, config.hidden_size, config.mlp_bias)
+        inner, parallel = config.intermediate_size, config.parallel
+        self.intermediate_size, size = inner, config.hidden_size
+        self.gate_up_proj = Linear(size, 2 * inner, config.mlp_bias, parallel.shard())
+        ranks = parallel.comm if sums else ALONE
+        self.down_proj = Linear(inner, size, config.mlp_bias, parallel.shard(1), ranks)
         self.gated = geglu if config.activation == "gelu_tanh" else swiglu
         if config.swiglu_limit is not None:
             assert self.gated is swiglu
@@ -199,17 +214,18 @@ class MLP(nn.Module):
 
 def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
     """Returns what the layer has behind its attention: an MLP or a mixture of experts."""
-    moe, config = config.moe_of_layer(layer), config.of_layer(layer)
+    moe, parallel, config = config.moe_of_layer(layer), config.parallel, config.part_of_layer(layer)
     if moe is None:
         return MLP(config)
     if moe.beside_mlp:
         norm = config.rms_norm_eps, config.norm_offset
-        return MoEBesideMLP(moe, config.hidden_size, MLP(config), *norm)
+        return MoEBesideMLP(moe, config.hidden_size, MLP(config), *norm, parallel)
     shared = None
     if moe.shared_intermediate_size:
-        inner, limit = moe.shared_intermediate_size, moe.shared_swiglu_limit
-        shared = MLP(replace(config, intermediate_size=inner, swiglu_limit=limit, mlp_bias=False))
-    return MoE(moe, config.hidden_size, shared)
+        inner, limit = moe.shared_intermediate_size // parallel.size, moe.shared_swiglu_limit
+        shared_config = replace(config, intermediate_size=inner, swiglu_limit=limit, mlp_bias=False)
+        shared = MLP(shared_config, sums=False)  # the mixture adds up both at once
+    return MoE(moe, config.hidden_size, shared, parallel)
 
 
 def attention_class(layer_config: DecoderConfig) -> Any:
@@ -303,7 +319,7 @@ class Decoder(nn.Module):
             layer_class(config, i, backend, kv_group) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = vocabulary_head(config.hidden_size, config.vocab_size, config.parallel)
         self.rope_tables = RopeTables(config, num_positions)
 
     def forward(
@@ -338,6 +354,9 @@ class Decoder(nn.Module):
         """Leaves out the logits of tokens from `count` on. Call it before weights are packed."""
         head = self.lm_head
         assert head.weight is not None
+        if head.shard.count > 1:
+            head.shard = replace(head.shard, full=min(count, self.config.vocab_size))
+            return
         head.weight = nn.Parameter(head.weight.data[:count], requires_grad=False)
         head.out_features = head.weight.shape[0]
 
@@ -345,7 +364,9 @@ class Decoder(nn.Module):
         """The KV groups that the layers need, in the order that their numbers mean."""
         return kv_group_specs(self.config, dtype)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] -> logits [R, V], model dtype."""
+    def compute_logits(self, hidden: Tensor) -> Tensor | ShardedLogits:
+        """hidden [R, D] -> logits [R, V], model dtype; with several ranks, this one's part."""
         logits, cap = linear((hidden,), self.lm_head), self.config.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return sharded(logits, self.lm_head, self.config.parallel)

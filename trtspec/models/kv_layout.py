@@ -57,7 +57,7 @@ def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpe
 
 
 def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int, int | None]:
-    layer_config = config.of_layer(layer)
+    layer_config = config.part_of_layer(layer)
     if layer_config.mla is not None:
         return config.window(layer), 1, layer_config.mla.latent_dim, layer_config.mla.kv_lora_rank
     return config.window(layer), layer_config.num_kv_heads, layer_config.head_dim, None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionBackend
 from ..attention.dense import DensePass
+from ..distributed.parallel import WHOLE, Shard
 from ..layers.fused import Inputs, Norms, linear
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
@@ -38,7 +39,8 @@ class MLAttention(nn.Module):
         self.layer, self.backend = layer, backend
         self.kv_group, self.cache_layer = kv_group + location.group, location.index
         self.sanitize_kv = False
-        self.window, config = config.window(layer), config.of_layer(layer)
+        parallel = config.parallel
+        self.window, config = config.window(layer), config.part_of_layer(layer)
         assert config.mla is not None
         self.mla, self.num_heads = config.mla, config.num_heads
         m, heads, size = config.mla, config.num_heads, config.hidden_size
@@ -50,12 +52,14 @@ class MLAttention(nn.Module):
         self.q_b_proj: Linear | None = None
         if m.q_lora_rank is not None:
             self.q_a_layernorm = RMSNorm(m.q_lora_rank, LATENT_NORM_EPS)
-            self.q_b_proj = Linear(m.q_lora_rank, queries, bias=False)
+            self.q_b_proj = Linear(m.q_lora_rank, queries, bias=False, shard=parallel.shard())
         self.kv_a_layernorm = RMSNorm(m.kv_lora_rank, LATENT_NORM_EPS)
         rows = heads * (m.qk_nope_head_dim + m.v_head_dim)
         self.kv_b_proj = nn.Parameter(torch.empty(rows, m.kv_lora_rank), requires_grad=False)
         """All heads' W_UK, then all heads' W_UV."""
-        self.o_proj = Linear(heads * m.v_head_dim, size, bias=False)
+        shard = parallel.shard(1)
+        self.o_proj = Linear(heads * m.v_head_dim, size, False, shard, parallel.comm)
+        self.head_shard = parallel.shard()
 
     def forward(
         self,
@@ -146,25 +150,34 @@ class MLAttention(nn.Module):
         kv_b_order = torch.cat([kv_b[:, : len(nope)].flatten(), kv_b[:, len(nope) :].flatten()])
 
         def placement(
-            module: str, start: int = 0, rows: int | None = None, order: Tensor | None = None
+            module: str,
+            shard: Shard = WHOLE,
+            start: int = 0,
+            rows: int | None = None,
+            order: Tensor | None = None,
         ) -> Placement:
             owner, leaf = (
                 (self, module) if module == "kv_b_proj" else (getattr(self, module), "weight")
             )
             shape = getattr(owner, leaf).shape
             path = name if owner is self else f"{name}.{module}"
-            return Placement(path, leaf, start, (rows or shape[0], *shape[1:]), order)
+            shape = rows or shape[0], *shape[1:]
+            cut = shard.source(shape[shard.dim])
+            return Placement(path, leaf, start, shape, order, cut=cut)
 
+        heads = self.head_shard
         placement_of = {
-            "kv_a_proj_with_mqa": placement("a_proj", self.q_size, m.latent_dim, kv_a_order),
+            "kv_a_proj_with_mqa": placement(
+                "a_proj", start=self.q_size, rows=m.latent_dim, order=kv_a_order
+            ),
             "kv_a_layernorm": placement("kv_a_layernorm"),
-            "kv_b_proj": placement("kv_b_proj", order=kv_b_order),
-            "o_proj": placement("o_proj"),
+            "kv_b_proj": placement("kv_b_proj", heads, order=kv_b_order),
+            "o_proj": placement("o_proj", self.o_proj.shard),
         }
         if m.q_lora_rank is None:
-            placement_of["q_proj"] = placement("a_proj", rows=self.q_size, order=q_order)
+            placement_of["q_proj"] = placement("a_proj", heads, rows=self.q_size, order=q_order)
         else:
             placement_of["q_a_proj"] = placement("a_proj", rows=self.q_size)
             placement_of["q_a_layernorm"] = placement("q_a_layernorm")
-            placement_of["q_b_proj"] = placement("q_b_proj", order=q_order)
+            placement_of["q_b_proj"] = placement("q_b_proj", heads, order=q_order)
         return {f"{name}.{part}.weight": where for part, where in placement_of.items()}

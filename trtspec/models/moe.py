@@ -3,11 +3,13 @@ it (Gemma-4)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..distributed.parallel import ONE_RANK, Cut, Parallel, Shard
 from ..layers.experts import Experts
 from ..layers.norm import RMSNorm
 from ..ops.experts.torch import route, router_logits
@@ -61,16 +63,26 @@ class NormedRouter(Router):
 class MoE(nn.Module):
     """Routed experts and, where there are shared ones, an MLP that every row goes through too."""
 
-    def __init__(self, config: MoEConfig, size: int, shared_experts: Any = None):
-        """`shared_experts` is an `MLP` of the decoder's, or None."""
+    def __init__(
+        self,
+        config: MoEConfig,
+        size: int,
+        shared_experts: Any = None,
+        parallel: Parallel = ONE_RANK,
+    ):
+        """`shared_experts` is an `MLP` that does not add up the ranks' parts, or None."""
         super().__init__()
-        self.gate, self.experts = Router(config, size), _experts(config, size)
-        self.shared_experts = shared_experts
+        self.gate, self.experts = Router(config, size), _experts(config, size, parallel)
+        self.shared_experts, self.ranks = shared_experts, parallel.comm
 
     def forward(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """hidden + MoE(norm(hidden)), [T, D], in hidden's memory."""
         x = norm(hidden)
         routed = self.experts(x, *self.gate(x))
+        if self.ranks.size > 1:
+            if self.shared_experts is not None:
+                routed = routed + self.shared_experts(hidden, norm, adds=False)
+            return hidden.add_(self.ranks.all_reduce(routed))
         if self.shared_experts is not None:
             hidden = self.shared_experts(hidden, norm)
         return hidden + routed if torch.is_grad_enabled() else hidden.add_(routed)
@@ -93,11 +105,20 @@ class MoEBesideMLP(nn.Module):
         post_1(mlp(norm(hidden))) + post_2(experts(pre_2(hidden)))
     """
 
-    def __init__(self, config: MoEConfig, size: int, mlp: Any, eps: float, offset: float):
+    def __init__(
+        self,
+        config: MoEConfig,
+        size: int,
+        mlp: Any,
+        eps: float,
+        offset: float,
+        parallel: Parallel = ONE_RANK,
+    ):
         """`mlp` is an `MLP` of the decoder's; `eps` and `offset` are of the norms."""
         super().__init__()
-        self.mlp = mlp
-        self.router, self.experts = NormedRouter(config, size, eps), _experts(config, size)
+        self.mlp, self.ranks = mlp, parallel.comm
+        self.router = NormedRouter(config, size, eps)
+        self.experts = _experts(config, size, parallel)
         self.post_feedforward_layernorm_1 = RMSNorm(size, eps, offset)
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps, offset)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps, offset)
@@ -107,6 +128,7 @@ class MoEBesideMLP(nn.Module):
         assert not adds
         dense = self.post_feedforward_layernorm_1(self.mlp(hidden, norm, adds=False))
         routed = self.experts(self.pre_feedforward_layernorm_2(hidden), *self.router(hidden))
+        routed = self.ranks.all_reduce(routed)
         return add_normed(dense, routed, self.post_feedforward_layernorm_2)
 
     def placements(self, name: str) -> dict[str, Placement]:
@@ -138,9 +160,14 @@ class MoEBesideMLP(nn.Module):
         return placement_of
 
 
-def _experts(config: MoEConfig, size: int) -> Experts:
+def _experts(config: MoEConfig, size: int, parallel: Parallel) -> Experts:
+    """Returns this rank's part of a mixture: some experts, or some of each one's width."""
     between = gate_and_mul(config.activation, config.swiglu_limit)
-    return Experts(config.num_experts, size, config.intermediate_size, between)
+    count, ranks = config.num_experts // parallel.expert_ranks, parallel.width_ranks
+    first = parallel.rank // ranks * count
+    width = config.intermediate_size // ranks
+    shard = Shard(0, parallel.rank % ranks, ranks)
+    return Experts(count, size, width, between, first=first, total=config.num_experts, shard=shard)
 
 
 def _beside(name: str, tensor: str) -> str:
@@ -164,30 +191,57 @@ def _expert_placements(
     experts: Experts, names: MoENames, module: str, name: str
 ) -> dict[str, Placement]:
     """Of one tensor for each expert and part, or one for each part."""
-    count, size, inner = experts.num_experts, experts.size, experts.inner
+    first, size, inner = experts.first, experts.size, experts.inner
     parts = _parts(size, inner)
     if names.has_gate_up:
         parts = (("gate_up_proj", "gate_up_proj", 0, (2 * inner, size)), parts[-1])
     placement_of = {}
     for part, leaf, start, shape in parts:
         if "{expert}" in names.expert:
-            for e in range(count):
+            cut = _width_cut(experts, part, shape)
+            for e in range(experts.total):
                 source = names.expert.format(expert=e, part=part)
                 placement_of[_beside(name, source)] = Placement(
-                    module, leaf, start, shape, expert=e
+                    module,
+                    leaf,
+                    start,
+                    shape,
+                    expert=e - first,
+                    cut=cut,
+                    is_elsewhere=not first <= e < first + experts.num_experts,
                 )
         else:
             source = _beside(name, names.expert.format(part=part))
-            placement_of[source] = Placement(module, leaf, start, (count, *shape), dim=1)
+            placement_of[source] = _stacked(experts, part, Placement(module, leaf, start, shape))
     return placement_of
+
+
+def _width_cut(experts: Experts, part: str, shape: tuple[int, ...]) -> Cut | None:
+    """Returns what a rank takes of one expert's tensor."""
+    shard = replace(experts.shard, dim=1 if part == "down_proj" else 0)
+    return shard.source(shape[shard.dim])
+
+
+def _stacked(experts: Experts, part: str, of_one: Placement) -> Placement:
+    """Returns the placement of all experts' tensors of a kind as one, [E, …]."""
+    count, shape = experts.num_experts, of_one.shape
+    cut = _width_cut(experts, part, shape)
+    if cut is not None:
+        cut = cut._replace(dim=cut.dim + 1)
+    elif count < experts.total:
+        cut = Cut(0, experts.first, count, experts.total)
+    return replace(of_one, shape=(count, *shape), dim=1, cut=cut)
 
 
 def _mlp_placements(mlp: Any, source: str, module: str) -> dict[str, Placement]:
     size = mlp.down_proj.out_features
-    return {
-        f"{source}.{part}.weight": Placement(f"{module}.{leaf}", "weight", start, shape)
-        for part, leaf, start, shape in _parts(size, mlp.intermediate_size)
-    }
+    placement_of = {}
+    for part, leaf, start, shape in _parts(size, mlp.intermediate_size):
+        shard = getattr(mlp, leaf).shard
+        placement_of[f"{source}.{part}.weight"] = Placement(
+            f"{module}.{leaf}", "weight", start, shape, cut=shard.source(shape[shard.dim])
+        )
+    return placement_of
 
 
 def _parts(size: int, inner: int) -> tuple[tuple[str, str, int, tuple[int, int]], ...]:

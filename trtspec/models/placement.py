@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..distributed.parallel import Cut
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one checkpoint tensor goes: rows `start:start + shape[0]` of a module's parameter, or
-    of another of its dimensions."""
+    """Where one checkpoint tensor, or this rank's cut of it, goes: rows `start:start + shape[0]` of
+    a module's parameter, or of another of its dimensions."""
 
     module: str
     leaf: str
@@ -22,3 +24,12 @@ class Placement:
     dtype: torch.dtype | None = None  # of the parameter; None is the model's
     offset: float = 0.0  # added to the source in float32
     dim: int = 0  # that `start` counts along
+    cut: Cut | None = None  # of the source; None is all of it
+    is_elsewhere: bool = False  # another rank has it: checked here, not read
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have."""
+        if self.cut is None:
+            return self.shape
+        return (*self.shape[: self.cut.dim], self.cut.full, *self.shape[self.cut.dim + 1 :])

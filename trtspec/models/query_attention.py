@@ -33,13 +33,15 @@ class QueryAttention(nn.Module):
         location, self.kv_layer = kv_locations(config)[layer], config.kv_layer(layer)
         self.kv_group, self.cache_layer = kv_group + location.group, location.index
         self.backend, self.window = backend, config.window(layer)
-        config = config.of_layer(layer)
+        parallel, config = config.parallel, config.part_of_layer(layer)
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.images_attend_both_ways = config.images_attend_both_ways
         width = config.num_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias)
-        self.o_proj = Linear(width, config.hidden_size, config.o_bias)
+        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, parallel.shard())
+        self.o_proj = Linear(
+            width, config.hidden_size, config.o_bias, parallel.shard(1), parallel.comm
+        )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
     def forward(

@@ -159,7 +159,7 @@ class KVCacheManager:
                     unseen.append(table[i])
                 table[i] = NULL_BLOCK
             if blocks:
-                self._zero(self.groups[g], unseen)
+                self.zero(g, unseen)
                 self._pools[g].free(blocks)
                 self._versions[request_id] = next(self._clock)
 
@@ -173,8 +173,8 @@ class KVCacheManager:
 
     def start_over(self) -> None:
         """Gives back every block, zeroed, after an exception."""
-        for group, pool in zip(self.groups, self._pools, strict=True):
-            self._zero(group, pool.taken)
+        for group, pool in enumerate(self._pools):
+            self.zero(group, pool.taken)
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
         self._tables, self._versions = {}, {}
 
@@ -192,14 +192,15 @@ class KVCacheManager:
         Masked reads multiply stale values by zero, and 0 * NaN would poison the next request that
         gets the blocks.
         """
-        for group, table in zip(self.groups, self._tables.get(request_id, []), strict=False):
-            self._zero(group, _held(table))
+        for group, table in enumerate(self._tables.get(request_id, [])):
+            self.zero(group, _held(table))
 
-    def _zero(self, group: KVGroup, blocks: list[int]) -> None:
+    def zero(self, group: int, blocks: list[int]) -> None:
+        """Zeroes blocks of a group."""
         if blocks:
             index = rows_to_tensor(blocks, torch.int64, self.device)
-            group.k_cache.index_fill_(1, index, 0)
-            group.v_cache.index_fill_(1, index, 0)
+            self.groups[group].k_cache.index_fill_(1, index, 0)
+            self.groups[group].v_cache.index_fill_(1, index, 0)
 
     def block_tables(self, request_ids: list[int]) -> list[Tensor]:
         """Returns per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.dense import DensePass
+from ..distributed.logits import whole
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
@@ -115,9 +116,9 @@ def teach(target: Decoder, head: DraftHead, sequences: Sequences) -> Teacher:
     kept = None if head.d2t is None else torch.arange(len(head.d2t), device=ids.device) + head.d2t
     choices, logits = [], []
     for part in final.split(ROWS):
-        whole = target.compute_logits(part)
-        choices.append(whole.argmax(-1))
-        logits.append(whole if kept is None else whole[:, kept])
+        of_part = whole(target.compute_logits(part))
+        choices.append(of_part.argmax(-1))
+        logits.append(of_part if kept is None else of_part[:, kept])
     hidden, chosen = spec.draft_hidden_states(final, len(ids)), torch.cat(choices)
     assert hidden is not None
     draftable = torch.ones_like(chosen, dtype=torch.bool)
@@ -198,7 +199,7 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
     else:
         is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
         at_once = CLUSTERED_ROWS if is_clustered else ROWS
-        parts = [head.compute_logits(x, step.step).argmax(-1) for x in hidden.split(at_once)]
+        parts = [whole(head.compute_logits(x, step.step)).argmax(-1) for x in hidden.split(at_once)]
         proposals = torch.cat(parts)
     if head.d2t is not None:
         proposals = proposals + head.d2t[proposals]

@@ -15,7 +15,7 @@ from abc import ABC
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ..acceptance.draw import DraftSampler
 from ..acceptance.rule import Drawn
 from ..acceptance.verify import Verification
 from ..config import DecodingBaseConfig
+from ..distributed.logits import ShardedLogits, whole
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
@@ -141,18 +142,19 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor | None,
-        logits: Tensor,
+        logits: Tensor | ShardedLogits,
         attn_metadata: AttentionMetadata | None,
         spec_metadata: SpecMetadata,
         draft_model: DraftModel | LanguageModel | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Verifies, accepts and drafts.
 
         Args:
             input_ids, position_ids: [T], as the target read them.
             hidden_states: [T, D] of the target after its final norm, for drafters that use them.
                 Captured layers are in `spec_metadata.captured`.
-            logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass.
+            logits: [C + G*(K'+1), V] of the target, K' <= K drafts verified in this pass. With
+                several ranks, this one's part.
             attn_metadata: of the target's pass; needed by drafters with a KV cache.
             spec_metadata: `draft_tokens` [G, K'] and what the mode needs.
             draft_model: the drafting network, if the mode has one.
@@ -178,7 +180,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         input_ids: Tensor,
         position_ids: Tensor,
         hidden_states: Tensor | None,
-        logits: Tensor,
+        logits: Tensor | ShardedLogits,
         attn_metadata: AttentionMetadata | None,
         spec_metadata: SpecMetadata,
         draft_model: DraftModel | LanguageModel | None = None,
@@ -225,8 +227,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             accepted[:num_contexts, 0] = torch.where(following >= 0, following, sampled)
 
     def outputs(
-        self, logits: Tensor, inputs: DraftInputs, next_drafts: Tensor
-    ) -> dict[str, Tensor]:
+        self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor
+    ) -> dict[str, Any]:
         """Builds the dictionary that `forward` returns; next_drafts [B, K]."""
         draft_len, unused = inputs.step.draft_len, self.max_draft_len - inputs.step.draft_len
         if unused > 0:
@@ -293,7 +295,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     def propose(
         self,
-        logits: Tensor,
+        logits: Tensor | ShardedLogits,
         d2t: Tensor | None,
         sampler: DraftSampler | None,
         last_positions: Tensor,
@@ -306,6 +308,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         if sampler is None:
             return self.draft_sampler_greedy(logits, d2t)
+        logits = whole(logits)
         if sampler.memory is None and sampler.slots.shape[0] and self.remembers_drafts:
             sampler = replace(sampler, memory=self.draft_memory or self._first_memory(logits, d2t))
         return sampler.draw(logits, d2t, last_positions, depth)
@@ -334,7 +337,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         )
         return self.draft_memory
 
-    def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor | None = None) -> Tensor:
+    def draft_sampler_greedy(
+        self, logits: Tensor | ShardedLogits, d2t: Tensor | None = None
+    ) -> Tensor:
         """Takes each row's best token: draft logits [R, Vd] -> target token ids [R] int32.
 
         Args:

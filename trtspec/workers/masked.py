@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..config import DecodingBaseConfig
+from ..distributed.logits import ShardedLogits, whole
 from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
@@ -81,7 +82,7 @@ class MaskedWorker(SpecWorkerBase):
         inputs: DraftInputs,
         meta: AttentionMetadata,
         rows: MaskedRows,
-        logits: Tensor,
+        logits: Tensor | ShardedLogits,
         d2t: Tensor | None,
     ) -> Tensor:
         """Draws the drafts: logits [P * B, Vd] -> [B, K] int32."""
@@ -91,7 +92,7 @@ class MaskedWorker(SpecWorkerBase):
         else:  # noise and memory are keyed by each draft's depth
             proposals = tuple(
                 self.propose(part, d2t, sampler, rows.last_positions, depth)
-                for depth, part in enumerate(logits.split(batch))
+                for depth, part in enumerate(whole(logits).split(batch))
             )
         return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..distributed.logits import ShardedLogits
 from ..metadata.accepted_path import AcceptedPath
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
@@ -47,7 +48,7 @@ class DraftModel(Protocol):
         inputs_embeds: RowEmbeds | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
-    def compute_logits(self, hidden: Tensor, step: int) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits: ...
 
     def kv_group_of_layer(self, layer: int) -> int: ...
 
@@ -70,7 +71,7 @@ class LanguageModel(Protocol):
         self, input_ids: Tensor, position_ids: Tensor, meta: AttentionMetadata
     ) -> Tensor: ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor | ShardedLogits: ...
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from ...attention.torch_sdpa import TorchAttention
+from ...distributed.parallel import WHOLE
 from ...errors import CheckpointError
 from ...layers.norm import RMSNorm
 from ...models.config import DecoderConfig
+from ...models.cut import check_cut
 from ...models.decoder import keep_kv_finite
 from ...models.drafters.base import DraftHead, HeadConfig, HeadTarget
 from ...models.drafters.clustered_head import ClusteredHead
@@ -101,6 +103,9 @@ def load_head(
         assert kind is not None
         if request.norm_output is not None:
             config = replace(config, norm_output=request.norm_output)
+        decoder = replace(config.decoder, parallel=target.config.parallel)
+        check_cut(decoder, str(report.head_dir))
+        config = replace(config, decoder=decoder)
         num_positions = options.num_positions or target.config.max_position_embeddings
         with sizes_alone(report.head_dir):
             head = kind.network(config, num_positions, options.backend, options.kv_group)
@@ -178,7 +183,7 @@ def _tensor_problem(
     name: str, source: TensorSource, placement: Placement, config: HeadConfig
 ) -> str | None:
     problem = shape_problem(name, source, placement)
-    if source.shape != placement.shape and name == "fc.weight" and config.layers_to_capture:
+    if source.shape != placement.source_shape and name == "fc.weight" and config.layers_to_capture:
         return (
             f"{problem} It is made for {len(config.layers_to_capture)} captured layers of width "
             f"{config.target_hidden_size}."
@@ -214,10 +219,15 @@ def _drop_what_the_target_has(
         lm_head = embedding
     for prefix, owner in head.owners_of_ends().items():
         for name, weight in (("embed_tokens", embedding), ("lm_head", lm_head)):
-            source = sources.get(f"{prefix}{name}.weight")
-            if source is None or weight is None or source.shape != tuple(weight.shape):
+            source, layer = sources.get(f"{prefix}{name}.weight"), getattr(owner, name)
+            if source is None or weight is None or isinstance(layer, ClusteredHead):
                 continue
-            if isinstance(getattr(owner, name), ClusteredHead):
+            cut = None
+            if weight is not embedding:  # of an lm_head, a rank may have a part
+                cut = getattr(target.lm_head, "shard", WHOLE).source(weight.shape[0])
+            same_size = source.shape[0] == (weight.shape[0] if cut is None else cut.full)
+            if not same_size or source.shape[1:] != tuple(weight.shape[1:]):
                 continue
-            if torch.equal(source.read().to(dtype), weight.cpu()):
+            theirs = weight if cut is None else weight[: cut.length]
+            if torch.equal(source.read(cut).to(dtype), theirs.cpu()):
                 setattr(owner, name, None)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.dense import DensePass
+from ...distributed.logits import ShardedLogits
 from ...layers.embedding import Embedding, embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
+from ...layers.vocabulary import sharded, vocabulary_head
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
 from ...state.kv_cache import KVGroupSpec
@@ -77,7 +79,9 @@ class DraftHead(nn.Module, ABC):
         if config.own_embedding:
             self.embed_tokens = Embedding(decoder.vocab_size, decoder.hidden_size)
         if config.own_lm_head:
-            self.lm_head = Linear(decoder.hidden_size, config.draft_vocab_size, bias=False)
+            self.lm_head = vocabulary_head(
+                decoder.hidden_size, config.draft_vocab_size, decoder.parallel
+            )
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
         # As many as the target has: the head's own config often names fewer.
         self.rope_tables = RopeTables(decoder, num_positions)
@@ -116,9 +120,10 @@ class DraftHead(nn.Module, ABC):
         assert self.lm_head is not None
         return self.lm_head
 
-    def compute_logits(self, hidden: Tensor, step: int) -> Tensor:
-        """[R, H] -> [R, Vd], model dtype."""
-        return linear((hidden,), self.lm_head_of_step(step))
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits:
+        """[R, H] -> [R, Vd], model dtype; with several ranks, this one's part."""
+        lm_head = self.lm_head_of_step(step)
+        return sharded(linear((hidden,), lm_head), lm_head, self.config.decoder.parallel)
 
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         """[T] -> [T, H]."""

@@ -47,7 +47,7 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(size, *norm)
         self.self_attn = Attention(config, 0, backend, kv_group, input_size=2 * size)
         self.post_attention_layernorm = RMSNorm(size, *norm)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.part_of_layer(0))
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass

@@ -24,6 +24,7 @@ from ...layers.embedding import Embedding, embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
+from ...layers.vocabulary import vocabulary_head
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import Rope
@@ -47,7 +48,7 @@ class MTPLayer(DecoderLayer):
         if config.own_embedding:
             self.embed_tokens = Embedding(decoder.vocab_size, size)
         if config.own_lm_head:
-            self.lm_head = Linear(size, decoder.vocab_size, bias=False)
+            self.lm_head = vocabulary_head(size, decoder.vocab_size, decoder.parallel)
         self.hidden_first = config.hidden_first
 
     def forward(  # type: ignore[override]

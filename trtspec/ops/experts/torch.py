@@ -81,14 +81,24 @@ def grouped_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
+    has_others: bool = False,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
     The host waits for nothing.
+
+    Args:
+        has_others: an id may be E, that of an expert which is not here and adds nothing.
     """
-    rows, ends, positions = sort_by_expert(ids, gate_up_proj.shape[0])
+    count = gate_up_proj.shape[0]
+    rows, ends, positions = sort_by_expert(ids, count + has_others)
+    ends = ends[:count]
     inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
-    return combine(grouped_matmul(inner, down_proj, ends), positions, weights)
+    y = grouped_matmul(inner, down_proj, ends)
+    if has_others:  # nothing was written to the rows behind the last expert's
+        is_here = torch.arange(len(y), device=y.device) < ends[-1]
+        y = torch.where(is_here[:, None], y, 0)
+    return combine(y, positions, weights)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

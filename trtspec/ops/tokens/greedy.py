@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distributed.logits import ShardedLogits
 from ..launch import native
 from ..launch.machine import MULTIPROCESSORS
 from ..step.rows import to_target_ids
@@ -76,14 +77,18 @@ def accept_greedy(
     return accepted
 
 
-def choose_drafts(logits: Tensor, d2t: Tensor | None) -> Tensor:
+def choose_drafts(logits: Tensor | ShardedLogits, d2t: Tensor | None) -> Tensor:
     """Takes each row's best token: draft logits [R, Vd] -> target token ids [R] int32.
 
-    A NaN is never chosen.
+    A NaN is never chosen. Ranks that each have a part of the logits compare their best tokens in
+    the draft vocabulary, and map the winner.
 
     Args:
         d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
     """
+    if isinstance(logits, ShardedLogits):
+        tokens, _ = logits.best()
+        return tokens if d2t is None else to_target_ids(tokens, d2t)
     kernels = _kernels(logits)
     if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
         kernels = None

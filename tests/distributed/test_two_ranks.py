@@ -1,0 +1,65 @@
+"""Engines over two ranks: the same tokens as one process, whatever drafts, judges and shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import MODES, NETWORKS, Drafters, config_of, covering, cpu_engine, make_drafters, spread
+from oracle import Oracle, random_prompts
+from sampled import requests, texts
+from tiny_heads import mtp_model_dir
+
+from trtspec import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=3)
+
+
+@pytest.fixture(scope="module")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"), oracle)
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks compare their tokens; set before the followers start, they inherit it."""
+    monkeypatch.setenv("TRTSPEC_CHECK_RANKS", "1")
+
+
+def two_ranks(target: Path, config: Any, **options: Any) -> Any:
+    return cpu_engine(target, config, tensor_parallel_size=2, **options)
+
+
+@covering(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
+def test_greedy_equals_transformers(
+    target_dir: Path, drafters: Drafters, oracle: Oracle,
+    mode: str, chunk: int | None, overlap: bool, pool: int | None,
+) -> None:  # fmt: skip
+    config = config_of(mode, 3, drafters)
+    prompts, count = (random_prompts(5), 16) if pool is None else (random_prompts(5, 12), 28)
+    with two_ranks(target_dir, config, chunk=chunk, overlap=overlap, pool=pool) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
+        stats = llm.stats()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, count)
+    assert (stats.num_preemptions > 0) == (pool is not None)
+
+
+@spread(mode=[*NETWORKS, "ngram"], rule=["strict", "exact_match", "rejection", "block"])
+def test_sampled_texts_equal_one_rank(
+    target_dir: Path, drafters: Drafters, mode: str, rule: str
+) -> None:
+    config = config_of(mode, 3, drafters, acceptance=rule)
+    prompts, params = requests(8, 16)
+    expected = texts(cpu_engine(target_dir, config), prompts, params)
+    with two_ranks(target_dir, config) as llm:
+        assert texts(llm, prompts, params) == expected

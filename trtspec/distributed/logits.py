@@ -1,0 +1,64 @@
+"""Logits of which each rank holds a part of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .comm import Communicator
+
+
+@dataclass(frozen=True)
+class ShardedLogits:
+    """[R, V] logits: this rank has `part` [R, P], those of tokens rank * P … of `vocab_size`.
+
+    A step whose requests are all greedy needs only each rank's best token (`best`); others gather.
+    """
+
+    part: Tensor
+    vocab_size: int  # V; entries of `part` past it belong to no token
+    comm: Communicator
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.part.shape[0], self.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.part.dtype
+
+    def gathered(self) -> Tensor:
+        """Returns the logits of all tokens, [R, V], the same on every rank."""
+        parts = self.comm.all_gather(self.part)  # [n, R, P]
+        return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """Chooses the best token of each row from every rank's best, the lowest id among equals.
+
+        Returns:
+            (tokens [R] int32, bad [R] bool: the row held NaN, or nothing above -inf).
+        """
+        rows, width = self.part.shape
+        start = self.comm.rank * width
+        own = self.part[:, : max(0, min(width, self.vocab_size - start))].float()
+        if own.shape[1] == 0:
+            own = self.part.new_full((rows, 1), float("-inf")).float()
+        is_nan = own.isnan()
+        value, index = own.masked_fill(is_nan, float("-inf")).max(-1)
+        # Ids are exact in float32: no vocabulary has 2^24 tokens.
+        pairs = torch.stack([value, index.float() + start, is_nan.any(-1).float()], dim=-1)
+        values, ids, bad = self.comm.all_gather(pairs).unbind(-1)  # [n, R] each
+        winner = values.argmax(0, keepdim=True)  # the first rank among equals has the lower ids
+        tokens = ids.gather(0, winner)[0].to(torch.int32)
+        return tokens, (bad.amax(0) > 0) | ~(values.amax(0) > float("-inf"))
+
+
+def whole(logits: Tensor | ShardedLogits) -> Tensor:
+    """Returns logits [R, V] of all tokens; where each rank has a part, it gathers them."""
+    return logits.gathered() if isinstance(logits, ShardedLogits) else logits

@@ -1,0 +1,387 @@
+"""`World`: the ranks of an engine, one process each, and the channel on which rank 0 leads them.
+
+    rank 0     the process of the caller: `LLM`, scheduler, results
+    rank 1 …   followers: they receive what rank 0 does (`tell`, `listen`) and do the same
+
+All ranks live and die together. A follower that fails says why in the store that they share. A
+thread of rank 0 watches the followers and that store; it ends all ranks with the first error. A
+thread of each follower watches rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, RankError
+from .comm import Communicator, GroupCommunicator
+
+logger = logging.getLogger(__name__)
+
+FOLLOWER = "trtspec.executor.follower"
+TIMEOUT_ENV_VAR = "TRTSPEC_RANK_TIMEOUT"
+DEFAULT_TIMEOUT = 600.0  # seconds that a step may take, graph captures and kernel builds included
+START_TIMEOUT = timedelta(minutes=5)
+FOREVER = timedelta(days=365)  # followers wait for the next message, however long nobody asks
+GRACE = 5.0  # seconds until a rank that does not return by itself is ended
+_POLL = 0.1
+_INLINE = 4096  # bytes of a message that are sent with its length
+
+_worlds: list[World] = []
+
+
+class World:
+    """The ranks, seen from one of them.
+
+    Args:
+        followers: processes that this rank started; none under torchrun and Ray.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        followers: Sequence[subprocess.Popen[bytes]] = (),
+    ):
+        self.rank, self.size, self.device = rank, size, device
+        self.followers = list(followers)
+        self.failure: str | None = None
+        self.num_engines = 0
+        self.dropped: deque[int] = deque()  # engines that nobody holds any more
+        self._store, self._lock = store, threading.RLock()
+        self._busy_since: float | None = None
+        self._is_closed = False
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, **options
+        )
+        self.control = dist.new_group(backend="gloo", timeout=FOREVER)
+        self.comm: Communicator = GroupCommunicator(dist.group.WORLD)
+        self.timeout = float(os.environ.get(TIMEOUT_ENV_VAR, DEFAULT_TIMEOUT))
+        self.num_messages = 0
+        threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks").start()
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    # -- the channel ---------------------------------------------------------------------------
+    def tell(self, *message: Any) -> None:
+        """Sends a message from rank 0 to all others. Raises RankError if one is gone."""
+        with self._lock:
+            self.check()
+            while self.dropped:
+                self._send((self.dropped.popleft(), "release_memory", ()))
+            self._send(message)
+
+    def _send(self, message: Any) -> None:
+        payload = pickle.dumps(message)
+        first = torch.zeros(_INLINE, dtype=torch.uint8)
+        head = len(payload).to_bytes(8, "little") + payload[: _INLINE - 8]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        try:
+            dist.broadcast(first, 0, group=self.control)
+            if len(payload) > _INLINE - 8:
+                rest = torch.frombuffer(bytearray(payload[_INLINE - 8 :]), dtype=torch.uint8)
+                dist.broadcast(rest, 0, group=self.control)
+        except RuntimeError as error:
+            self.wait_for_reason(error)
+        self.num_messages += 1
+
+    def listen(self) -> Any:
+        """Returns the next message of rank 0."""
+        first = torch.zeros(_INLINE, dtype=torch.uint8)
+        dist.broadcast(first, 0, group=self.control)
+        self._busy_since = time.monotonic()
+        head = first.numpy().tobytes()
+        size = int.from_bytes(head[:8], "little")
+        payload = head[8 : 8 + size]
+        if size > len(payload):
+            rest = torch.zeros(size - len(payload), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self.control)
+            payload += rest.numpy().tobytes()
+        self.num_messages += 1
+        return pickle.loads(payload)
+
+    def all_of(self, value: Any) -> list[Any]:
+        """Returns every rank's value, in the order of ranks; host objects, outside of steps."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    # -- together ------------------------------------------------------------------------------
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Runs what all ranks do at once. An interrupt waits for its end; an error ends them all.
+
+        Raises:
+            RankError: this rank or another failed.
+        """
+        self.check()
+        with _interrupts_wait():
+            self._busy_since = time.monotonic()
+            try:
+                yield
+            except RankError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised again, as RankError
+                if self.failure is None and not _lost_a_peer(error):
+                    self.fail(_text_of(error))
+                self.wait_for_reason(error)
+            finally:
+                self._busy_since = None
+
+    def check(self) -> None:
+        """Raises RankError once a rank has failed or the world is closed."""
+        if self.failure is not None:
+            raise RankError(self.failure)
+        if self._is_closed:
+            raise RankError("The ranks of this engine are shut down: make a new one.")
+
+    def wait_for_reason(self, error: BaseException) -> None:
+        """Raises RankError with the first rank's reason, once it is known; else with `error`."""
+        deadline = time.monotonic() + GRACE
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        raise RankError(self.failure or f"Rank {self.rank}: {_text_of(error)}") from error
+
+    def fail(self, reason: str) -> None:
+        """Says that this rank failed; the first to say so is shown. All ranks end."""
+        first = self._say(f"Rank {self.rank} failed: {reason}")
+        if self.is_leader:
+            self._end(first)
+
+    def _say(self, reason: str) -> str:
+        try:
+            return self._store.compare_set("failure", "", reason).decode()
+        except (RuntimeError, OSError):
+            return reason
+
+    # -- watching ------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        if self.is_leader:
+            self._watch_followers()
+            return
+        parent = os.getppid()
+        while not self._is_closed:
+            time.sleep(_POLL)
+            if os.getppid() != parent:
+                os._exit(1)  # perhaps inside a collective, which would never end
+
+    def _watch_followers(self) -> None:
+        polls = 0
+        while not self._is_closed and self.failure is None:
+            time.sleep(_POLL)
+            polls += 1
+            gone = next((f for f in self.followers if f.poll() is not None), None)
+            if gone is not None and not self._is_closed:
+                rank = self.followers.index(gone) + 1
+                self._end(self._say(f"Rank {rank} is gone, with exit code {gone.returncode}."))
+            elif polls % 10 == 0 and (said := self._said()):
+                self._end(said)
+            busy = self._busy_since
+            if busy is not None and time.monotonic() - busy > self.timeout:
+                self._end(
+                    f"The ranks did not finish a step in {self.timeout:g} s; a collective may wait "
+                    f"for a rank that does something else. Set {TIMEOUT_ENV_VAR} if steps may take "
+                    "longer, or TRTSPEC_CHECK_RANKS=1 to find where they part."
+                )
+
+    def _said(self) -> str:
+        try:
+            return self._store.get("failure").decode() if self._store.check(["failure"]) else ""
+        except (RuntimeError, OSError):
+            return ""
+
+    def _end(self, reason: str) -> None:
+        """Ends all ranks. The call that rank 0 is in raises RankError; if it cannot, it exits."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        logger.error("%s", reason)
+        for follower in self.followers:
+            with suppress(OSError):
+                follower.kill()
+        if self.device.type == "cuda":
+            with suppress(Exception):  # frees a host that waits for the device
+                dist.distributed_c10d._abort_process_group()
+        watch = threading.Timer(GRACE + 3, self._exit_if_stuck)
+        watch.daemon = True
+        watch.start()
+
+    def _exit_if_stuck(self) -> None:
+        if self._busy_since is not None:
+            sys.stderr.write(f"error: {self.failure}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def close(self) -> None:
+        """Ends the followers, and waits for them. A second call does nothing."""
+        if self._is_closed:
+            return
+        if self.is_leader and self.failure is None:
+            with suppress(Exception):
+                self.tell(None, "exit", ())
+        self._is_closed = True
+        deadline = time.monotonic() + GRACE
+        for follower in self.followers:
+            with suppress(subprocess.TimeoutExpired):
+                follower.wait(max(0.1, deadline - time.monotonic()))
+            if follower.poll() is None:
+                follower.kill()
+                follower.wait()
+        if self in _worlds:
+            _worlds.remove(self)
+        if self.failure is None and dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+def open_world(size: int, backend: str, device: torch.device) -> World:
+    """Returns the world of `size` ranks, starting the others where that is ours to do.
+
+    One process has one world at a time; engines of the same size share it.
+
+    Args:
+        backend: "mp" starts them as processes of this machine, "torchrun" finds them started.
+
+    Raises:
+        ConfigError: there are too few GPUs, or a world of another size has engines.
+    """
+    if _worlds:
+        world = _worlds[0]
+        if world.failure is None and (world.size, world.device.type) == (size, device.type):
+            return world
+        if world.failure is None and world.num_engines:
+            raise ConfigError(
+                f"tensor_parallel_size={size}: this process has an engine over {world.size} ranks. "
+                "Shut it down first, or use one size."
+            )
+        world.close()
+        if world.failure is not None and dist.is_initialized():
+            with suppress(Exception):
+                dist.destroy_process_group()
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is initialised already, which the ranks of an engine need to do "
+            "themselves. Make the engine before your own process group."
+        )
+    if backend == "torchrun":
+        return join_world(device)
+    return _start_followers(size, device)
+
+
+def join_world(device: torch.device) -> World:
+    """Returns the world that torchrun (or whoever set its variables) started this process for."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if device.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host, port, size, is_master=rank == 0 and not uses_agent, timeout=START_TIMEOUT
+    )
+    return _register(World(dist.PrefixStore("trtspec", store), rank, size, device))
+
+
+def _start_followers(size: int, device: torch.device) -> World:
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if size > count:
+            raise ConfigError(
+                f"tensor_parallel_size={size}, but this machine has {count} GPUs. Use as many at "
+                "most, or several machines with torchrun or backend='ray'."
+            )
+        device = torch.device("cuda", torch.cuda.current_device())
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    environment["MASTER_PORT"] = str(store.port)
+    followers = []
+    for rank in range(1, size):
+        local = 0 if device.index is None else (device.index + rank) % torch.cuda.device_count()
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [sys.executable, "-m", FOLLOWER, device.type]
+        followers.append(subprocess.Popen(command, env=environment | own, stdin=subprocess.DEVNULL))
+    try:
+        prefixed = dist.PrefixStore("trtspec", store)
+        return _register(World(prefixed, 0, size, device, followers))
+    except BaseException:
+        for follower in followers:
+            follower.kill()
+        raise
+
+
+def _register(world: World) -> World:
+    _worlds.append(world)
+    if world.is_leader:
+        atexit.register(world.close)
+    return world
+
+
+def torchrun_size() -> int | None:
+    """Returns how many ranks torchrun started; None outside of it."""
+    started = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    return int(os.environ["WORLD_SIZE"]) if started else None
+
+
+def torchrun_rank() -> int:
+    """Returns this process's rank under torchrun, else 0."""
+    return int(os.environ["RANK"]) if torchrun_size() is not None else 0
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective broke because another rank is gone, which will say more."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        part in text for part in ("gloo", "Connection", "peer", "NCCL", "ncclComm", "aborted")
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back: a rank that stops in mid-step would leave the others waiting for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[Any] = []
+    try:
+        before = signal.signal(signal.SIGINT, lambda *arguments: pressed.append(arguments))
+    except ValueError:  # not in the main interpreter
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            if callable(before):
+                before(*pressed[0])
+            elif before is not signal.SIG_IGN:
+                raise KeyboardInterrupt

@@ -1,0 +1,248 @@
+"""The runner over several ranks: rank 0 tells the others what it launches, and they launch it too.
+
+    rank 0    PyExecutor ─► LeadingRunner ─┬─ tell ─► Follower ─► StepRunner    rank 1, 2, …
+                                           └────────────────────► StepRunner    (itself)
+
+Scheduling, the ledger of KV blocks and the reading of results are rank 0's alone. What is told of a
+step: who is in it, how far each request is, and block tables that changed. So all ranks run the
+same batch through the same graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import ExecutorConfig
+from ..distributed.world import World
+from ..errors import RankError
+from ..state.kv_cache import KVCacheManager
+from .forward_step import StepOutputs
+from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+from .runner import EngineParts, StepRunner
+
+CHECK_ENV_VAR = "TRTSPEC_CHECK_RANKS"
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class EngineLink:
+    """One engine of a world, as its ranks speak of it."""
+
+    world: World
+    engine_id: int
+
+    @classmethod
+    def new(cls, world: World) -> EngineLink:
+        return cls(world, next(_ids))
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Makes the followers' `Follower` of this engine run a method."""
+        self.world.tell(self.engine_id, name, arguments)
+
+
+class LinkedKVCache(KVCacheManager):
+    """The ledger of rank 0, and its copy on the others. What is done to blocks, all ranks do."""
+
+    def __init__(self, *arguments: Any, link: EngineLink):
+        super().__init__(*arguments)
+        self.link = link
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        world = self.link.world
+        if world.is_leader and world.failure is None and blocks:
+            self.link.tell("zero", group, blocks)
+        super().zero(group, blocks)
+
+    def tables(self, request_id: int) -> list[list[int]]:
+        """Returns the request's block tables, one for each group."""
+        return self._tables[request_id]
+
+    def copy_tables(self, request_id: int, tables: list[list[int]], version: int) -> None:
+        """Takes over the tables of rank 0, which alone hands out blocks."""
+        self._tables[request_id], self._versions[request_id] = tables, version
+
+    def forget(self, request_id: int) -> None:
+        """Drops tables that were copied."""
+        self._tables.pop(request_id, None)
+        self._versions.pop(request_id, None)
+
+
+@dataclass(frozen=True)
+class StepMessage:
+    """A `StepPlan` without its requests, which the followers have."""
+
+    contexts: list[tuple[int, int, int]]  # slot, start, end of a part of a prompt
+    generations: list[tuple[int, int]]  # slot, past_upper
+    num_drafts: int
+    draft_len: int
+    tables: dict[int, tuple[list[list[int]], int]]  # request -> its block tables, their version
+
+
+class LeadingRunner(StepRunner):
+    """`StepRunner` of rank 0."""
+
+    def __init__(self, parts: EngineParts, config: ExecutorConfig, link: EngineLink):
+        self.link, self.world = link, link.world
+        self._sent: dict[int, tuple[int, int]] = {}  # slot -> request and version of its tables
+        self._checks = CHECK_ENV_VAR in os.environ
+        self.world.num_engines += 1
+        with self.world.together():
+            super().__init__(parts, config)
+        self._finalizer = weakref.finalize(self, _drop, link)
+        self._finalizer.atexit = False
+
+    def admit(self, request: Request) -> None:
+        self._sent.pop(request.slot, None)
+        with self.world.together():
+            self.link.tell("admit", _without_host_state(request))
+            super().admit(request)
+
+    def set_drafts(self, drafts: dict[int, list[int]]) -> None:
+        with self.world.together():
+            self.link.tell("set_drafts", drafts)
+            super().set_drafts(drafts)
+
+    def run(self, plan: StepPlan) -> StepOutputs:
+        with self.world.together():
+            self.link.tell("run", self._message(plan))
+            outputs = super().run(plan)
+            if self._checks:
+                compare_outputs(self.world, outputs)
+            return outputs
+
+    def _message(self, plan: StepPlan) -> StepMessage:
+        batch, cache, tables = plan.batch, self.kv_cache, {}
+        assert isinstance(cache, LinkedKVCache)
+        for request in batch.requests:
+            version = cache.version(request.request_id)
+            known = request.request_id, version
+            if self._sent.get(request.slot) != known:
+                self._sent[request.slot] = known
+                tables[request.request_id] = cache.tables(request.request_id), version
+        return StepMessage(
+            contexts=[(chunk.request.slot, chunk.start, chunk.end) for chunk in batch.contexts],
+            generations=[(request.slot, request.past_upper) for request in batch.generations],
+            num_drafts=plan.num_drafts,
+            draft_len=plan.draft_len,
+            tables=tables,
+        )
+
+    def start_over(self) -> None:
+        self._sent.clear()
+        if self.world.failure is None:
+            with self.world.together():
+                self.link.tell("start_over")
+                super().start_over()
+
+    def release_memory(self) -> None:
+        if self._finalizer.detach() is not None:
+            self.world.num_engines -= 1
+            with suppress(RankError):
+                self.link.tell("release_memory")
+        if self.world.failure is None:
+            super().release_memory()
+
+
+class Follower:
+    """What another rank has of an engine: a runner, and copies of the requests in its slots."""
+
+    def __init__(self, runner: StepRunner, world: World):
+        assert isinstance(runner.kv_cache, LinkedKVCache)
+        self.runner, self.world, self.kv_cache = runner, world, runner.kv_cache
+        self._requests: dict[int, Request] = {}  # by slot
+        self._checks = CHECK_ENV_VAR in os.environ
+
+    def admit(self, request: Request) -> None:
+        before = self._requests.get(request.slot)
+        self._requests[request.slot] = request
+        # A request that was preempted may have come back to another slot.
+        if before is not None and not any(
+            before.request_id == other.request_id for other in self._requests.values()
+        ):
+            self.kv_cache.forget(before.request_id)
+        self.runner.admit(request)
+
+    def set_drafts(self, drafts: dict[int, list[int]]) -> None:
+        self.runner.set_drafts(drafts)
+
+    def run(self, message: StepMessage) -> None:
+        for request_id, (tables, version) in message.tables.items():
+            self.kv_cache.copy_tables(request_id, tables, version)
+        outputs = self.runner.run(self._plan(message))
+        if self._checks:
+            compare_outputs(self.world, outputs)
+
+    def _plan(self, message: StepMessage) -> StepPlan:
+        contexts = []
+        for slot, start, end in message.contexts:
+            request = self._requests[slot]
+            contexts.append(ContextChunk(request, request.token_ids[start:end], start, end))
+        generations = []
+        for slot, past_upper in message.generations:
+            self._requests[slot].past_upper = past_upper
+            generations.append(self._requests[slot])
+        batch = ScheduledBatch(contexts, generations)
+        return StepPlan(batch, message.num_drafts, message.draft_len)
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        self.kv_cache.zero(group, blocks)
+
+    def start_over(self) -> None:
+        self.runner.start_over()
+
+    def release_memory(self) -> None:
+        self.runner.release_memory()
+
+
+def compare_outputs(world: World, outputs: StepOutputs) -> None:
+    """Raises RankError if the ranks' outputs of a step differ. Waits for the device."""
+    rows: Sequence[Any] = [
+        tensor.tolist()
+        for tensor in (outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests)
+    ]
+    everyone = world.all_of(rows)
+    for rank, others in enumerate(everyone):
+        if others != everyone[0]:
+            raise RankError(
+                f"Ranks 0 and {rank} got different tokens in message {world.num_messages}: "
+                f"{everyone[0][0]} and {others[0]}, of lengths {everyone[0][1]} and {others[1]}."
+            )
+
+
+def _without_host_state(request: Request) -> Request:
+    """Returns a copy with what a runner reads of a request."""
+    return replace(request, text=None, steps=None, logprobs=None)
+
+
+def _drop(link: EngineLink) -> None:
+    """An engine that nobody holds is released with the next message; this may run anywhere."""
+    link.world.num_engines -= 1
+    link.world.dropped.append(link.engine_id)
+
+
+def minimum_of_ranks(world: World, values: Sequence[int]) -> list[int]:
+    """Returns the least of every rank's, entry by entry."""
+    return [min(column) for column in zip(*world.all_of(list(values)), strict=True)]
+
+
+@contextmanager
+def all_or_none(world: World) -> Iterator[None]:
+    """Runs a stage that has no collectives on every rank; an error of one is an error of all.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        world.all_of(f"{type(error).__name__}: {error}")
+        raise
+    for rank, text in enumerate(world.all_of(None)):
+        if text is not None:
+            raise RankError(f"Rank {rank}: {text}")
