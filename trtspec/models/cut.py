@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..errors import ConfigError
 from .config import DecoderConfig
 
+_MOST = 64  # ranks that a message names
+
 
 def check_cut(config: DecoderConfig, where: str) -> None:
     """Checks that every layer's sizes divide over the ranks of `config.parallel`.
@@ -13,50 +15,57 @@ def check_cut(config: DecoderConfig, where: str) -> None:
         where: the model's name, for messages.
 
     Raises:
-        ConfigError: with the size that does not, and the numbers of ranks that would do.
+        ConfigError: with the size that does not divide, and the numbers of ranks that would do.
     """
-    parallel = config.parallel
-    if parallel.size == 1:
-        return
+    size, expert_ranks = config.parallel.size, config.parallel.expert_ranks
+    problem = _problem(config, size)
+    if problem is not None:
+        fitting = [str(n) for n in range(1, _MOST + 1) if _problem(config, n) is None]
+        raise ConfigError(
+            f"tensor_parallel_size={size}: {where} cannot be cut so, for {problem}. Use one of "
+            f"{', '.join(fitting)}."
+        )
+    problem = _problem_of_experts(config, size, expert_ranks)
+    if problem is not None:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        fitting = [str(n) for n in divisors if _problem_of_experts(config, size, n) is None]
+        cure = f"Use one of {', '.join(fitting)}" if fitting else "Use fewer ranks"
+        raise ConfigError(
+            f"moe_expert_parallel_size={expert_ranks} of {size} ranks: {where} cannot be cut so, "
+            f"for {problem}. {cure}."
+        )
+
+
+def _problem(config: DecoderConfig, size: int) -> str | None:
+    """Returns what of the layers outside their experts does not divide; None if all does."""
+    if size == 1:
+        return None
     for layer in range(config.num_layers):
-        for what, value in _sizes(config, layer):
-            if value % parallel.size:
-                raise ConfigError(
-                    f"tensor_parallel_size={parallel.size}: layer {layer} of {where} has {what} "
-                    f"{value}, which does not divide. Use one of {_divisors(value)}."
-                )
-        config_of_layer = config.of_layer(layer)
-        heads = config_of_layer.num_kv_heads
-        if config_of_layer.mla is None and heads % parallel.size and parallel.size % heads:
-            raise ConfigError(
-                f"tensor_parallel_size={parallel.size}: layer {layer} of {where} has {heads} KV "
-                "heads; the ranks must divide them, or be a multiple of them."
-            )
-        moe = config.moe_of_layer(layer)
+        moe, layer_config = config.moe_of_layer(layer), config.of_layer(layer)
+        sizes = {"num_attention_heads": layer_config.num_heads}
+        if moe is None or moe.beside_mlp:
+            sizes["intermediate_size"] = layer_config.intermediate_size
+        else:
+            sizes["the shared experts' width"] = moe.shared_intermediate_size
+        for name, value in sizes.items():
+            if value % size:
+                return f"layer {layer} has {name} {value}"
+        heads = layer_config.num_kv_heads
+        if layer_config.mla is None and heads % size and size % heads:
+            return f"layer {layer} has {heads} KV heads"
+    return None
+
+
+def _problem_of_experts(config: DecoderConfig, size: int, expert_ranks: int) -> str | None:
+    """The same of the experts of mixtures."""
+    for layer in range(config.num_layers):
+        moe, width_ranks = config.moe_of_layer(layer), size // expert_ranks
         if moe is None:
             continue
-        for name, value, ranks in (
-            ("experts", moe.num_experts, parallel.expert_ranks),
-            ("an expert width of", moe.intermediate_size, parallel.width_ranks),
-        ):
-            if value % ranks:
-                raise ConfigError(
-                    f"moe_expert_parallel_size={parallel.expert_ranks} of "
-                    f"{parallel.size} ranks: layer {layer} of {where} has {value} as {name}, which "
-                    f"does not divide by {ranks}."
-                )
-
-
-def _sizes(config: DecoderConfig, layer: int) -> list[tuple[str, int]]:
-    moe, config = config.moe_of_layer(layer), config.of_layer(layer)
-    sizes = [("num_attention_heads", config.num_heads)]
-    if moe is None or moe.beside_mlp:
-        sizes.append(("intermediate_size", config.intermediate_size))
-    elif moe.shared_intermediate_size:
-        sizes.append(("the shared experts' width", moe.shared_intermediate_size))
-    return sizes
-
-
-def _divisors(value: int) -> str:
-    found = [n for n in range(1, min(value, 64) + 1) if value % n == 0]
-    return ", ".join(map(str, found))
+        if moe.num_experts % expert_ranks:
+            return f"layer {layer} has {moe.num_experts} experts"
+        if moe.intermediate_size % width_ranks:
+            return f"the width of layer {layer}'s experts is {moe.intermediate_size}"
+        if moe.names.has_gate_up and width_ranks > 1:
+            return f"gate and up of layer {layer}'s experts are one tensor, which is not cut"
+    return None

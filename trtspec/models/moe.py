@@ -154,7 +154,7 @@ class MoEBesideMLP(nn.Module):
             f"{name}.router",
             "per_expert_scale",
             0,
-            (self.experts.num_experts,),
+            (self.experts.total,),
             dtype=torch.float32,
         )
         return placement_of
