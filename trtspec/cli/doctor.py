@@ -83,6 +83,7 @@ def _write(target_dir: Path, options: DoctorOptions) -> tuple[Ids, Ids]:
         device=options.device,
         dtype=options.dtype,
         max_batch_size=16,
+        tensor_parallel_size=options.tensor_parallel_size,
         max_seq_len=1024,
     )
     prompts, count = load_prompts(), options.num_prompts

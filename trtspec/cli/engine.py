@@ -135,6 +135,8 @@ def load_llm(options: EngineOptions, progress: Progress) -> LLM:
         device=options.device,
         dtype=options.dtype,
         max_batch_size=options.max_batch_size,
+        tensor_parallel_size=options.tensor_parallel_size,
+        moe_expert_parallel_size=options.moe_expert_parallel_size,
     )
 
 
@@ -148,6 +150,8 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
         dtype=options.dtype,
         device=options.device,
         max_batch_size=options.max_batch_size,
+        tensor_parallel_size=options.tensor_parallel_size,
+        moe_expert_parallel_size=options.moe_expert_parallel_size,
     )
     return load_llm(plain, progress), with_speculation
 

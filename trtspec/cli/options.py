@@ -15,9 +15,10 @@ from ..config.engine import ENGINE_ARGUMENTS
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def _engine_option(name: str) -> Any:
+def _engine_option(name: str, *short: str) -> Any:
     """Returns the option of a field of `EngineConfig`, by its name and with its help."""
-    return typer.Option(f"--{name.replace('_', '-')}", help=ENGINE_ARGUMENTS[name].metadata["help"])
+    names = f"--{name.replace('_', '-')}", *short
+    return typer.Option(*names, help=ENGINE_ARGUMENTS[name].metadata["help"])
 
 
 def _engine_default(name: str) -> Any:
@@ -29,6 +30,7 @@ DEFAULT_DTYPE, DEFAULT_DEVICE = _engine_default("dtype"), _engine_default("devic
 Dtype = Annotated[str, _engine_option("dtype")]
 Device = Annotated[str, _engine_option("device")]
 MaxBatchSize = Annotated[int, _engine_option("max_batch_size")]
+TensorParallelSize = Annotated[int | None, _engine_option("tensor_parallel_size", "--tp")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most new tokens per prompt.")]
 
 
@@ -85,6 +87,8 @@ class EngineOptions:
     dtype: Dtype = DEFAULT_DTYPE
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 8
+    tensor_parallel_size: TensorParallelSize = None
+    moe_expert_parallel_size: Annotated[int, _engine_option("moe_expert_parallel_size", "--ep")] = 1
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ class DoctorOptions:
     ] = 64
     dtype: Dtype = DEFAULT_DTYPE
     device: Device = DEFAULT_DEVICE
+    tensor_parallel_size: TensorParallelSize = None
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,7 @@ class TrainOptions:
     dtype: Dtype = DEFAULT_DTYPE
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 256
+    tensor_parallel_size: TensorParallelSize = None
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave bad lines of --data out, and count them.")

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ..distributed.launch import torchrun_rank
 from .render import make_console
 
 
@@ -37,6 +38,8 @@ class Progress:
 
     def __call__(self, message: str, done: float | None = None, total: float | None = None) -> None:
         """Say what is being done; `done` of `total` is shown as a percentage on a terminal."""
+        if torchrun_rank() > 0:  # the first of the processes speaks for all
+            return
         if self._status is not None:
             share = f" {100 * done / total:.0f} %" if done is not None and total else ""
             self._status.update(Text(f"{message}{share}"))

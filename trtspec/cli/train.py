@@ -206,6 +206,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
         max_batch_size=options.max_batch_size,
         max_seq_len=min(2048, num_positions),
         prefill_batch_size=max(1, options.max_batch_size // 8),
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     with Progress() as progress:
 

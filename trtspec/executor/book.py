@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ..errors import RankError
 from .request import Request, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
 from .runner import StepRunner
@@ -43,6 +44,8 @@ class RequestBook:
             if chunk.start == 0:
                 try:
                     runner.admit(chunk.request)
+                except RankError:  # the engine's end, not the request's
+                    raise
                 except Exception as error:  # from its parameters or the drafter's state
                     logger.exception("Request %d could not be admitted.", chunk.request.request_id)
                     self.fail(chunk.request, f"its admission raised {described(error)}")

@@ -18,8 +18,9 @@ from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
 from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig, UserProvidedDecodingConfig
+from ..distributed.launch import torchrun_size
 from ..distributed.parallel import ONE_RANK, Parallel
-from ..distributed.world import World, open_world, torchrun_size
+from ..distributed.world import World, open_world
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig

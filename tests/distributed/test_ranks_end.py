@@ -1,0 +1,209 @@
+"""Ranks live and die together: each way to fail ends all of them soon, and says why."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import cpu_engine
+from tiny import tiny_model_dir
+
+from trtspec import LLM, SamplingParams
+from trtspec.distributed import world as worlds
+from trtspec.errors import CheckpointError, ConfigError, RankError
+
+SOON = 10.0
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    return cpu_engine(model, None).generate([3, 4, 5], SHORT).outputs[0].token_ids
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_are_left() -> Iterator[None]:
+    yield
+    for world in list(worlds._worlds):
+        world.close()
+
+
+def two_ranks(model: Path, **options: Any) -> LLM:
+    return cpu_engine(model, None, tensor_parallel_size=2, max_seq_len=240, **options)
+
+
+def world_of(llm: LLM) -> worlds.World:
+    return llm.executor.runner.world  # type: ignore[attr-defined]
+
+
+def text_of(llm: LLM) -> list[int]:
+    return llm.generate([3, 4, 5], SHORT).outputs[0].token_ids
+
+
+def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None:
+    llm = two_ranks(model)
+    follower = world_of(llm).followers[0]
+    stream = llm.generate_stream([3, 4, 5], LONG)
+    next(stream)
+    follower.kill()
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 is gone, with exit code -9"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - started < SOON
+    with pytest.raises(RankError, match="Rank 1 is gone"):  # and stays at its end
+        llm.generate([3], SHORT)
+    llm.shutdown()
+    with two_ranks(model) as again:  # with new ranks
+        assert text_of(again) == expected
+
+
+def test_the_first_error_of_a_rank_is_shown(model: Path) -> None:
+    llm = two_ranks(model)
+    llm.executor.runner.link.tell("no_such_method")  # type: ignore[attr-defined]
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 failed: AttributeError: .*no_such_method"):
+        for _ in range(50):
+            llm.generate([3, 4], LONG)
+    assert time.monotonic() - started < SOON
+
+
+def test_ranks_that_part_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in a collective that rank 1 does not know of."""
+    monkeypatch.setenv(worlds.TIMEOUT_ENV_VAR, "1")
+    world = world_of(two_ranks(model))
+    assert world.timeout == 1
+    with pytest.raises(RankError, match="did not finish a step in 1 s"), world.together():
+        world.comm.all_reduce(torch.ones(3))
+
+
+def test_an_interrupt_waits_for_the_step(model: Path, expected: list[int]) -> None:
+    with two_ranks(model) as llm:
+        for delay in (0.01, 0.05, 0.2):
+            timer = threading.Timer(delay, _thread.interrupt_main)
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    llm.generate([9, 8, 7], LONG)
+            assert text_of(llm) == expected
+
+
+def test_an_error_before_serving_leaves_the_ranks(
+    model: Path, expected: list[int], tmp_path: Path
+) -> None:
+    with two_ranks(model) as llm:
+        ranks = world_of(llm)
+    other = tiny_model_dir(tmp_path)
+    (other / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="There are no weights"):
+        two_ranks(other)
+    odd = tiny_model_dir(tmp_path, num_attention_heads=3, num_key_value_heads=3)
+    with pytest.raises(ConfigError, match="num_attention_heads 3"):
+        two_ranks(odd)
+    with two_ranks(model) as llm:
+        assert world_of(llm) is ranks
+        assert text_of(llm) == expected
+
+
+def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:
+    first, second = two_ranks(model), two_ranks(model, overlap=False)
+    ranks = world_of(first)
+    assert world_of(second) is ranks and ranks.num_engines == 2
+    streams = first.generate_stream([3, 4, 5], SHORT), second.generate_stream([3, 4, 5], SHORT)
+    for _ in range(8):
+        for stream in streams:
+            next(stream, None)
+    with pytest.raises(ConfigError, match="has an engine over 2 ranks"):
+        cpu_engine(model, None, tensor_parallel_size=3)
+    del second, streams, stream
+    gc.collect()
+    assert ranks.num_engines == 1 and len(ranks.dropped) == 1  # released with the next message
+    assert text_of(first) == expected
+    assert not ranks.dropped
+    first.shutdown()
+    first.shutdown()
+    assert ranks.num_engines == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+        ({"tensor_parallel_size": 2, "moe_expert_parallel_size": 3}, "does not divide"),
+        ({"backend": "mpi"}, "backend='mpi'"),
+        ({"backend": "torchrun"}, "torchrun did not start this process"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one graph"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(model, device="cpu", **options)
+
+
+# -- processes of their own --------------------------------------------------------------------
+SCRIPT = """
+import sys
+from trtspec import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_seq_len=240, **eval(sys.argv[2]))
+world = llm.executor.runner.world
+print([follower.pid for follower in world.followers], flush=True)
+params = SamplingParams(max_tokens=int(sys.argv[3]), ignore_eos=True)
+print(llm.generate([3, 4, 5], params).outputs[0].token_ids, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_ranks_follow_a_killed_leader(model: Path, script: Path) -> None:
+    command = [sys.executable, str(script), str(model), "{'tensor_parallel_size': 2}", "200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        (follower,) = json.loads(leader.stdout.readline())
+        leader.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + SOON
+        while _is_alive(follower) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not _is_alive(follower)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_script_under_torchrun(model: Path, script: Path, expected: list[int]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), str(model), "{}", "8"],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[], expected]
