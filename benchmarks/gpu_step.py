@@ -158,7 +158,10 @@ def _engine(
     if kind == "eagle3":
         checkpoints[head_dir] = model.eagle3_head()
     largest = max(args.batch)
-    with in_memory(checkpoints, resolve_device(args.device)), _forced(args.accept if k else 0):
+    with (
+        in_memory(checkpoints, resolve_device(args.device)),
+        forced_acceptance(args.accept if k else 0),
+    ):
         llm = LLM(
             target_dir,
             config,
@@ -174,7 +177,7 @@ def _engine(
 
 
 @contextmanager
-def _forced(accept: float) -> Iterator[None]:
+def forced_acceptance(accept: float) -> Iterator[None]:
     """Forced acceptance for engines that are built inside; 0 is off."""
     before = os.environ.pop(FORCE, None)
     if accept > 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +83,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         inner=14_336,
         layers=32,
         heads=32,
+        kv_heads=8,
+        vocab=128_256,
+        rope_theta=5e5,
+        tied=False,
+        draft_vocab_size=32_000,
+    ),
+    "llama-3.1-70b": _llama(
+        size=8192,
+        inner=28_672,
+        layers=80,
+        heads=64,
         kv_heads=8,
         vocab=128_256,
         rope_theta=5e5,
@@ -300,13 +311,23 @@ def save(directory: Path, checkpoint: Checkpoint) -> Path:
 
 
 @contextmanager
-def in_memory(checkpoints: Mapping[Path, Checkpoint], device: torch.device) -> Iterator[None]:
-    """Inside, trtspec loads these (new) directories from memory: they get a config.json alone."""
+def in_memory(
+    checkpoints: Mapping[Path, Checkpoint],
+    device: torch.device,
+    saves: bool = True,
+    key: Callable[[Path], Path] = Path,
+) -> Iterator[None]:
+    """Inside, trtspec loads these (new) directories from memory: they get a config.json alone.
+
+    Args:
+        saves: whether that is written here.
+        key: from a directory to its entry of `checkpoints`.
+    """
 
     def open_checkpoint(
         path: Path, stack: ExitStack, *, pickle: bool = False
     ) -> dict[str, TensorSource]:
-        checkpoint = checkpoints[path]
+        checkpoint = checkpoints[key(path)]
         return {
             name: TensorSource(
                 name,
@@ -318,7 +339,7 @@ def in_memory(checkpoints: Mapping[Path, Checkpoint], device: torch.device) -> I
             for name, shape in checkpoint.shapes.items()
         }
 
-    for path, checkpoint in checkpoints.items():
+    for path, checkpoint in checkpoints.items() if saves else ():
         _save_config(path, checkpoint)
     with (
         patch.object(weights, "open_checkpoint", open_checkpoint),

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
 from .comm import Communicator, GroupCommunicator
+from .peer import gpu_communicator
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class World:
         )
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
         self.comm: Communicator = GroupCommunicator(dist.group.WORLD)
+        if device.type == "cuda":
+            self.comm = gpu_communicator(dist.group.WORLD, device, self.all_of)
         self.timeout = float(os.environ.get(TIMEOUT_ENV_VAR, DEFAULT_TIMEOUT))
         self.num_messages = 0
         threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks").start()

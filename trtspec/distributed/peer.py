@@ -1,0 +1,136 @@
+"""All-reduces through memory that GPUs read from each other, for the few rows of a decoding step.
+
+torch's symmetric memory maps every rank's buffer into all of them (NVLink or PCIe peer access;
+multicast is not used). In one shot each rank reads all parts and adds them up. In two shots each
+adds up its share of the entries, and reads the others' sums. NCCL does better on large tensors.
+Which way is taken is measured when the ranks start, for each size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import GroupCommunicator
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 4 * 2**20
+"""Of a tensor that goes through peer memory."""
+ALL_REDUCE_ENV_VAR = "TRTSPEC_ALL_REDUCE"
+NCCL, ONE_SHOT, TWO_SHOT = WAYS = ("nccl", "one_shot", "two_shot")
+_ALIGNMENT = 16  # bytes
+_SIZES = [2**n for n in range(13, 23)]  # 8 KiB … 4 MiB
+_CALLS, _REPEATS = 20, 5
+
+
+class PeerCommunicator(GroupCommunicator):
+    """`GroupCommunicator` on GPUs with peer access.
+
+    Args:
+        device: this rank's GPU.
+        forced: one of `WAYS` for every size; by default the fastest.
+    """
+
+    def __init__(self, group: Any, device: torch.device, forced: str | None = None):
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        super().__init__(group)
+        self.name = group.group_name
+        self.buffer = symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
+        symmetric_memory.rendezvous(self.buffer, group=self.name)
+        self.way_of_size = {size: forced or NCCL for size in _SIZES}
+        self.microseconds: dict[int, dict[str, float]] = {}
+        """What `choose` measured: bytes -> way -> time."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        size = x.numel() * x.element_size()
+        if x.dtype not in (torch.bfloat16, torch.float32) or size % _ALIGNMENT or size > MAX_BYTES:
+            return super().all_reduce(x)
+        return self.all_reduce_by(self.way(size), x)
+
+    def way(self, size: int) -> str:
+        """Returns how a tensor of `size` bytes is reduced: as the next larger size measured."""
+        return next(way for measured, way in self.way_of_size.items() if size <= measured)
+
+    def all_reduce_by(self, way: str, x: Tensor) -> Tensor:
+        if way == NCCL:
+            return super().all_reduce(x)
+        flat = x.reshape(-1)
+        buffer = self.buffer[: flat.numel() * flat.element_size()].view(flat.dtype)
+        if way == ONE_SHOT:
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, flat, "sum", self.name).view(
+                x.shape
+            )
+        buffer.copy_(flat)
+        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self.name)
+        return buffer.clone().view(x.shape)
+
+    def choose(self, all_of: Callable[[Any], list[Any]], device: torch.device) -> None:
+        """Measures every way and size, and takes the fastest; the slowest rank counts.
+
+        Args:
+            all_of: gathers a value of every rank on the host.
+        """
+        for size in _SIZES:
+            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+            own = [_microseconds(partial(self.all_reduce_by, way, x)) for way in WAYS]
+            slowest = [max(column) for column in zip(*all_of(own), strict=True)]
+            self.way_of_size[size] = WAYS[slowest.index(min(slowest))]
+            self.microseconds[size] = dict(zip(WAYS, slowest, strict=True))
+
+
+def _microseconds(run: Callable[[], Any]) -> float:
+    """Time of one call within a captured graph, as a step replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(_CALLS):
+            run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+    graph.replay()
+    start.record()
+    for _ in range(_REPEATS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / (_CALLS * _REPEATS) * 1e3
+
+
+def gpu_communicator(
+    group: Any, device: torch.device, all_of: Callable[[Any], list[Any]]
+) -> GroupCommunicator:
+    """Returns the communicator of GPUs: through peer memory where all ranks have it, else NCCL.
+
+    `TRTSPEC_ALL_REDUCE` forces one of `WAYS`.
+
+    Raises:
+        ValueError: it names another.
+    """
+    forced = os.environ.get(ALL_REDUCE_ENV_VAR)
+    if forced is not None and forced not in WAYS:
+        raise ValueError(f"{ALL_REDUCE_ENV_VAR}={forced!r}: use one of {', '.join(WAYS)}.")
+    if forced == NCCL:
+        return GroupCommunicator(group)
+    comm, reason = None, None
+    try:
+        comm = PeerCommunicator(group, device, forced)
+    except Exception as error:  # noqa: BLE001 - of many kinds, by driver and machine
+        reason = f"{type(error).__name__}: {error}"
+    reasons = [text for text in all_of(reason) if text is not None]
+    if comm is None or reasons:
+        logger.warning("All-reduces use NCCL alone; there is no peer memory: %s", reasons[0])
+        return GroupCommunicator(group)
+    if forced is None:
+        comm.choose(all_of, device)
+    return comm
