@@ -63,3 +63,20 @@ def test_sampled_texts_equal_one_rank(
     expected = texts(cpu_engine(target_dir, config), prompts, params)
     with two_ranks(target_dir, config) as llm:
         assert texts(llm, prompts, params) == expected
+
+
+@spread(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 64])
+def test_attention_data_parallel(
+    target_dir: Path, drafters: Drafters, oracle: Oracle,
+    mode: str, chunk: int | None, overlap: bool, pool: int | None,
+) -> None:  # fmt: skip
+    """A rank keeps only the keys and values of its own requests; the pool is each rank's."""
+    config = config_of(mode, 3, drafters)
+    prompts, count = (random_prompts(5), 16) if pool is None else (random_prompts(5, 12), 28)
+    with two_ranks(
+        target_dir, config, chunk=chunk, overlap=overlap, pool=pool, enable_attention_dp=True
+    ) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True))
+        llm.executor.kv_cache.check_integrity()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, count)

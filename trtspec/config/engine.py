@@ -149,6 +149,9 @@ class EngineConfig:
             (docs/several_gpus.md). None is 1, or under torchrun all that it started.
         moe_expert_parallel_size: over how many of them the experts of a mixture are dealt out; the
             rest cut each expert's width. It divides tensor_parallel_size.
+        enable_attention_dp: each rank has all heads, and keeps keys and values of some requests.
+            For latent attention, and for fewer KV heads than ranks, which all would keep otherwise.
+            `KvCacheConfig.max_tokens` is then of each rank.
         backend: "mp" starts those processes on this machine, "torchrun" has started them. None is
             "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
@@ -181,6 +184,7 @@ class EngineConfig:
     moe_expert_parallel_size: int = field(
         default=1, metadata={"help": "Over how many of them experts are dealt out."}
     )
+    enable_attention_dp: bool = False
     backend: str | None = None
     pipeline_parallel_size: int = 1
 
@@ -211,6 +215,7 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if self.tensor_parallel_size is not None:
             check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_bool("enable_attention_dp", self.enable_attention_dp)
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
         if self.backend not in (None, *RANK_BACKENDS):
             raise ConfigError(f"backend={shown(self.backend)}: use 'mp', 'torchrun' or None.")

@@ -42,11 +42,13 @@ class Parallel:
     """Tensor and expert parallelism of one model.
 
     Heads, the width of MLPs and the vocabulary are cut over all ranks. The experts of a mixture are
-    dealt out over `expert_ranks` of them, and cut by width over the rest.
+    dealt out over `expert_ranks` of them, and cut by width over the rest. With `attention_dp` every
+    rank has all heads, and attends for the requests alone whose keys and values it keeps.
     """
 
     comm: Communicator = ALONE
     expert_ranks: int = 1
+    attention_dp: bool = False
 
     @property
     def rank(self) -> int:
@@ -61,6 +63,15 @@ class Parallel:
         """Over how many ranks an expert's width is cut."""
         return self.size // self.expert_ranks
 
+    @property
+    def head_ranks(self) -> int:
+        """Over how many ranks attention heads are cut."""
+        return 1 if self.attention_dp else self.size
+
+    def heads(self, dim: int = 0) -> Shard:
+        """Returns this rank's part of a weight of attention heads."""
+        return Shard(dim) if self.attention_dp else self.shard(dim)
+
     def shard(self, dim: int = 0, full: int | None = None) -> Shard:
         """Returns this rank's part of a weight that all ranks share."""
         return Shard(dim, self.rank, self.size, full)
@@ -68,7 +79,9 @@ class Parallel:
     def kv_shard(self, num_kv_heads: int) -> Shard:
         """Returns this rank's part of keys and values: with fewer heads than ranks, several ranks
         hold the same."""
-        count = min(self.size, num_kv_heads)
+        count = min(self.head_ranks, num_kv_heads)
+        if count == 1:
+            return WHOLE
         return Shard(0, self.rank * count // self.size, count)
 
 

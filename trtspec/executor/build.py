@@ -37,6 +37,7 @@ from .ranks import (
     Follower,
     LeadingRunner,
     LinkedKVCache,
+    OwnedKVCache,
     all_or_none,
     minimum_of_ranks,
 )
@@ -148,7 +149,9 @@ def _build(
     loader = drafter_loader(engine.speculative_config)
     parallel = ONE_RANK
     if link is not None:
-        parallel = Parallel(link.world.comm, engine.moe_expert_parallel_size)
+        parallel = Parallel(
+            link.world.comm, engine.moe_expert_parallel_size, engine.enable_attention_dp
+        )
     with nullcontext() if link is None else all_or_none(link.world):
         loaded = _load(engine, loader, device, parallel)
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
@@ -161,13 +164,12 @@ def _build(
         is_cuda=device.type == "cuda",
         cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
     )
-    sizes = loaded.specs, num_blocks, loaded.needs.page_size, device
     parts = EngineParts(
         target=target.model,
         worker=loaded.worker,
         draft_model=drafter.model,
         draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
-        kv_cache=KVCacheManager(*sizes) if link is None else LinkedKVCache(*sizes, link=link),
+        kv_cache=_kv_cache(loaded, num_blocks, device, link, parallel.attention_dp),
         mode=drafter.mode,
         device=device,
         layers_to_capture=drafter.layers_to_capture,
@@ -177,6 +179,19 @@ def _build(
     if not link.world.is_leader:
         return StepRunner(parts, config), config, None
     return LeadingRunner(parts, config, link), config, loader.saver(target)
+
+
+def _kv_cache(
+    loaded: _Loaded,
+    num_blocks: list[int],
+    device: torch.device,
+    link: EngineLink | None,
+    by_owner: bool,
+) -> KVCacheManager:
+    sizes = loaded.specs, num_blocks, loaded.needs.page_size, device
+    if link is None:
+        return KVCacheManager(*sizes)
+    return OwnedKVCache(*sizes, link=link) if by_owner else LinkedKVCache(*sizes, link=link)
 
 
 def _load(

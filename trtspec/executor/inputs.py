@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..metadata.attention import AttentionMetadata, ImageRows
+from ..metadata.attention import NULL_BLOCK, AttentionMetadata, ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata
@@ -192,7 +192,7 @@ def assemble(
         first_row=prompts.num_tokens,
     )
     if contexts:
-        step = _with_contexts(step, inputs, state, kv_cache.page_size, max_seq_len)
+        step = _with_contexts(step, inputs, state, kv_cache, max_seq_len)
     deltas = None if state.rope_deltas is None else state.rope_deltas[inputs.slot_ids]
     attn_metadata = AttentionMetadata(
         context_lens=prompts.lens,
@@ -267,7 +267,11 @@ def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -
 
 
 def _with_contexts(
-    step: StepRows, inputs: StepInputs, state: SlotState, page_size: int, max_seq_len: int
+    step: StepRows,
+    inputs: StepInputs,
+    state: SlotState,
+    kv_cache: KVCacheManager,
+    max_seq_len: int,
 ) -> StepRows:
     """Puts the contexts' rows in front of the generations'. A context has logits at its last
     row."""
@@ -279,7 +283,7 @@ def _with_contexts(
         input_ids=torch.cat([contexts.ids, step.input_ids]),
         position_ids=torch.cat([positions, step.position_ids]),
         slot_mappings=tuple(
-            torch.cat([_context_slots(table, contexts, page_size), generations])
+            torch.cat([_context_slots(table, contexts, kv_cache), generations])
             for table, generations in zip(inputs.block_tables, step.slot_mappings, strict=True)
         ),
         kv_lens=torch.cat([kv_lens, step.kv_lens]),
@@ -289,11 +293,13 @@ def _with_contexts(
     )
 
 
-def _context_slots(table: Tensor, contexts: ContextRows, page_size: int) -> Tensor:
+def _context_slots(table: Tensor, contexts: ContextRows, kv_cache: KVCacheManager) -> Tensor:
     """Returns KV slots [T_ctx] int64. The host has reserved blocks for all context positions."""
-    owners, positions = contexts.owners, contexts.positions
+    owners, positions, page_size = contexts.owners, contexts.positions, kv_cache.page_size
     block = table[owners, positions // page_size].to(torch.int64)
     slots = block * page_size + positions % page_size
     if contexts.is_padded:  # owner -1 looked up the last table, which is harmless
         slots = torch.where(owners < 0, -1, slots)
+    if kv_cache.has_foreign_requests:
+        slots = torch.where(block == NULL_BLOCK, -1, slots)
     return slots

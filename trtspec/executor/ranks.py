@@ -16,11 +16,16 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..config import ExecutorConfig
 from ..distributed.world import World
 from ..errors import RankError
+from ..metadata.attention import NULL_BLOCK
+from ..state.blocks import BlockPool
 from ..state.kv_cache import KVCacheManager
 from .forward_step import StepOutputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
@@ -46,31 +51,148 @@ class EngineLink:
         self.world.tell(self.engine_id, name, arguments)
 
 
+class CopiedTables(NamedTuple):
+    """A request's block tables as rank 0 has them."""
+
+    tables: list[list[int]]  # one for each group
+    version: int
+    owner: int | None  # as `LinkedKVCache.owner_of`
+
+
 class LinkedKVCache(KVCacheManager):
     """The ledger of rank 0, and its copy on the others. What is done to blocks, all ranks do."""
 
     def __init__(self, *arguments: Any, link: EngineLink):
         super().__init__(*arguments)
         self.link = link
+        self.owner: int | None = None
+        """The rank whose blocks are spoken of; None is all."""
 
     def zero(self, group: int, blocks: list[int]) -> None:
         world = self.link.world
         if world.is_leader and world.failure is None and blocks:
-            self.link.tell("zero", group, blocks)
-        super().zero(group, blocks)
+            self.link.tell("zero", group, blocks, self.owner)
+        self.zero_own(group, blocks, self.owner)
 
-    def tables(self, request_id: int) -> list[list[int]]:
-        """Returns the request's block tables, one for each group."""
-        return self._tables[request_id]
+    def zero_own(self, group: int, blocks: list[int], owner: int | None) -> None:
+        """Zeroes blocks of this rank, if they are its own."""
+        if owner in (None, self.link.world.rank):
+            super().zero(group, blocks)
 
-    def copy_tables(self, request_id: int, tables: list[list[int]], version: int) -> None:
+    def copy_of(self, request_id: int) -> CopiedTables:
+        """Returns what the other ranks must know of a request's blocks."""
+        version, owner = self.version(request_id), self.owner_of(request_id)
+        return CopiedTables(self._tables[request_id], version, owner)
+
+    def copy_tables(self, request_id: int, copy: CopiedTables) -> None:
         """Takes over the tables of rank 0, which alone hands out blocks."""
-        self._tables[request_id], self._versions[request_id] = tables, version
+        self._tables[request_id], self._versions[request_id] = copy.tables, copy.version
 
     def forget(self, request_id: int) -> None:
         """Drops tables that were copied."""
         self._tables.pop(request_id, None)
         self._versions.pop(request_id, None)
+
+    def owner_of(self, request_id: int) -> int | None:
+        """Returns the rank that keeps its keys and values; None: each keeps those of its heads."""
+        return None
+
+
+class OwnedKVCache(LinkedKVCache):
+    """The same for attention data parallelism: one rank has all of a request's keys and values.
+
+    Each rank has blocks of its own, by the same numbers. To the others a request has null blocks
+    alone: they write nothing, and what they attend to is zero. So the ranks' attention adds up to
+    the owner's. A request goes to the rank with the most free blocks.
+    """
+
+    has_foreign_requests = True
+
+    def __init__(self, *arguments: Any, link: EngineLink):
+        super().__init__(*arguments, link=link)
+        counts = [pool.num_blocks for pool in self._pools]
+        self._pools_of = [[BlockPool(n) for n in counts] for _ in range(link.world.size)]
+        self._owners: dict[int, int] = {}
+
+    def owner_of(self, request_id: int) -> int | None:
+        return self._owners.get(request_id)
+
+    def _freest(self) -> int:
+        free = [min(pool.num_free for pool in pools) for pools in self._pools_of]
+        return free.index(max(free))
+
+    def _turn_to(self, owner: int) -> None:
+        self.owner, self._pools = owner, self._pools_of[owner]
+
+    def _turn_to_owner_of(self, request_id: int) -> None:
+        owner = self._owners.get(request_id)
+        self._turn_to(self._freest() if owner is None else owner)
+
+    @property
+    def num_free_blocks(self) -> int:
+        self._turn_to(self._freest())
+        return super().num_free_blocks
+
+    def has_room(self, request_id: int, num_tokens: int) -> bool:
+        self._turn_to_owner_of(request_id)
+        return super().has_room(request_id, num_tokens)
+
+    def reserve(self, request_id: int, num_tokens: int) -> bool:
+        self._turn_to_owner_of(request_id)
+        assert self.owner is not None
+        reserved = super().reserve(request_id, num_tokens)
+        if reserved:
+            self._owners[request_id] = self.owner
+        return reserved
+
+    def trim(self, request_id: int, num_tokens: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().trim(request_id, num_tokens)
+
+    def release_behind(self, request_id: int, first: int, num_unseen: int = 0) -> None:
+        self._turn_to_owner_of(request_id)
+        super().release_behind(request_id, first, num_unseen)
+
+    def scrub(self, request_id: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().scrub(request_id)
+
+    def free(self, request_id: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().free(request_id)
+        self._owners.pop(request_id, None)
+
+    def start_over(self) -> None:
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            super().start_over()
+            self._pools_of[owner] = self._pools
+        self._owners = {}
+
+    def copy_tables(self, request_id: int, copy: CopiedTables) -> None:
+        super().copy_tables(request_id, copy)
+        assert copy.owner is not None
+        self._owners[request_id] = copy.owner
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        self._owners.pop(request_id, None)
+
+    def block_tables(self, request_ids: list[int]) -> list[Tensor]:
+        tables = super().block_tables(request_ids)
+        rank = self.link.world.rank
+        others = [self._owners.get(request_id, rank) != rank for request_id in request_ids]
+        return [table.masked_fill(torch.tensor(others)[:, None], NULL_BLOCK) for table in tables]
+
+    def check_integrity(self) -> None:
+        everything = self._tables
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            self._tables = {r: t for r, t in everything.items() if self._owners[r] == owner}
+            try:
+                super().check_integrity()
+            finally:
+                self._tables = everything
 
 
 @dataclass(frozen=True)
@@ -81,7 +203,7 @@ class StepMessage:
     generations: list[tuple[int, int]]  # slot, past_upper
     num_drafts: int
     draft_len: int
-    tables: dict[int, tuple[list[list[int]], int]]  # request -> its block tables, their version
+    tables: dict[int, CopiedTables]  # of requests whose tables changed
 
 
 class LeadingRunner(StepRunner):
@@ -124,7 +246,7 @@ class LeadingRunner(StepRunner):
             known = request.request_id, version
             if self._sent.get(request.slot) != known:
                 self._sent[request.slot] = known
-                tables[request.request_id] = cache.tables(request.request_id), version
+                tables[request.request_id] = cache.copy_of(request.request_id)
         return StepMessage(
             contexts=[(chunk.request.slot, chunk.start, chunk.end) for chunk in batch.contexts],
             generations=[(request.slot, request.past_upper) for request in batch.generations],
@@ -172,8 +294,8 @@ class Follower:
         self.runner.set_drafts(drafts)
 
     def run(self, message: StepMessage) -> None:
-        for request_id, (tables, version) in message.tables.items():
-            self.kv_cache.copy_tables(request_id, tables, version)
+        for request_id, copy in message.tables.items():
+            self.kv_cache.copy_tables(request_id, copy)
         outputs = self.runner.run(self._plan(message))
         if self._checks:
             compare_outputs(self.world, outputs)
@@ -190,8 +312,8 @@ class Follower:
         batch = ScheduledBatch(contexts, generations)
         return StepPlan(batch, message.num_drafts, message.draft_len)
 
-    def zero(self, group: int, blocks: list[int]) -> None:
-        self.kv_cache.zero(group, blocks)
+    def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
+        self.kv_cache.zero_own(group, blocks, owner)
 
     def start_over(self) -> None:
         self.runner.start_over()

@@ -149,12 +149,12 @@ class DecoderConfig:
 
         Its mixture, which `moe_of_layer` returns, is whole: `MoE` cuts it.
         """
-        config, size = self.of_layer(layer), self.parallel.size
-        if size == 1:
+        config, parallel = self.of_layer(layer), self.parallel
+        if parallel.size == 1:
             return config
         return replace(
             config,
-            num_heads=config.num_heads // size,
-            num_kv_heads=max(1, config.num_kv_heads // size),
-            intermediate_size=config.intermediate_size // size,
+            num_heads=config.num_heads // parallel.head_ranks,
+            num_kv_heads=max(1, config.num_kv_heads // parallel.head_ranks),
+            intermediate_size=config.intermediate_size // parallel.size,
         )

@@ -18,9 +18,10 @@ def check_cut(config: DecoderConfig, where: str) -> None:
         ConfigError: with the size that does not divide, and the numbers of ranks that would do.
     """
     size, expert_ranks = config.parallel.size, config.parallel.expert_ranks
-    problem = _problem(config, size)
+    cuts_heads = not config.parallel.attention_dp
+    problem = _problem(config, size, cuts_heads)
     if problem is not None:
-        fitting = [str(n) for n in range(1, _MOST + 1) if _problem(config, n) is None]
+        fitting = [str(n) for n in range(1, _MOST + 1) if _problem(config, n, cuts_heads) is None]
         raise ConfigError(
             f"tensor_parallel_size={size}: {where} cannot be cut so, for {problem}. Use one of "
             f"{', '.join(fitting)}."
@@ -36,13 +37,13 @@ def check_cut(config: DecoderConfig, where: str) -> None:
         )
 
 
-def _problem(config: DecoderConfig, size: int) -> str | None:
+def _problem(config: DecoderConfig, size: int, cuts_heads: bool) -> str | None:
     """Returns what of the layers outside their experts does not divide; None if all does."""
     if size == 1:
         return None
     for layer in range(config.num_layers):
         moe, layer_config = config.moe_of_layer(layer), config.of_layer(layer)
-        sizes = {"num_attention_heads": layer_config.num_heads}
+        sizes = {"num_attention_heads": layer_config.num_heads if cuts_heads else 0}
         if moe is None or moe.beside_mlp:
             sizes["intermediate_size"] = layer_config.intermediate_size
         else:
@@ -51,7 +52,7 @@ def _problem(config: DecoderConfig, size: int) -> str | None:
             if value % size:
                 return f"layer {layer} has {name} {value}"
         heads = layer_config.num_kv_heads
-        if layer_config.mla is None and heads % size and size % heads:
+        if cuts_heads and layer_config.mla is None and heads % size and size % heads:
             return f"layer {layer} has {heads} KV heads"
     return None
 

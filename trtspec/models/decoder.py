@@ -89,12 +89,12 @@ class Attention(nn.Module):
         self.images_attend_both_ways = config.images_attend_both_ways
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         size, queries = config.hidden_size, config.num_heads * config.head_dim
-        self.qkv_proj = Linear(input_size or size, qkv, config.qkv_bias, parallel.shard())
+        self.qkv_proj = Linear(input_size or size, qkv, config.qkv_bias, parallel.heads())
         self.kv_shard = parallel.kv_shard(num_kv_heads)
-        self.o_proj = Linear(queries, size, config.o_bias, parallel.shard(1), parallel.comm)
+        self.o_proj = Linear(queries, size, config.o_bias, parallel.heads(1), parallel.comm)
         self.g_proj: Linear | None = None
         if config.head_gate:
-            self.g_proj = Linear(size, config.num_heads, bias=False, shard=parallel.shard())
+            self.g_proj = Linear(size, config.num_heads, bias=False, shard=parallel.heads())
         norm = config.head_dim, config.rms_norm_eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
         self.k_norm = RMSNorm(*norm) if config.qk_norm else None

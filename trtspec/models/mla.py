@@ -52,14 +52,14 @@ class MLAttention(nn.Module):
         self.q_b_proj: Linear | None = None
         if m.q_lora_rank is not None:
             self.q_a_layernorm = RMSNorm(m.q_lora_rank, LATENT_NORM_EPS)
-            self.q_b_proj = Linear(m.q_lora_rank, queries, bias=False, shard=parallel.shard())
+            self.q_b_proj = Linear(m.q_lora_rank, queries, bias=False, shard=parallel.heads())
         self.kv_a_layernorm = RMSNorm(m.kv_lora_rank, LATENT_NORM_EPS)
         rows = heads * (m.qk_nope_head_dim + m.v_head_dim)
         self.kv_b_proj = nn.Parameter(torch.empty(rows, m.kv_lora_rank), requires_grad=False)
         """All heads' W_UK, then all heads' W_UV."""
-        shard = parallel.shard(1)
+        shard = parallel.heads(1)
         self.o_proj = Linear(heads * m.v_head_dim, size, False, shard, parallel.comm)
-        self.head_shard = parallel.shard()
+        self.head_shard = parallel.heads()
 
     def forward(
         self,

@@ -38,9 +38,9 @@ class QueryAttention(nn.Module):
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.images_attend_both_ways = config.images_attend_both_ways
         width = config.num_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, parallel.shard())
+        self.q_proj = Linear(config.hidden_size, width, config.qkv_bias, parallel.heads())
         self.o_proj = Linear(
-            width, config.hidden_size, config.o_bias, parallel.shard(1), parallel.comm
+            width, config.hidden_size, config.o_bias, parallel.heads(1), parallel.comm
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 

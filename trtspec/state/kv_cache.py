@@ -72,9 +72,14 @@ class KVGroupSpec:
 class KVCacheManager:
     """Blocks of every group for every request. Host bookkeeping only; no device reads.
 
+    `has_foreign_requests` says that other ranks may hold a request's blocks. Its tables are then of
+    null blocks here.
+
     Args:
         num_blocks: one number for all groups, or one for each; reserved blocks included.
     """
+
+    has_foreign_requests = False
 
     def __init__(
         self,
