@@ -196,7 +196,7 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
 
 
 # -- stopping ----------------------------------------------------------------------------------
-@covering(mode=MODES, overlap=[False, True])
+@spread(mode=MODES, overlap=[False, True])
 def test_stop_token_inside_an_accepted_run(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool
 ) -> None:
