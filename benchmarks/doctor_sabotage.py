@@ -31,7 +31,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.checkpoints.zoo import resolve_head, resolve_model
-from trtspec.data.acceptance_prompts import load_prompts
+from trtspec.data.acceptance_prompts import AcceptancePrompt, load_prompts
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.models.decoder import Decoder
 from trtspec.train.unroll import Sequences
@@ -132,13 +132,17 @@ SABOTAGES = [
 ]
 
 
-class Clinic:
-    """The target and its texts, for many heads."""
+def _size(prompt: AcceptancePrompt) -> int:
+    return sum(len(message["content"]) for message in prompt.messages)
 
-    def __init__(self, num_prompts: int, max_tokens: int):
+
+class Clinic:
+    """The target and its texts, for many heads; prompts of `longest` characters at most."""
+
+    def __init__(self, num_prompts: int, max_tokens: int, longest: float = float("inf")):
         model_dir, device = resolve_model(MODEL), torch.device("cpu")
         llm = LLM(model_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=1024)
-        prompts = load_prompts()
+        prompts = [prompt for prompt in load_prompts() if _size(prompt) <= longest]
         chosen = prompts[:: max(1, len(prompts) // num_prompts)][:num_prompts]  # as the command's
         outputs = llm.chat(
             [list(prompt.messages) for prompt in chosen], SamplingParams(max_tokens=max_tokens)

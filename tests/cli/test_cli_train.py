@@ -20,6 +20,10 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     out, text = tmp_path / "head", tmp_path / "text.jsonl"
     train = ["train", "eagle3", "--out", str(out), "--data", str(text), *SMALL]
     generate = ["--self-generate", "4", "--max-answer", "16", "--max-batch-size", "4"]
+    if not full():  # the prompts made from templates have passages that the target writes first
+        asked = tmp_path / "asked.txt"
+        asked.write_text("Say hello.\nCount to five.\nName a colour.\nWhat is rain?\n")
+        generate += ["--prompts", str(asked)]
     assert cli.main([*train, *generate]) == 0, capsys.readouterr().err
     assert len(text.read_text().splitlines()) == 5  # a header and four conversations
     for name in ("config.json", "model.safetensors", "checkpoint.pt", "log.jsonl"):

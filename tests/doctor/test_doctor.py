@@ -40,8 +40,8 @@ class Case:
         head = create_head(spec, self.target, ids, F32, seed=5)
         self.head_dir = tmp_path / "head"
         config = replace(
-            TRAIN_CONFIG, max_steps=160, num_steps=3, evaluate_every=160, log_every=160,
-            checkpoint_every=160,
+            TRAIN_CONFIG, max_steps=100, num_steps=3, evaluate_every=100, log_every=100,
+            checkpoint_every=100,
         )  # fmt: skip
         held_out = [data.take(torch.arange(24))]
         Trainer(self.target, head, data, held_out, config, self.head_dir).train()

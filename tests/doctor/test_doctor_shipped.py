@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from matrix import thinned
+from matrix import full, thinned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -21,7 +21,7 @@ TRIED = thinned(
 
 @pytest.fixture(scope="module")
 def clinic() -> Clinic:
-    return Clinic(num_prompts=6, max_tokens=40)
+    return Clinic(num_prompts=6, max_tokens=40, longest=float("inf") if full() else 120)
 
 
 @pytest.mark.parametrize("head", thinned(["eagle3", "mtp"], 2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import EAGLE3
+from matrix import EAGLE3, spread
 from sampled import config_of, engine, make_models, requests
 from torch import Tensor
 
@@ -31,13 +31,16 @@ def reference(model: Any, prompt: list[int], output: list[int]) -> Tensor:
     return logits.log_softmax(-1)[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("rule", ["strict", "rejection"])
-@pytest.mark.parametrize("mode", MODES)
-def test_against_transformers(folder: Path, mode: str, rule: str) -> None:
-    """Greedy and sampled, with filters; some ask for none; chunked prompts, preemption."""
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+
+
+@spread(mode=MODES, rule=["strict", "rejection"])
+def test_against_transformers(folder: Path, model: Any, mode: str, rule: str) -> None:
+    """Greedy and sampled, with filters; some ask for none; chunked prompts, preemption."""
     prompts, params = requests(10)
     counts = [0, 3, None, 20, 1]
     params = [

@@ -16,7 +16,7 @@ from soak import (
     soak,
 )
 
-REQUESTS = 120
+REQUESTS = 80
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
 
 @pytest.fixture(scope="module")
 def references(models: dict[str, Models]) -> dict[str, References]:
-    return {name: build_references(m.target, "cpu", 12, 4) for name, m in models.items()}
+    return {name: build_references(m.target, "cpu", 8, 4) for name, m in models.items()}
 
 
 def test_the_setups_cover_what_they_claim() -> None:

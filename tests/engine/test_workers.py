@@ -57,6 +57,14 @@ def test_mixed_batch_is_accepted_row_by_row() -> None:
         ]
 
 
+def test_inside_a_prompt_the_new_token_is_the_prompts_own() -> None:
+    """Of three contexts the second ends its prompt, and keeps what was sampled."""
+    spec = _spec(2, next_prompt_tokens=torch.tensor([5, -1, 0], dtype=torch.int32))
+    accepted = torch.tensor([[7, -1, -1], [8, -1, -1], [9, -1, -1], [3, 4, -1]], dtype=torch.int32)
+    _worker(2).put_known_tokens(accepted, 3, spec)
+    assert accepted.tolist() == [[5, -1, -1], [8, -1, -1], [0, -1, -1], [3, 4, -1]]
+
+
 def test_token_zero_is_a_legal_draft_and_minus_one_never_matches() -> None:
     tokens, lens = _worker(2).sample_and_accept_draft_tokens(
         _logits_for([0, 0, 5]), torch.tensor([[0, -1]], dtype=torch.int32), 0, 1, _spec(2)

@@ -65,11 +65,11 @@ def test_only_heads_and_draft_models_are_watched() -> None:
 
 def _decode(target: Path, config: DecodingBaseConfig, overlap: bool) -> LLM:
     llm = LLM(
-        target, config, device="cpu", dtype="float32", max_batch_size=4,
+        target, config, device="cpu", dtype="float32", max_batch_size=16,
         disable_overlap_scheduler=not overlap,
     )  # fmt: skip
-    prompts = [[5 + i, 6, 7] for i in range(4)]
-    llm.generate(prompts, SamplingParams(max_tokens=120, ignore_eos=True))
+    prompts = [[5 + i, 6, 7] for i in range(16)]
+    llm.generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True))
     return llm
 
 

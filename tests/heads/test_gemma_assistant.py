@@ -285,7 +285,7 @@ def test_greedy_equals_transformers(
     )  # fmt: skip
     prompts = executor_prompts(5)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    expected = [oracles[family].extend(prompt, 20) for prompt in prompts]
+    expected = oracles[family].extend_all(prompts, 20)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert (llm.stats().num_preemptions > 0) == (pool == 100)
     llm.executor.kv_cache.check_integrity()

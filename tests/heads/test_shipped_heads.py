@@ -61,9 +61,16 @@ def test_an_unknown_name_says_what_there_is() -> None:
 def _texts(config: DecodingBaseConfig | None) -> tuple[list[list[int]], float]:
     """Greedy fp32 answers to a prompt of each kind, or two, and the acceptance length."""
     prompts = load_prompts()
-    chosen = [list(prompt.messages) for prompt in prompts[:: len(prompts) // (12 if full() else 6)]]
-    llm = LLM("smollm2-135m", config, device="cpu", dtype=torch.float32, max_batch_size=12)
-    outputs = llm.chat(chosen, SamplingParams(max_tokens=48 if full() else 32))
+    chosen = [list(prompt.messages) for prompt in prompts[:: len(prompts) // (12 if full() else 4)]]
+    llm = LLM(
+        "smollm2-135m",
+        config,
+        device="cpu",
+        dtype=torch.float32,
+        max_batch_size=12,
+        max_seq_len=512,
+    )
+    outputs = llm.chat(chosen, SamplingParams(max_tokens=48 if full() else 24))
     return [output.outputs[0].token_ids for output in outputs], llm.stats().acceptance_length
 
 

@@ -22,8 +22,31 @@ from trtspec.config import DecodingBaseConfig
 LAYERS = 8  # of the EAGLE-3 target: its default capture is after layers 1, 3 and 4
 
 
+class Foresight:
+    """The target's states of whole texts, read once for all that begins one of them."""
+
+    oracle: Oracle
+
+    def compute(self, text: Sequence[int]) -> Tensor:
+        """What the head reads, [n, …], from transformers."""
+        raise NotImplementedError
+
+    def hidden(self, text: Sequence[int]) -> Tensor:
+        known_texts = self.__dict__.setdefault("known_texts", [])
+        for known, states in known_texts:
+            if known[: len(text)] == list(text):
+                return states[: len(text)]
+        known_texts.append((list(text), self.compute(text)))
+        return known_texts[-1][1]
+
+    def foresee(self, prompts: Sequence[Sequence[int]], count: int) -> None:
+        """Reads the target's texts of `count` tokens at once, for what is asked step by step."""
+        for prompt, said in zip(prompts, self.oracle.extend_all(prompts, count), strict=True):
+            self.hidden([*prompt, *said])
+
+
 @dataclass
-class Case:
+class Case(Foresight):
     """A drafter, its target and its oracle."""
 
     target: Path
@@ -48,8 +71,8 @@ class Case:
         self.model.lm_head = torch.nn.Identity()
 
     @torch.inference_mode()
-    def hidden(self, text: Sequence[int]) -> Tensor:
-        """What the head reads, [n, …] float64, from transformers."""
+    def compute(self, text: Sequence[int]) -> Tensor:
+        """In float64."""
         states = self.model(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
         if not self.capture:
             return states[-1][0]
@@ -189,6 +212,7 @@ def run_random_schedule(
     script, rng = script_type(llm, case, seed), random.Random(seed)
     executor = llm.executor
     waiting = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(4)]
+    case.foresee(waiting, 30 + k)
     compared = 0
     while waiting or executor.has_work:
         if waiting and rng.random() < 0.4:
@@ -226,6 +250,7 @@ def run_with_changing_draft_len(case: Case, script_type: type[Script] = Script) 
     script, executor = script_type(llm, case, seed=0), llm.executor
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     requests = [executor.enqueue([5, 6, 7 + i], params) for i in range(2)]
+    case.foresee([request.prompt_token_ids for request in requests], 40 + k)
     script.requests = {request.request_id: request for request in requests}
     rng, lens = random.Random(0), set()
     while executor.has_work:

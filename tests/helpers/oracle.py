@@ -27,16 +27,27 @@ class Oracle:
         ).eval()
         self.next_token: dict[tuple[int, ...], int] = {}
 
-    @torch.inference_mode()
+    def read(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [n, L, V] of texts [n, L]."""
+        return self.model(ids).logits
+
     def extend(self, prompt: Sequence[int], count: int) -> list[int]:
-        tokens = list(prompt)
+        return self.extend_all([prompt], count)[0]
+
+    @torch.inference_mode()
+    def extend_all(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """The continuation of each; a pass reads all texts, padded behind where no token looks."""
+        texts = [list(prompt) for prompt in prompts]
         for _ in range(count):
-            key = tuple(tokens)
-            if key not in self.next_token:
-                logits = self.model(torch.tensor([tokens])).logits[0, -1]
-                self.next_token[key] = int(logits.argmax())
-            tokens.append(self.next_token[key])
-        return tokens[len(prompt) :]
+            if unknown := [text for text in texts if tuple(text) not in self.next_token]:
+                longest = max(map(len, unknown))
+                ids = torch.tensor([text + [0] * (longest - len(text)) for text in unknown])
+                logits = self.read(ids)
+                for text, row in zip(unknown, logits, strict=True):
+                    self.next_token[tuple(text)] = int(row[len(text) - 1].argmax())
+            for text in texts:
+                text.append(self.next_token[tuple(text)])
+        return [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
 
 
 class Scripted:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from drafting import Case
-from tiny_gemma import (
-    NaiveAssistant,
-)
+from tiny_gemma import NaiveAssistant
+from torch import Tensor
 
-from trtspec import (
-    MTPDecodingConfig,
-)
+from trtspec import MTPDecodingConfig
 
 
 def assistant_config(
@@ -24,7 +23,18 @@ def assistant_config(
     )  # fmt: skip
 
 
+class AssistantCase(Case):
+    """Its oracle reads the target's keys by itself."""
+
+    def hidden(self, text: Sequence[int]) -> Tensor:
+        return torch.empty(0)
+
+    def foresee(self, prompts: Sequence[Sequence[int]], count: int) -> None:
+        for prompt, said in zip(prompts, self.oracle.extend_all(prompts, count), strict=True):
+            self.naive.foresee([*prompt, *said])  # type: ignore[attr-defined]
+
+
 def assistant_case(pair: tuple[Path, Path], k: int, one_model: bool = True) -> Case:
     target, assistant = pair
     naive: Any = NaiveAssistant(assistant, target)
-    return Case(target, assistant_config(assistant, k, one_model), naive)
+    return AssistantCase(target, assistant_config(assistant, k, one_model), naive)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafting import Foresight
+from oracle import Oracle
 from safetensors.torch import load_file, save_file
 from tiny_heads import _rotate, _weights
 from torch import Tensor
@@ -138,7 +140,7 @@ def as_step3p7(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
-class StepOracle:
+class StepOracle(Oracle):
     """transformers' text model of Step-3.7, which is Step-3.5's, and the lm_head."""
 
     def __init__(self, path: Path):
@@ -156,25 +158,19 @@ class StepOracle:
         self.lm_head = tensors["lm_head.weight"]
         model.load_state_dict(as_step3p7(tensors), strict=True)
         self.model = model.float().eval()
-        self.known: dict[tuple[int, ...], int] = {}
+        self.next_token: dict[tuple[int, ...], int] = {}
 
     @torch.inference_mode()
     def hidden(self, text: Sequence[int]) -> Tensor:
         """[n, D] after the final norm."""
         return self.model(torch.tensor([list(text)])).last_hidden_state[0]
 
+    def read(self, ids: Tensor) -> Tensor:
+        return self.model(ids).last_hidden_state @ self.lm_head.T
+
     @torch.inference_mode()
     def logits(self, text: Sequence[int]) -> Tensor:
         return self.hidden(text) @ self.lm_head.T
-
-    def extend(self, prompt: Sequence[int], count: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(count):
-            key = tuple(tokens)
-            if key not in self.known:
-                self.known[key] = int(self.logits(tokens)[-1].argmax())
-            tokens.append(self.known[key])
-        return tokens[len(prompt) :]
 
 
 def _is_mtp(name: str) -> bool:
@@ -245,13 +241,13 @@ WINDOW = 5
 
 
 @dataclass
-class StepCase:
-    """As `test_drafting.Case`."""
+class StepCase(Foresight):
+    """As `drafting.Case`."""
 
     target: Path
     config: MTPDecodingConfig
     naive: NaiveStepMTP
     oracle: StepOracle
 
-    def hidden(self, text: list[int]) -> torch.Tensor:
+    def compute(self, text: Sequence[int]) -> Tensor:
         return self.oracle.hidden(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -39,15 +40,21 @@ def test_an_op_with_a_kernel(twin: Twin) -> None:
     assert any(re.search(rf"\b{n}\b", tests) for n in (name, *_callers(name))), f"no test of {name}"
 
 
+@functools.cache
+def _functions() -> list[tuple[str, set[str]]]:
+    """Functions of `trtspec/ops` with the names that each reads."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "trtspec" / "ops").rglob("*.py")]
+    return [
+        (f.name, {node.id for node in ast.walk(f) if isinstance(node, ast.Name)})
+        for tree in trees
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef)
+    ]
+
+
 def _callers(name: str) -> set[str]:
     """Functions of `trtspec/ops` that call this one."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "trtspec" / "ops").rglob("*.py")]
-    functions = (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef))
-    return {
-        function.name
-        for function in functions
-        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
-    }
+    return {function for function, read in _functions() if name in read}
 
 
 def test_the_kernels_compile_for_hopper() -> None:

@@ -30,7 +30,7 @@ from trtspec.data.prompts import OPEN, REPEATS
 from trtspec.errors import RequestError
 
 pytestmark = pytest.mark.model
-TOKENS = 28 if full() else 18
+TOKENS = 28 if full() else 12
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +133,7 @@ def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-FEW = [
-    ("none", False, True), ("ngram", True, True), ("draft_target", True, False),
-    ("user_provided", False, True),
-]  # fmt: skip
+FEW = [("none", True, True), ("draft_target", True, False), ("user_provided", False, True)]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_mixed_batches_in_a_tight_pool_equal_transformers(
         assert llm.stats().acceptance_length > 2
 
 
-@pytest.mark.parametrize("mode", thinned(MODES[::-1], 4))
+@pytest.mark.parametrize("mode", MODES if full() else ["ngram"])
 def test_batch_one_equals_transformers(
     model_dir: Path, short_model_dir: Path, prompts: list[list[int]], expected: list[list[int]],
     mode: str,
@@ -187,13 +184,13 @@ def bf16_texts(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
     ("mode", "k"),
     thinned(
         [
-            ("ngram", 8),
-            ("ngram", 4),
-            ("draft_target", 8),
             ("user_provided", 8),
             ("user_provided", 4),
+            ("draft_target", 8),
+            ("ngram", 8),
+            ("ngram", 4),
         ],
-        3,
+        5,
     ),
 )
 def test_bf16_text_is_the_same_with_and_without_speculation(
@@ -309,6 +306,6 @@ def test_a_random_eagle3_head_changes_no_token(
     head = save(tmp_path / "head", Model(PRESETS["smollm2-135m"]).eagle3_head())
     config = EagleDecodingConfig(max_draft_len=3, speculative_model=head)
     llm = LLM(model_dir, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256)
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    outputs = llm.generate(prompts[:4], SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    assert _tokens(outputs) == expected[:4]
     assert llm.stats().acceptance_length >= 1

@@ -100,11 +100,17 @@ def requests(plain: Plain, tokens: int) -> list[tuple[list[int], SamplingParams,
     return found
 
 
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> list[tuple[list[int], SamplingParams, list[int]]]:
+    return requests(Plain(folder / "target"), 16)
+
+
 @pytest.mark.parametrize("mode", ["none", "ngram", "itself", *NETWORKS])
-def test_greedy_texts_are_those_of_the_formulas(folder: Path, mode: str) -> None:
+def test_greedy_texts_are_those_of_the_formulas(
+    folder: Path, cases: list[tuple[list[int], SamplingParams, list[int]]], mode: str
+) -> None:
     """Requests with different wishes in one batch, chunked and preempted; `itself` drafts with the
     target, so that many drafts are right and many are not, for it sees no penalty."""
-    cases = requests(Plain(folder / "target"), 16)
     config = None
     if mode == "itself":
         config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=folder / "target")
