@@ -84,7 +84,7 @@ def load_decoder(
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
-        ConfigError: the model cannot be cut over so many ranks.
+        ConfigError: the model cannot be cut over that number of ranks.
     """
     config = replace(load_config(model_dir), parallel=parallel)
     check_cut(config, str(model_dir))

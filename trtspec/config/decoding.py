@@ -173,10 +173,13 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         speculative_model: its HF directory, .gguf file or known name.
         parallel_drafting: all K drafts from one pass, as a PARD model was trained to make them.
             None is whether its config.json has a `pard_token`.
+        draft_tensor_parallel_size: ranks that the draft model is cut over: all of the target's, or
+            1, where every rank has all of it and drafts the same. None is all, if it can be cut.
     """
 
     speculative_model: str | os.PathLike[str] | None = None
     parallel_drafting: bool | None = None
+    draft_tensor_parallel_size: int | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
     decoding_type: ClassVar[str] = "DraftTarget"
@@ -186,6 +189,8 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         require_path(self, "speculative_model")
         if self.parallel_drafting is not None:
             require_bool(self, "parallel_drafting")
+        if self.draft_tensor_parallel_size is not None:
+            require_int(self, "draft_tensor_parallel_size", 1, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ FOLLOWER = "trtspec.executor.follower"
 TIMEOUT_ENV_VAR = "TRTSPEC_RANK_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0  # seconds that a step may take, graph captures and kernel builds included
 START_TIMEOUT = timedelta(minutes=5)
-FOREVER = timedelta(days=365)  # followers wait for the next message, however long nobody asks
+FOREVER = timedelta(days=365)  # followers wait for the next message, however long no request comes
 GRACE = 5.0  # seconds until a rank that does not return by itself is ended
 _POLL = 0.1
 _INLINE = 4096  # bytes of a message that are sent with its length
@@ -66,7 +66,7 @@ class World:
         self.followers = list(followers)
         self.failure: str | None = None
         self.num_engines = 0
-        self.dropped: deque[int] = deque()  # engines that nobody holds any more
+        self.dropped: deque[int] = deque()  # engines without a holder
         self._store, self._lock = store, threading.RLock()
         self._busy_since: float | None = None
         self._is_closed = False
@@ -294,7 +294,7 @@ def open_world(size: int, backend: str, device: torch.device) -> World:
 
 
 def join_world(device: torch.device) -> World:
-    """Returns the world that torchrun (or whoever set its variables) started this process for."""
+    """Returns the world that torchrun, or another launcher with its variables, started this process for."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))

@@ -32,9 +32,11 @@ from ..config import (
     SaveHiddenStatesDecodingConfig,
 )
 from ..data.hidden_states import HiddenStatesWriter
+from ..distributed.parallel import ONE_RANK, Parallel
 from ..errors import ConfigError
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
+from ..models.cut import check_cut
 from ..models.decoder import Decoder, keep_kv_finite
 from ..models.drafters.base import DraftHead
 from .saving import HiddenStatesSaver
@@ -221,6 +223,7 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
             kv_group=target.num_kv_groups,
             pack=False,
             num_positions=target.num_positions,
+            parallel=self._parallel(target.config.parallel),
         )
         draft.keep_logits(vocab_size)
         finish(draft, target.device)
@@ -231,6 +234,30 @@ class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
             model=draft,
             mask_token_id=self._mask_token(),
         )
+
+    def _parallel(self, of_target: Parallel) -> Parallel:
+        """Returns the ranks that the draft model is cut over: the target's, or one."""
+        asked, where = self.spec.draft_tensor_parallel_size, str(self.directory)
+        if asked is not None and asked not in (1, of_target.size):
+            raise ConfigError(
+                f"DraftTargetDecodingConfig.draft_tensor_parallel_size={asked}: it must be 1 or "
+                f"the target's {of_target.size}."
+            )
+        if of_target.attention_dp and asked == 1:
+            raise ConfigError(
+                "DraftTargetDecodingConfig.draft_tensor_parallel_size=1 needs every request's keys "
+                "on every rank, which enable_attention_dp does not keep. Leave one of them out."
+            )
+        if asked == 1:
+            return ONE_RANK
+        try:
+            check_cut(replace(self.draft_config, parallel=of_target), where)
+        except ConfigError as error:
+            if asked is not None or of_target.attention_dp:
+                raise
+            logger.info("Every rank has all of the draft model: %s", error)
+            return ONE_RANK
+        return of_target
 
     def _mask_token(self) -> int | None:
         """Returns a PARD model's mask token. None: the model drafts one token per pass."""

@@ -3,8 +3,8 @@
     rank 0    PyExecutor ─► LeadingRunner ─┬─ tell ─► Follower ─► StepRunner    rank 1, 2, …
                                            └────────────────────► StepRunner    (itself)
 
-Scheduling, the ledger of KV blocks and the reading of results are rank 0's alone. What is told of a
-step: who is in it, how far each request is, and block tables that changed. So all ranks run the
+Scheduling, the ledger of KV blocks and the reading of results are rank 0's alone. A message
+about a step says who is in it, how far each request is, and which block tables changed. So all ranks run the
 same batch through the same graph.
 """
 
@@ -343,7 +343,7 @@ def _without_host_state(request: Request) -> Request:
 
 
 def _drop(link: EngineLink) -> None:
-    """An engine that nobody holds is released with the next message; this may run anywhere."""
+    """An engine without a holder is released with the next message; this may run anywhere."""
     link.world.num_engines -= 1
     link.world.dropped.append(link.engine_id)
 

@@ -73,6 +73,9 @@ class StepRunner:
                 max_seq_len=config.max_seq_len,
                 num_layers=target.config.num_layers,
                 num_extra_kv_tokens=worker.num_extra_kv_tokens,
+                attention_dp_size=(
+                    target.config.parallel.size if parts.kv_cache.has_foreign_requests else 1
+                ),
             ),
         )
         worker.remember_drafts(

@@ -228,6 +228,6 @@ def _drop_what_the_target_has(
             same_size = source.shape[0] == (weight.shape[0] if cut is None else cut.full)
             if not same_size or source.shape[1:] != tuple(weight.shape[1:]):
                 continue
-            theirs = weight if cut is None else weight[: cut.length]
-            if torch.equal(source.read(cut).to(dtype), theirs.cpu()):
+            of_target = weight if cut is None else weight[: cut.length]
+            if torch.equal(source.read(cut).to(dtype), of_target.cpu()):
                 setattr(owner, name, None)
