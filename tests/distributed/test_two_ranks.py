@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import MODES, NETWORKS, Drafters, config_of, covering, cpu_engine, make_drafters, spread
+from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle, random_prompts
 from sampled import requests, texts
 from tiny_heads import mtp_model_dir
@@ -39,7 +39,7 @@ def two_ranks(target: Path, config: Any, **options: Any) -> Any:
     return cpu_engine(target, config, tensor_parallel_size=2, **options)
 
 
-@covering(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
+@spread(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle,
     mode: str, chunk: int | None, overlap: bool, pool: int | None,

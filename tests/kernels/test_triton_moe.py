@@ -101,3 +101,31 @@ def test_combine(dtype: torch.dtype, rows: int, top_k: int, size: int) -> None:
     ours = triton_moe.combine(y.to(DEVICE), places.to(DEVICE), weights.to(DEVICE)).cpu()
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(ours, moe.combine(y, places, weights), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 8, 2), (7, 8, 3), (30, 4, 1), (90, 4, 2)])
+def test_experts_of_all_ranks_add_up(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, count: int, top_k: int
+) -> None:
+    """Each rank has some of the experts; what the kernels leave unwritten must not be read."""
+    experts, x, ids, weights = random_experts(rows, count, top_k, 32, 24, dtype)
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    args = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)
+    stacked = experts.gate_up_proj.data.to(DEVICE), experts.down_proj.data.to(DEVICE)
+    expected = moe.grouped_experts(*args, *stacked)
+
+    def poisoned(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = triton_moe.grouped_matmul(x, weight, ends)
+        out[int(ends[-1]) :] = torch.nan
+        return out
+
+    monkeypatch.setattr(moe, "grouped_matmul", poisoned)
+    total = torch.zeros_like(expected)
+    for first in (0, count // 2):
+        own = ids.to(DEVICE) - first
+        own = torch.where((own < 0) | (own >= count // 2), count // 2, own)
+        part = [weight[first : first + count // 2].contiguous() for weight in stacked]
+        total += moe.grouped_experts(args[0], own, args[2], *part, has_others=True)
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(total, expected, atol=bound, rtol=bound)

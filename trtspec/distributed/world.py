@@ -294,7 +294,7 @@ def open_world(size: int, backend: str, device: torch.device) -> World:
 
 
 def join_world(device: torch.device) -> World:
-    """Returns the world that torchrun, or another launcher with its variables, started this process for."""
+    """Returns the world that this process was started for, by torchrun's variables."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", rank))

@@ -3,9 +3,9 @@
     rank 0    PyExecutor ─► LeadingRunner ─┬─ tell ─► Follower ─► StepRunner    rank 1, 2, …
                                            └────────────────────► StepRunner    (itself)
 
-Scheduling, the ledger of KV blocks and the reading of results are rank 0's alone. A message
-about a step says who is in it, how far each request is, and which block tables changed. So all ranks run the
-same batch through the same graph.
+Scheduling, the ledger of KV blocks and the reading of results are rank 0's alone. A message about a
+step says who is in it, how far each request is, and which block tables changed. So all ranks run
+the same batch through the same graph.
 """
 
 from __future__ import annotations
