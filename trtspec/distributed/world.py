@@ -153,6 +153,24 @@ class World:
             finally:
                 self._busy_since = None
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Waits for the device inside; a failure of a rank ends the wait.
+
+        Raises:
+            RankError: a rank failed meanwhile.
+        """
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.failure is not None or _lost_a_peer(error):
+                self.wait_for_reason(error)
+            raise
+        finally:
+            self._busy_since = None
+        self.check()
+
     def check(self) -> None:
         """Raises RankError once a rank has failed or the world is closed."""
         if self.failure is not None:

@@ -289,7 +289,8 @@ class PyExecutor:
 
     # -- read ----------------------------------------------------------------------------------
     def _read(self, launched: LaunchedStep) -> None:
-        results = self.reader.read(launched)
+        with self.runner.waiting():
+            results = self.reader.read(launched)
         for result in results:
             request = result.request
             request.num_in_flight -= 1

@@ -14,7 +14,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -254,6 +254,9 @@ class LeadingRunner(StepRunner):
             draft_len=plan.draft_len,
             tables=tables,
         )
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self.world.watched()
 
     def start_over(self) -> None:
         self._sent.clear()

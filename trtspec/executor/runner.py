@@ -7,6 +7,7 @@ copy of. It knows no queue and finishes no request, and it never waits for the d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -196,6 +197,10 @@ class StepRunner:
     def _can_replay(self) -> bool:
         """Whether graphs serve at all. A guided decoder is host code, which no replay would run."""
         return self.step.worker.guided_decoder is None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Returns the context in which the host waits for results of `run`."""
+        return nullcontext()
 
     # -- the end -------------------------------------------------------------------------------
     def start_over(self) -> None:

@@ -1,0 +1,192 @@
+"""What an engine offers is the same over two ranks as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir
+from matrix import Drafters, config_of, cpu_engine
+from oracle import random_prompts
+from tiny import tiny_model_dir
+from tiny_gemma import assistant_dir, gemma_dir
+from tiny_gemma_assistant import assistant_config
+from tiny_heads import eagle3_dir, mtp_model_dir
+
+from trtspec import LLM, MTPDecodingConfig, SamplingParams, SaveHiddenStatesDecodingConfig
+from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
+from trtspec.data.hidden_states import SavedHiddenStates
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=3)
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    head = eagle3_dir(tmp_path_factory.mktemp("head"))
+    return config_of("eagle3", 3, Drafters(head=head))
+
+
+def on_both(target: Path, config: Any, run: Callable[[LLM], Any], **options: Any) -> list[Any]:
+    """What `run` returns of an engine of one rank, and of two."""
+    results = []
+    for size in (1, 2):
+        with cpu_engine(target, config, tensor_parallel_size=size, **options) as llm:
+            results.append(run(llm))
+    return results
+
+
+SHAPED = [
+    SamplingParams(max_tokens=10, temperature=0.8, seed=4, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(max_tokens=10, repetition_penalty=1.4, logit_bias={3: 2.0}, ignore_eos=True),
+    SamplingParams(max_tokens=10, temperature=2.0, seed=5, min_p=0.1, bad_words=[[7]]),
+    SamplingParams(max_tokens=10, logprobs=3, ignore_eos=True),
+]
+
+
+def test_shaped_logits_and_log_probabilities(target_dir: Path, eagle3: Any) -> None:
+    def run(llm: LLM) -> Any:
+        outputs = llm.generate(random_prompts(4), SHAPED)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    one, two = on_both(target_dir, eagle3, run)
+    assert [tokens for tokens, _ in one] == [tokens for tokens, _ in two]
+    for entry, other in zip(one[3][1], two[3][1], strict=True):
+        assert entry.keys() == other.keys()
+        for token in entry:
+            assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_draft_lengths_change_while_running(target_dir: Path, eagle3: Any) -> None:
+    def run(llm: LLM) -> Any:
+        tokens = []
+        for draft_len in (3, 0, 2):
+            llm.executor.runtime_draft_len = draft_len
+            outputs = llm.generate(random_prompts(3), SamplingParams(max_tokens=8, ignore_eos=True))
+            tokens.append([output.outputs[0].token_ids for output in outputs])
+        return tokens
+
+    one, two = on_both(target_dir, eagle3, run)
+    assert one == two
+
+
+@pytest.mark.parametrize("accepted", ["2", "1.5"])
+def test_forced_acceptance(
+    target_dir: Path, eagle3: Any, monkeypatch: pytest.MonkeyPatch, accepted: str
+) -> None:
+    """The variable is read where the engine is made, on each rank."""
+    from trtspec.distributed.world import _worlds
+
+    monkeypatch.setenv(FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR, accepted)
+    for world in list(_worlds):  # ranks have the environment of their start
+        world.close()
+
+    def run(llm: LLM) -> Any:
+        params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+        outputs = llm.generate(random_prompts(3), params)
+        return [o.outputs[0].token_ids for o in outputs], llm.stats().acceptance_length
+
+    one, two = on_both(target_dir, eagle3, run)
+    for world in list(_worlds):
+        world.close()
+    assert one == two and two[1] > 2
+
+
+def test_relaxed_acceptance(target_dir: Path) -> None:
+    config = MTPDecodingConfig(
+        num_nextn_predict_layers=3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=40,
+        relaxed_delta=0.9, begin_thinking_phase_token=5, end_thinking_phase_token=6,
+    )  # fmt: skip
+
+    def run(llm: LLM) -> Any:
+        prompts = [[5, *prompt] for prompt in random_prompts(3)]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
+        return [o.outputs[0].token_ids for o in outputs], llm.stats().acceptance_length
+
+    one, two = on_both(target_dir, config, run)
+    assert one == two and two[1] > 1.2
+
+
+def test_saved_hidden_states(target_dir: Path, tmp_path: Path) -> None:
+    for size in (1, 2):
+        config = SaveHiddenStatesDecodingConfig(
+            output_directory=tmp_path / str(size), eagle3_layers_to_capture=[0, 2]
+        )
+        with cpu_engine(target_dir, config, tensor_parallel_size=size) as llm:
+            llm.generate(random_prompts(3), SamplingParams(max_tokens=6, ignore_eos=True))
+    one, two = (SavedHiddenStates(tmp_path / str(size)) for size in (1, 2))
+    assert len(one) == len(two) == 3
+    for sample, other in zip(one, two, strict=True):
+        assert sample["token_ids"].tolist() == other["token_ids"].tolist()
+        torch.testing.assert_close(
+            sample["hidden_states"], other["hidden_states"], atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("attention_dp", [False, True])
+def test_latent_attention_with_mtp(tmp_path: Path, attention_dp: bool) -> None:
+    path = mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=2)
+    config = MTPDecodingConfig(num_nextn_predict_layers=2, use_mtp_vanilla=True)
+
+    def run(llm: LLM) -> Any:
+        outputs = llm.generate(random_prompts(4), SamplingParams(max_tokens=12, ignore_eos=True))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = run(cpu_engine(path, config))
+    with cpu_engine(
+        path, config, tensor_parallel_size=2, moe_expert_parallel_size=2,
+        enable_attention_dp=attention_dp,
+    ) as llm:  # fmt: skip
+        assert run(llm) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_small"])
+def test_windows_and_an_assistant(tmp_path: Path, family: str) -> None:
+    """Its layers read the target's keys and values, of which each rank has some heads."""
+    fields = {"num_global_key_value_heads": 2} if family == "gemma4_small" else {}
+    path = gemma_dir(tmp_path, family, seed=5, layers_weigh=4, **fields)
+    config = assistant_config(assistant_dir(tmp_path, family, **fields), 3)
+
+    def run(llm: LLM) -> Any:
+        outputs = llm.generate(random_prompts(4), SamplingParams(max_tokens=20, ignore_eos=True))
+        return [output.outputs[0].token_ids for output in outputs]
+
+    one, two = on_both(path, config, run, chunk=16)
+    assert one == two
+
+
+def test_prompts_with_images(tmp_path: Path) -> None:
+    path = vl_model_dir(tmp_path)
+
+    def run(llm: LLM) -> Any:
+        params = SamplingParams(max_tokens=10, ignore_eos=True)
+        return (
+            llm.generate(embeds_prompt(mrope_positions=mrope_positions_of_prompt()), params)
+            .outputs[0]
+            .token_ids
+        )
+
+    one, two = on_both(path, None, run)
+    assert one == two
+
+
+def test_a_model_of_one_rank_beside_one_of_two(target_dir: Path, tmp_path: Path) -> None:
+    """A draft model that is not cut, by choice or because it cannot be."""
+    for heads, size in ((6, 1), (3, None)):
+        draft = tiny_model_dir(tmp_path, seed=2, num_attention_heads=heads, num_key_value_heads=3)
+        config = config_of(
+            "draft_target", 3, Drafters(draft=draft), draft_tensor_parallel_size=size
+        )
+
+        def run(llm: LLM) -> Any:
+            params = SamplingParams(max_tokens=12, temperature=3.0, seed=1, ignore_eos=True)
+            outputs = llm.generate(random_prompts(3), params)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        one, two = on_both(target_dir, config, run)
+        assert one == two
