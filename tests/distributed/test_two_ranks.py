@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread
+from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, full, make_drafters, spread
 from oracle import Oracle, random_prompts
 from sampled import requests, texts
 from tiny_heads import mtp_model_dir
 
 from trtspec import SamplingParams
+
+# Each engine costs seconds: the rest of the modes runs in make test-all.
+SOME = MODES if full() else ["ngram", "user_provided", "draft_target", "eagle3", "mtp", "p_eagle"]
+FEW = MODES if full() else ["none", "draft_target", "eagle3_two_engine", "mtp_eagle"]
+SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard", "ngram"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def two_ranks(target: Path, config: Any, **options: Any) -> Any:
     return cpu_engine(target, config, tensor_parallel_size=2, **options)
 
 
-@spread(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
+@spread(mode=SOME, chunk=[None, 24], overlap=[False, True], pool=[None, 112])
 def test_greedy_equals_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle,
     mode: str, chunk: int | None, overlap: bool, pool: int | None,
@@ -54,7 +59,7 @@ def test_greedy_equals_transformers(
     assert (stats.num_preemptions > 0) == (pool is not None)
 
 
-@spread(mode=[*NETWORKS, "ngram"], rule=["strict", "exact_match", "rejection", "block"])
+@spread(mode=SAMPLED, rule=["strict", "exact_match", "rejection", "block"])
 def test_sampled_texts_equal_one_rank(
     target_dir: Path, drafters: Drafters, mode: str, rule: str
 ) -> None:
@@ -65,7 +70,7 @@ def test_sampled_texts_equal_one_rank(
         assert texts(llm, prompts, params) == expected
 
 
-@spread(mode=MODES, chunk=[None, 24], overlap=[False, True], pool=[None, 64])
+@spread(mode=FEW, chunk=[None, 24], overlap=[False, True], pool=[None, 64])
 def test_attention_data_parallel(
     target_dir: Path, drafters: Drafters, oracle: Oracle,
     mode: str, chunk: int | None, overlap: bool, pool: int | None,
