@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from matrix import cpu_engine
 from tiny import tiny_model_dir
 
-from trtspec import LLM, SamplingParams
+from trtspec import LLM, DraftTargetDecodingConfig, SamplingParams
+from trtspec.config import EngineConfig
 from trtspec.distributed import world as worlds
 from trtspec.errors import CheckpointError, ConfigError, RankError
 
@@ -162,7 +164,8 @@ def test_what_cannot_be_is_refused(model: Path, options: dict[str, Any], said: s
 # -- processes of their own --------------------------------------------------------------------
 SCRIPT = """
 import sys
-from trtspec import LLM, SamplingParams
+from trtspec import LLM, DraftTargetDecodingConfig, SamplingParams
+from trtspec.config import EngineConfig
 llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_seq_len=240, **eval(sys.argv[2]))
 world = llm.executor.runner.world
 print([follower.pid for follower in world.followers], flush=True)
@@ -207,3 +210,24 @@ def test_a_script_under_torchrun(model: Path, script: Path, expected: list[int])
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[], expected]
+
+
+def test_a_rank_that_cannot_load_is_named(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 finds a draft model that rank 1 does not."""
+    from trtspec.executor import build
+
+    original = build._without_host_code
+    config = DraftTargetDecodingConfig(max_draft_len=2, speculative_model=model)
+
+    def elsewhere(engine: EngineConfig) -> EngineConfig:
+        other = replace(config, speculative_model=model / "elsewhere")
+        return replace(original(engine), speculative_config=other)
+
+    monkeypatch.setattr(build, "_without_host_code", elsewhere)
+    with pytest.raises(RankError, match=r"Rank 1: .*elsewhere"):
+        cpu_engine(model, config, tensor_parallel_size=2)
+    monkeypatch.undo()
+    with two_ranks(model) as llm:
+        assert text_of(llm) == expected

@@ -128,7 +128,10 @@ class World:
     def all_of(self, value: Any) -> list[Any]:
         """Returns every rank's value, in the order of ranks; host objects, outside of steps."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        try:
+            dist.all_gather_object(values, value, group=self.control)
+        except RuntimeError as error:
+            self.wait_for_reason(error)
         return values
 
     # -- together ------------------------------------------------------------------------------

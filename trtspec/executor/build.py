@@ -146,13 +146,13 @@ class _Loaded(NamedTuple):
 def _build(
     engine: EngineConfig, device: torch.device, link: EngineLink | None
 ) -> tuple[StepRunner, ExecutorConfig, HiddenStatesSaver | None]:
-    loader = drafter_loader(engine.speculative_config)
     parallel = ONE_RANK
     if link is not None:
         parallel = Parallel(
             link.world.comm, engine.moe_expert_parallel_size, engine.enable_attention_dp
         )
     with nullcontext() if link is None else all_or_none(link.world):
+        loader = drafter_loader(engine.speculative_config)
         loaded = _load(engine, loader, device, parallel)
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
     if link is not None:
