@@ -2,7 +2,8 @@
 
     python -m trtspec.executor.follower cpu|cuda
 
-with the variables that torchrun sets. `backend="mp"` starts it; under torchrun `serve` is called.
+with the variables that torchrun sets. `backend="mp"` starts it; under torchrun and Ray `serve` is
+called.
 """
 
 from __future__ import annotations
