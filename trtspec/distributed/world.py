@@ -228,6 +228,13 @@ class World:
         if self.is_leader:
             self._end(first)
 
+    def fail_by(self, error: BaseException) -> None:
+        """Says that this rank failed by `error`. If a rank is gone, that one's end is the reason,
+        which rank 0 has time to see first."""
+        if _lost_a_peer(error):
+            time.sleep(GRACE / 2)
+        self.fail(f"{type(error).__name__}: {error}")
+
     def _say(self, reason: str) -> str:
         try:
             return self._store.compare_set("failure", "", reason).decode()

@@ -37,7 +37,7 @@ def serve(world: World) -> None:
         try:
             _obey(world, engines, engine_id, name, arguments)
         except BaseException as error:
-            world.fail(f"{type(error).__name__}: {error}")
+            world.fail_by(error)
             raise
 
 
