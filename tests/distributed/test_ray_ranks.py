@@ -25,7 +25,7 @@ from trtspec.errors import ConfigError, RankError
 ray = pytest.importorskip("ray", reason="backend='ray' is optional: pip install 'trtspec[ray]'")
 
 SOON = 10.0
-CPUS = 4
+CPUS, GPUS = 4, 3  # Ray does not look for the GPUs that it is told of
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -47,8 +47,8 @@ def local_ray() -> Iterator[None]:
     for world in list(worlds._worlds):
         world.close()
     ray.init(
-        address="local", num_cpus=CPUS, include_dashboard=False, object_store_memory=80 * 2**20,
-        log_to_driver=False,
+        address="local", num_cpus=CPUS, num_gpus=GPUS, include_dashboard=False,
+        object_store_memory=80 * 2**20, log_to_driver=False,
     )  # fmt: skip
     yield
     ray.shutdown()
@@ -66,7 +66,8 @@ def nothing_is_left() -> Iterator[None]:
 
 def assert_all_is_free() -> None:
     assert ray.is_initialized()
-    wait_until(lambda: ray.available_resources().get("CPU") == CPUS)
+    free = ray.available_resources
+    wait_until(lambda: (free().get("CPU"), free().get("GPU")) == (CPUS, GPUS))
     groups = ray.util.placement_group_table().values()
     assert all(group["state"] == "REMOVED" for group in groups)
 
@@ -137,7 +138,7 @@ def test_a_killed_actor_ends_the_engine(model: Path, expected: list[int]) -> Non
     next(stream)
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
-    said = rf"Rank 2 is gone, \(pid {pids[1]} on .*\): ActorDiedError: .*worker process has died"
+    said = rf"Rank 2 is gone, pid {pids[1]} on .*: ActorDiedError: .*worker process has died"
     with pytest.raises(RankError, match=said):
         for _ in stream:
             pass
@@ -176,7 +177,7 @@ def test_a_rank_that_cannot_join_says_why(model: Path, monkeypatch: pytest.Monke
 def test_too_few_cpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_ranks, "PLACEMENT_TIMEOUT", 1.0)
     started = time.monotonic()
-    said = r"tensor_parallel_size=8 needs 8 CPUs.* cluster has 4, of which 4 are free .*4 CPUs, 0 "
+    said = r"tensor_parallel_size=8 needs 8 CPUs.* cluster has 4, of which 4 are free .*4 CPUs, 3 "
     with pytest.raises(ConfigError, match=said):
         ray_engine(model, size=8)
     assert time.monotonic() - started < SOON
@@ -186,6 +187,16 @@ def test_a_host_outside_of_the_cluster(model: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "198.51.100.7")
     with pytest.raises(ConfigError, match=r"on 198\.51\.100\.7, which is no node"):
         ray_engine(model)
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    places = ray_ranks._Places(ray, is_ours=False)
+    places.reserve(3, "cuda")
+    spots = places.fill(3, "cuda")
+    assert sorted(gpu for spot in spots for gpu in spot.gpu_ids) == [0, 1, 2]
+    assert "GPU" not in ray.available_resources()
+    assert ray.available_resources()["CPU"] == CPUS
+    places.release()
 
 
 @pytest.mark.parametrize(

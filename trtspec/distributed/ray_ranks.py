@@ -125,7 +125,7 @@ class RayFollower:
 
     def ending(self) -> str:
         """Says how it ended, by Ray's words where it has some."""
-        where = f"(pid {self.spot.pid} on {self.spot.host})"
+        where = f"pid {self.spot.pid} on {self.spot.host}"
         if not self._end.done():
             return f"{where}: Ray was shut down in this process."
         error = self._end.exception()
