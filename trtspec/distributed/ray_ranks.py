@@ -8,6 +8,7 @@ When the caller's process ends in whatever way, Ray ends its actors.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
-from .world import START_TIMEOUT, Launched, World, join_world
+from .world import FOLLOWER, START_TIMEOUT, Launched, World, join_world
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +101,7 @@ class RankActor:
             gpu_ids = self.spot().gpu_ids
             os.environ["LOCAL_RANK"] = str(_gpu_of_this_process(gpu_ids))
         torch.set_num_threads(num_threads)  # sums over threads round alike on all ranks
-        from ..executor.follower import serve
-
-        serve(join_world(torch.device(device)))
+        importlib.import_module(FOLLOWER).serve(join_world(torch.device(device)))
 
 
 class RayFollower:
