@@ -78,6 +78,17 @@ def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None
         assert text_of(again) == expected
 
 
+def test_the_end_of_a_rank_is_the_reason_not_that_others_lost_it(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, num_attention_heads=8)
+    llm = cpu_engine(path, None, tensor_parallel_size=4, max_seq_len=240)
+    stream = llm.generate_stream([3, 4, 5], LONG)
+    next(stream)
+    world_of(llm).followers[1].kill()
+    with pytest.raises(RankError, match=r"Rank 2 is gone, with exit code -9"):
+        for _ in stream:
+            pass
+
+
 def test_the_first_error_of_a_rank_is_shown(model: Path) -> None:
     llm = two_ranks(model)
     llm.executor.runner.link.tell("no_such_method")  # type: ignore[attr-defined]
@@ -159,6 +170,20 @@ def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:
 def test_what_cannot_be_is_refused(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(model, device="cpu", **options)
+
+
+def test_a_rank_that_cannot_start_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for world in list(worlds._worlds):
+        world.close()
+    monkeypatch.setattr(worlds, "FOLLOWER", "no_such_module")
+    with pytest.raises(RankError, match=r"Rank 1 is gone, with exit code 1\."):
+        two_ranks(model)
+
+
+def test_ray_is_optional(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"pip install 'trtspec\[ray\]'"):
+        two_ranks(model, backend="ray")
 
 
 # -- processes of their own --------------------------------------------------------------------

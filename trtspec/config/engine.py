@@ -23,7 +23,7 @@ P = ParamSpec("P")
 MAX_BATCH_SIZE = 2**20
 """A sanity bound: no cache holds more requests."""
 MAX_RANKS = 1024
-RANK_BACKENDS = ("mp", "torchrun")
+RANK_BACKENDS = ("mp", "ray", "torchrun")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 
@@ -152,8 +152,8 @@ class EngineConfig:
         enable_attention_dp: each rank has all heads, and keeps keys and values of some requests.
             For latent attention, and for fewer KV heads than ranks, which all would keep otherwise.
             `KvCacheConfig.max_tokens` is then of each rank.
-        backend: "mp" starts those processes on this machine, "torchrun" has started them. None is
-            "torchrun" where torchrun is at work, else "mp".
+        backend: "mp" starts those processes on this machine, "ray" on the hosts of a Ray cluster,
+            "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
 
     Raises:
@@ -218,7 +218,9 @@ class EngineConfig:
         check_bool("enable_attention_dp", self.enable_attention_dp)
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
         if self.backend not in (None, *RANK_BACKENDS):
-            raise ConfigError(f"backend={shown(self.backend)}: use 'mp', 'torchrun' or None.")
+            raise ConfigError(
+                f"backend={shown(self.backend)}: use 'mp', 'ray', 'torchrun' or None."
+            )
         if self.pipeline_parallel_size != 1:
             raise ConfigError(
                 f"pipeline_parallel_size={shown(self.pipeline_parallel_size)}: a step is one graph "

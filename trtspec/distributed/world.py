@@ -21,10 +21,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,47 @@ _INLINE = 4096  # bytes of a message that are sent with its length
 _worlds: list[World] = []
 
 
-class World:
-    """The ranks, seen from one of them.
+class RankHandle(Protocol):
+    """A rank that this process started, as its watch sees it."""
+
+    def poll(self) -> int | None:
+        """Returns its exit code; None while it runs."""
+
+    def ending(self) -> str:
+        """Says how it ended, once it did."""
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns its exit code when it ends. Raises subprocess.TimeoutExpired."""
+
+
+class RankProcess(subprocess.Popen[bytes]):
+    """A rank that is a process of this machine."""
+
+    def ending(self) -> str:
+        return f"with exit code {self.poll()}."
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The ranks that this process started.
 
     Args:
-        followers: processes that this rank started; none under torchrun and Ray.
+        release: gives back what they run on, which others may want; such a world ends with its last
+            engine. None keeps it for the next engine.
     """
+
+    backend: str = "torchrun"  # which starts none from here
+    followers: Sequence[RankHandle] = ()
+    release: Callable[[], None] | None = None
+
+
+NOT_FROM_HERE = Launched()
+
+
+class World:
+    """The ranks, seen from one of them."""
 
     def __init__(
         self,
@@ -60,16 +96,18 @@ class World:
         rank: int,
         size: int,
         device: torch.device,
-        followers: Sequence[subprocess.Popen[bytes]] = (),
+        launched: Launched = NOT_FROM_HERE,
     ):
         self.rank, self.size, self.device = rank, size, device
-        self.followers = list(followers)
+        self.backend, self._release = launched.backend, launched.release
+        self.followers = list(launched.followers)
         self.failure: str | None = None
         self.num_engines = 0
         self.dropped: deque[int] = deque()  # engines without a holder
         self._store, self._lock = store, threading.RLock()
         self._busy_since: float | None = None
         self._is_closed = False
+        self._meet()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group(
@@ -86,6 +124,26 @@ class World:
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
+
+    def _meet(self) -> None:
+        """Waits for the followers that this rank started: one that ends now says why.
+
+        Raises:
+            RankError: it ended, or did not come.
+        """
+        joined = self._store.add("joined", int(not self.is_leader))
+        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        while joined < len(self.followers):
+            for rank, follower in enumerate(self.followers, start=1):
+                if follower.poll() is not None:
+                    raise RankError(f"Rank {rank} is gone, {follower.ending()}")
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"{len(self.followers) - joined} ranks did not join in {START_TIMEOUT}. Can "
+                    "their hosts reach this one, at any port?"
+                )
+            time.sleep(_POLL)
+            joined = self._store.add("joined", 0)
 
     # -- the channel ---------------------------------------------------------------------------
     def tell(self, *message: Any) -> None:
@@ -194,6 +252,13 @@ class World:
         if self.is_leader:
             self._end(first)
 
+    def fail_by(self, error: BaseException) -> None:
+        """Says that this rank failed by `error`. If a rank is gone, that one's end is the reason,
+        which rank 0 has time to see first."""
+        if _lost_a_peer(error):
+            time.sleep(GRACE / 2)
+        self.fail(f"{type(error).__name__}: {error}")
+
     def _say(self, reason: str) -> str:
         try:
             return self._store.compare_set("failure", "", reason).decode()
@@ -219,7 +284,7 @@ class World:
             gone = next((f for f in self.followers if f.poll() is not None), None)
             if gone is not None and not self._is_closed:
                 rank = self.followers.index(gone) + 1
-                self._end(self._say(f"Rank {rank} is gone, with exit code {gone.returncode}."))
+                self._end(self._say(f"Rank {rank} is gone, {gone.ending()}"))
             elif polls % 10 == 0 and (said := self._said()):
                 self._end(said)
             busy = self._busy_since
@@ -275,9 +340,16 @@ class World:
                 follower.wait()
         if self in _worlds:
             _worlds.remove(self)
-        if self.failure is None and dist.is_initialized():
-            with suppress(Exception):
-                dist.destroy_process_group()
+        if self.failure is None:
+            _leave_groups()
+        if self._release is not None:
+            self._release()
+
+    def close_if_idle(self) -> None:
+        """Ends a world without engines, if others may want what it runs on."""
+        if self._release is not None and not self.num_engines:
+            self.close()
+            _leave_groups()
 
 
 def open_world(size: int, backend: str, device: torch.device) -> World:
@@ -286,24 +358,26 @@ def open_world(size: int, backend: str, device: torch.device) -> World:
     One process has one world at a time; engines of the same size share it.
 
     Args:
-        backend: "mp" starts them as processes of this machine, "torchrun" finds them started.
+        backend: "mp" starts them as processes of this machine, "ray" as actors of a cluster,
+            "torchrun" finds them started.
 
     Raises:
-        ConfigError: there are too few GPUs, or a world of another size has engines.
+        ConfigError: there are too few GPUs, or another world has engines.
+        RankError: a rank did not start.
     """
     if _worlds:
         world = _worlds[0]
-        if world.failure is None and (world.size, world.device.type) == (size, device.type):
+        asked = size, device.type, backend
+        if world.failure is None and (world.size, world.device.type, world.backend) == asked:
             return world
         if world.failure is None and world.num_engines:
             raise ConfigError(
-                f"tensor_parallel_size={size}: this process has an engine over {world.size} ranks. "
-                "Shut it down first, or use one size."
+                f"tensor_parallel_size={size}, backend={backend!r}: this process has an engine "
+                f"over {world.size} ranks of {world.backend!r}. Shut it down first, or use the "
+                "same."
             )
         world.close()
-        if world.failure is not None and dist.is_initialized():
-            with suppress(Exception):
-                dist.destroy_process_group()
+        _leave_groups()
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is initialised already, which the ranks of an engine need to do "
@@ -311,7 +385,11 @@ def open_world(size: int, backend: str, device: torch.device) -> World:
         )
     if backend == "torchrun":
         return join_world(device)
-    return _start_followers(size, device)
+    if backend == "ray":
+        from .ray_ranks import start_ray_ranks
+
+        return _register(start_ray_ranks(size, device))
+    return _register(_start_followers(size, device))
 
 
 def join_world(device: torch.device) -> World:
@@ -346,10 +424,10 @@ def _start_followers(size: int, device: torch.device) -> World:
         local = 0 if device.index is None else (device.index + rank) % torch.cuda.device_count()
         own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         command = [sys.executable, "-m", FOLLOWER, device.type]
-        followers.append(subprocess.Popen(command, env=environment | own, stdin=subprocess.DEVNULL))
+        followers.append(RankProcess(command, env=environment | own, stdin=subprocess.DEVNULL))
     try:
         prefixed = dist.PrefixStore("trtspec", store)
-        return _register(World(prefixed, 0, size, device, followers))
+        return World(prefixed, 0, size, device, Launched("mp", followers))
     except BaseException:
         for follower in followers:
             follower.kill()
@@ -361,6 +439,12 @@ def _register(world: World) -> World:
     if world.is_leader:
         atexit.register(world.close)
     return world
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized():
+        with suppress(Exception):
+            dist.destroy_process_group()
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
     python -m trtspec.executor.follower cpu|cuda
 
-with the variables that torchrun sets. `backend="mp"` starts it; under torchrun `serve` is called.
+with the variables that torchrun sets. `backend="mp"` starts it; under torchrun and Ray `serve` is
+called.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def serve(world: World) -> None:
         try:
             _obey(world, engines, engine_id, name, arguments)
         except BaseException as error:
-            world.fail(f"{type(error).__name__}: {error}")
+            world.fail_by(error)
             raise
 
 

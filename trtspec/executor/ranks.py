@@ -272,6 +272,7 @@ class LeadingRunner(StepRunner):
                 self.link.tell("release_memory")
         if self.world.failure is None:
             super().release_memory()
+        self.world.close_if_idle()
 
 
 class Follower:
