@@ -36,7 +36,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Drafte
 
 @pytest.fixture(autouse=True)
 def every_step_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks compare their tokens; set before the followers start, they inherit it."""
+    """The ranks compare their tokens."""
     monkeypatch.setenv("TRTSPEC_CHECK_RANKS", "1")
 
 

@@ -39,6 +39,7 @@ from .ranks import (
     LinkedKVCache,
     OwnedKVCache,
     all_or_none,
+    engine_variables,
     minimum_of_ranks,
 )
 from .runner import DraftVocab, EngineParts, StepRunner
@@ -77,7 +78,7 @@ def build_executor(
 
         follow(world)
     link = EngineLink.new(world)
-    link.tell("build", _without_host_code(engine))
+    link.tell("build", _without_host_code(engine), engine_variables())
     return _executor(*_build(engine, world.device, link))
 
 

@@ -19,7 +19,7 @@ import torch
 from ..distributed.world import World, join_world
 from ..errors import TrtspecError
 from .build import build_follower
-from .ranks import Follower
+from .ranks import Follower, set_variables
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,10 @@ def _obey(
     world: World, engines: dict[int, Follower], engine_id: int, name: str, arguments: Any
 ) -> None:
     if name == "build":
+        engine, variables = arguments
+        set_variables(variables)
         try:
-            engines[engine_id] = build_follower(arguments[0], world)
+            engines[engine_id] = build_follower(engine, world)
         except TrtspecError as error:  # rank 0 has it too, and raises it
             logger.debug("Rank %d could not build the engine: %s", world.rank, error)
         return

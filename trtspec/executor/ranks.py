@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from ..config import ExecutorConfig
 from ..distributed.world import World
 from ..errors import RankError
@@ -32,6 +33,7 @@ from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 from .runner import EngineParts, StepRunner
 
 CHECK_ENV_VAR = "TRTSPEC_CHECK_RANKS"
+_ENGINE_VARIABLES = CHECK_ENV_VAR, FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 _ids = itertools.count()
 
 
@@ -49,6 +51,20 @@ class EngineLink:
     def tell(self, name: str, *arguments: Any) -> None:
         """Makes the followers' `Follower` of this engine run a method."""
         self.world.tell(self.engine_id, name, arguments)
+
+
+def engine_variables() -> dict[str, str | None]:
+    """Returns the environment's variables by which a step differs, as rank 0 has them now."""
+    return {name: os.environ.get(name) for name in _ENGINE_VARIABLES}
+
+
+def set_variables(variables: dict[str, str | None]) -> None:
+    """Makes this process's environment that of rank 0: else ranks would part."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 class CopiedTables(NamedTuple):
