@@ -15,7 +15,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 LOWEST := .venv-lowest
-SPREAD := -n 2 --dist loadfile
+SPREAD := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-lowest lint style bench test-gpu bench-gpu kernels clean

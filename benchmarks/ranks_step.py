@@ -57,6 +57,8 @@ def main() -> None:
     with ExitStack() as stack:
         stack.enter_context(_named(checkpoints, device))
         if torchrun_rank() > 0:
+            if args.tp == 1:
+                return
             world = open_world(size, "torchrun", device)
             stack.enter_context(forced_acceptance(args.accept))
             follow(world)

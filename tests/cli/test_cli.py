@@ -293,8 +293,11 @@ def test_raw_gives_the_text_itself(run, fake):
 
 def test_options_reach_the_engine(run, fake):
     run("generate", "--prompt", "a", "--dtype", "float32", "--device", "cpu",
-        "--max-batch-size", "3")  # fmt: skip
-    assert fake.built[0].options == {"device": "cpu", "dtype": "float32", "max_batch_size": 3}
+        "--max-batch-size", "3", "--tp", "2", "--ep", "2")  # fmt: skip
+    assert fake.built[0].options == {
+        "device": "cpu", "dtype": "float32", "max_batch_size": 3, "tensor_parallel_size": 2,
+        "moe_expert_parallel_size": 2,
+    }  # fmt: skip
 
 
 def test_acceptance_rules_by_name(run):

@@ -256,3 +256,89 @@ def test_a_rank_that_cannot_load_is_named(
     monkeypatch.undo()
     with two_ranks(model) as llm:
         assert text_of(llm) == expected
+
+
+def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that reads as if another rank were gone."""
+    llm = two_ranks(model)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled")
+
+    monkeypatch.setattr(llm.executor.runner.step, "run", broken)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RankError, match="NCCL error: unhandled"):
+            text_of(llm)
+    assert time.monotonic() - started < SOON
+    llm.shutdown()
+    assert not hasattr(llm.executor.runner.step, "target")  # the memory is free for another
+
+
+def test_an_interrupt_while_loading_ends_the_ranks(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtspec.executor import build
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "_load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        two_ranks(model)
+    monkeypatch.undo()
+    with two_ranks(model) as llm:
+        assert text_of(llm) == expected
+
+
+def test_memory_that_ends_on_one_rank_alone_is_said(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 builds its runner, and cannot."""
+    from trtspec.executor import build
+
+    def full(*_: Any) -> None:
+        raise ConfigError("GPU memory ran out")
+
+    monkeypatch.setattr(build, "_kv_cache", full)
+    with pytest.raises(ConfigError, match="GPU memory ran out"):
+        two_ranks(model)
+    monkeypatch.undo()
+    with two_ranks(model) as llm:
+        assert text_of(llm) == expected
+
+
+def test_a_wrong_variable_is_refused_before_ranks_start(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for world in list(worlds._worlds):
+        world.close()
+    for name in (worlds.TIMEOUT_ENV_VAR, "TRTSPEC_ALL_REDUCE"):
+        monkeypatch.setenv(name, "soon")
+        with pytest.raises(ConfigError, match=f"{name}='soon'"):
+            two_ranks(model)
+        monkeypatch.delenv(name)
+    with two_ranks(model) as llm:
+        assert text_of(llm) == expected
+
+
+def test_a_request_is_preempted_for_blocks_of_its_own_rank(model: Path) -> None:
+    """Each rank has 5 blocks of 8, of which its two requests come to need 8."""
+    with two_ranks(model, enable_attention_dp=True, pool=40, page=8) as llm:
+        executor = llm.executor
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        requests = [executor.enqueue([3, 4, 5, i], params) for i in range(4)]
+        owner_of, choose = executor.kv_cache.owner_of, executor.scheduler._youngest_beside
+        owners: list[tuple[Any, ...]] = []
+
+        def noted(short: Any) -> Any:
+            victims = choose(short)
+            owners.append(tuple(owner_of(r.request_id) for r in [short, *victims]))
+            return victims
+
+        executor.scheduler._youngest_beside = noted  # type: ignore[method-assign]
+        executor.run_until_done()
+        executor.kv_cache.check_integrity()
+        assert {pair[0] for pair in owners} == {0, 1}
+        assert all(len(pair) == 2 and pair[0] == pair[1] for pair in owners)
+        assert all(len(request.output_token_ids) == 24 for request in requests)

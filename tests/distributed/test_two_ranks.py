@@ -14,9 +14,10 @@ from tiny_heads import mtp_model_dir
 from trtspec import SamplingParams
 
 # Each engine costs seconds: the rest of the modes runs in make test-all.
-SOME = MODES if full() else ["ngram", "user_provided", "draft_target", "eagle3", "mtp", "p_eagle"]
-FEW = MODES if full() else ["none", "draft_target", "eagle3_two_engine", "mtp_eagle"]
-SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard", "ngram"]
+SOME = MODES if full() else ["ngram", "user_provided", "eagle3", "mtp", "p_eagle"]
+FEW = MODES if full() else ["draft_target", "eagle3_two_engine", "mtp_eagle"]
+RULES = ["rejection", "exact_match", "block"] + (["strict"] if full() else [])
+SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_greedy_equals_transformers(
     assert (stats.num_preemptions > 0) == (pool is not None)
 
 
-@spread(mode=SAMPLED, rule=["strict", "exact_match", "rejection", "block"])
+@spread(mode=SAMPLED, rule=RULES)
 def test_sampled_texts_equal_one_rank(
     target_dir: Path, drafters: Drafters, mode: str, rule: str
 ) -> None:

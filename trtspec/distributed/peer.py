@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from .comm import GroupCommunicator
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ NCCL, ONE_SHOT, TWO_SHOT = WAYS = ("nccl", "one_shot", "two_shot")
 _ALIGNMENT = 16  # bytes
 _SIZES = [2**n for n in range(13, 23)]  # 8 KiB … 4 MiB
 _CALLS, _REPEATS = 20, 5
+_rendezvous: list[Any] = []  # groups of this process that had one
 
 
 class PeerCommunicator(GroupCommunicator):
@@ -107,21 +109,32 @@ def _microseconds(run: Callable[[], Any]) -> float:
     return start.elapsed_time(end) / (_CALLS * _REPEATS) * 1e3
 
 
+def forced_way() -> str | None:
+    """Returns the way that `TRTSPEC_ALL_REDUCE` names; None if it is not set.
+
+    Raises:
+        ConfigError: it names none of `WAYS`.
+    """
+    forced = os.environ.get(ALL_REDUCE_ENV_VAR)
+    if forced is not None and forced not in WAYS:
+        raise ConfigError(f"{ALL_REDUCE_ENV_VAR}={forced!r}: use one of {', '.join(WAYS)}.")
+    return forced
+
+
 def gpu_communicator(
     group: Any, device: torch.device, all_of: Callable[[Any], list[Any]]
 ) -> GroupCommunicator:
     """Returns the communicator of GPUs: through peer memory where all ranks have it, else NCCL.
 
-    `TRTSPEC_ALL_REDUCE` forces one of `WAYS`.
+    A process has peer memory once: torch counts rendezvous for good, and new ranks begin at 0.
 
     Raises:
-        ValueError: it names another.
+        ConfigError: as `forced_way`.
     """
-    forced = os.environ.get(ALL_REDUCE_ENV_VAR)
-    if forced is not None and forced not in WAYS:
-        raise ValueError(f"{ALL_REDUCE_ENV_VAR}={forced!r}: use one of {', '.join(WAYS)}.")
-    if forced == NCCL:
+    forced = forced_way()
+    if forced == NCCL or any(all_of(bool(_rendezvous))):
         return GroupCommunicator(group)
+    _rendezvous.append(group)
     comm, reason = None, None
     try:
         comm = PeerCommunicator(group, device, forced)

@@ -11,7 +11,9 @@ thread of each follower watches rank 0.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
+import math
 import os
 import pickle
 import signal
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +35,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
 from .comm import Communicator, GroupCommunicator
-from .peer import gpu_communicator
+from .peer import forced_way, gpu_communicator
 
 logger = logging.getLogger(__name__)
 
@@ -102,22 +105,26 @@ class World:
         self.backend, self._release = launched.backend, launched.release
         self.followers = list(launched.followers)
         self.failure: str | None = None
+        self.shared_error: BaseException | None = None
+        """The last error of a build that all ranks know of, and outlive."""
         self.num_engines = 0
         self.dropped: deque[int] = deque()  # engines without a holder
         self._store, self._lock = store, threading.RLock()
-        self._busy_since: float | None = None
+        self._busy: list[float] = []  # since when calls of this rank wait for others
         self._is_closed = False
+        self.timeout = _timeout()
         self._meet()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        # Ours is to end first, for it says why.
+        limit = max(START_TIMEOUT, timedelta(seconds=2 * self.timeout))
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT, **options
+            backend, store=store, rank=rank, world_size=size, timeout=limit, **options
         )
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
         self.comm: Communicator = GroupCommunicator(dist.group.WORLD)
         if device.type == "cuda":
             self.comm = gpu_communicator(dist.group.WORLD, device, self.all_of)
-        self.timeout = float(os.environ.get(TIMEOUT_ENV_VAR, DEFAULT_TIMEOUT))
         self.num_messages = 0
         threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks").start()
 
@@ -148,7 +155,7 @@ class World:
     # -- the channel ---------------------------------------------------------------------------
     def tell(self, *message: Any) -> None:
         """Sends a message from rank 0 to all others. Raises RankError if one is gone."""
-        with self._lock:
+        with self._lock, _interrupts_wait(), self._timed():  # half a message would be the end
             self.check()
             while self.dropped:
                 self._send((self.dropped.popleft(), "release_memory", ()))
@@ -168,11 +175,10 @@ class World:
             self.wait_for_reason(error)
         self.num_messages += 1
 
-    def listen(self) -> Any:
-        """Returns the next message of rank 0."""
+    def listen(self) -> bytes:
+        """Returns the next message of rank 0, pickled. Raises RuntimeError if rank 0 is gone."""
         first = torch.zeros(_INLINE, dtype=torch.uint8)
         dist.broadcast(first, 0, group=self.control)
-        self._busy_since = time.monotonic()
         head = first.numpy().tobytes()
         size = int.from_bytes(head[:8], "little")
         payload = head[8 : 8 + size]
@@ -181,7 +187,7 @@ class World:
             dist.broadcast(rest, 0, group=self.control)
             payload += rest.numpy().tobytes()
         self.num_messages += 1
-        return pickle.loads(payload)
+        return payload
 
     def all_of(self, value: Any) -> list[Any]:
         """Returns every rank's value, in the order of ranks; host objects, outside of steps."""
@@ -200,9 +206,9 @@ class World:
         Raises:
             RankError: this rank or another failed.
         """
-        self.check()
-        with _interrupts_wait():
-            self._busy_since = time.monotonic()
+        # Threads take turns: all ranks must launch in one order.
+        with self._lock, _interrupts_wait(), self._timed():
+            self.check()
             try:
                 yield
             except RankError:
@@ -211,8 +217,16 @@ class World:
                 if self.failure is None and not _lost_a_peer(error):
                     self.fail(_text_of(error))
                 self.wait_for_reason(error)
-            finally:
-                self._busy_since = None
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Counts as waiting for the other ranks inside."""
+        started = time.monotonic()
+        self._busy.append(started)
+        try:
+            yield
+        finally:
+            self._busy.remove(started)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -221,15 +235,13 @@ class World:
         Raises:
             RankError: a rank failed meanwhile.
         """
-        self._busy_since = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            if self.failure is not None or _lost_a_peer(error):
-                self.wait_for_reason(error)
-            raise
-        finally:
-            self._busy_since = None
+        with self._timed():
+            try:
+                yield
+            except RuntimeError as error:
+                if self.failure is not None or _lost_a_peer(error):
+                    self.wait_for_reason(error)
+                raise
         self.check()
 
     def check(self) -> None:
@@ -240,10 +252,13 @@ class World:
             raise RankError("The ranks of this engine are shut down: make a new one.")
 
     def wait_for_reason(self, error: BaseException) -> None:
-        """Raises RankError with the first rank's reason, once it is known; else with `error`."""
+        """Raises RankError with the first rank's reason, once it is known; else with `error`, which
+        then ends all ranks."""
         deadline = time.monotonic() + GRACE
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL)
+        if self.failure is None:
+            self.fail(_text_of(error))
         raise RankError(self.failure or f"Rank {self.rank}: {_text_of(error)}") from error
 
     def fail(self, reason: str) -> None:
@@ -270,11 +285,14 @@ class World:
         if self.is_leader:
             self._watch_followers()
             return
-        parent = os.getppid()
+        parent, polls = os.getppid(), 0
         while not self._is_closed:
             time.sleep(_POLL)
-            if os.getppid() != parent:
-                os._exit(1)  # perhaps inside a collective, which would never end
+            polls += 1
+            # Perhaps inside a collective, which would never end.
+            if os.getppid() != parent or (polls % 10 == 0 and self._said()):
+                time.sleep(GRACE)  # to say more, if it can
+                os._exit(1)
 
     def _watch_followers(self) -> None:
         polls = 0
@@ -287,8 +305,7 @@ class World:
                 self._end(self._say(f"Rank {rank} is gone, {gone.ending()}"))
             elif polls % 10 == 0 and (said := self._said()):
                 self._end(said)
-            busy = self._busy_since
-            if busy is not None and time.monotonic() - busy > self.timeout:
+            if time.monotonic() - min(self._busy, default=math.inf) > self.timeout:
                 self._end(
                     f"The ranks did not finish a step in {self.timeout:g} s; a collective may wait "
                     f"for a rank that does something else. Set {TIMEOUT_ENV_VAR} if steps may take "
@@ -310,26 +327,30 @@ class World:
         for follower in self.followers:
             with suppress(OSError):
                 follower.kill()
-        if self.device.type == "cuda":
-            with suppress(Exception):  # frees a host that waits for the device
-                dist.distributed_c10d._abort_process_group()
         watch = threading.Timer(GRACE + 3, self._exit_if_stuck)
         watch.daemon = True
         watch.start()
+        if self.device.type == "cuda":  # frees a host that waits for NCCL on the device
+            _in_background(dist.distributed_c10d._abort_process_group)
 
     def _exit_if_stuck(self) -> None:
-        if self._busy_since is not None:
+        """Ends this process if it still waits for the device: peers that are gone never answer."""
+        if self._busy:
             sys.stderr.write(f"error: {self.failure}\n")
             sys.stderr.flush()
             os._exit(1)
 
-    def close(self) -> None:
-        """Ends the followers, and waits for them. A second call does nothing."""
+    def close(self, at_exit: bool = False) -> None:
+        """Ends the followers, and waits for them. A second call does nothing.
+
+        Args:
+            at_exit: torch's groups are not left, for no other will come.
+        """
         if self._is_closed:
             return
         if self.is_leader and self.failure is None:
-            with suppress(Exception):
-                self.tell(None, "exit", ())
+            # In the background: a follower that does not listen would hold it up for good.
+            _in_background(partial(self.tell, None, "exit", ())).join(GRACE)
         self._is_closed = True
         deadline = time.monotonic() + GRACE
         for follower in self.followers:
@@ -340,7 +361,7 @@ class World:
                 follower.wait()
         if self in _worlds:
             _worlds.remove(self)
-        if self.failure is None:
+        if not at_exit:
             _leave_groups()
         if self._release is not None:
             self._release()
@@ -349,7 +370,6 @@ class World:
         """Ends a world without engines, if others may want what it runs on."""
         if self._release is not None and not self.num_engines:
             self.close()
-            _leave_groups()
 
 
 def open_world(size: int, backend: str, device: torch.device) -> World:
@@ -377,7 +397,12 @@ def open_world(size: int, backend: str, device: torch.device) -> World:
                 "same."
             )
         world.close()
-        _leave_groups()
+        if backend == "torchrun":
+            raise ConfigError(
+                "The ranks that torchrun started have ended, and only torchrun can start others. "
+                "Start the script again."
+            )
+    _timeout(), forced_way()  # wrong variables are refused before ranks start
     if dist.is_initialized():
         raise ConfigError(
             "torch.distributed is initialised already, which the ranks of an engine need to do "
@@ -431,20 +456,47 @@ def _start_followers(size: int, device: torch.device) -> World:
     except BaseException:
         for follower in followers:
             follower.kill()
+        _leave_groups()
         raise
 
 
 def _register(world: World) -> World:
     _worlds.append(world)
     if world.is_leader:
-        atexit.register(world.close)
+        atexit.register(world.close, at_exit=True)
     return world
 
 
 def _leave_groups() -> None:
+    """Leaves torch's groups, for others to come. NCCL waits there for graphs that are still held;
+    so it is given some seconds, and a process that only ends does not come here."""
     if dist.is_initialized():
+        gc.collect()
+        _in_background(dist.destroy_process_group).join(GRACE)
+
+
+def _in_background(run: Callable[[], object]) -> threading.Thread:
+    """Starts a call that may fail or hang."""
+
+    def quietly() -> None:
         with suppress(Exception):
-            dist.destroy_process_group()
+            run()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    return thread
+
+
+def _timeout() -> float:
+    """Returns the seconds that a step may take. Raises ConfigError if the variable is no number."""
+    text = os.environ.get(TIMEOUT_ENV_VAR)
+    try:
+        value = DEFAULT_TIMEOUT if text is None else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise ConfigError(f"{TIMEOUT_ENV_VAR}={text!r}: give a number of seconds above 0.")
+    return value
 
 
 def _lost_a_peer(error: BaseException) -> bool:

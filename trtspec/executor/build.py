@@ -24,6 +24,8 @@ from ..distributed.world import World, open_world
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..models.drafters.clustered_head import ClusteredHead
 from ..state.kv_cache import KVCacheManager, KVGroupSpec
 from ..utils import renamed
 from ..workers import create_worker
@@ -39,6 +41,7 @@ from .ranks import (
     LinkedKVCache,
     OwnedKVCache,
     all_or_none,
+    building,
     engine_variables,
     minimum_of_ranks,
 )
@@ -78,8 +81,9 @@ def build_executor(
 
         follow(world)
     link = EngineLink.new(world)
-    link.tell("build", _without_host_code(engine), engine_variables())
-    return _executor(*_build(engine, world.device, link))
+    with building(world):
+        link.tell("build", _without_host_code(engine), engine_variables())
+        return _executor(*_build(engine, world.device, link))
 
 
 def _ranks(engine: EngineConfig) -> tuple[int, str]:
@@ -113,7 +117,7 @@ def build_follower(engine: EngineConfig, world: World) -> Follower:
     """Builds what a rank other than the first has of an engine.
 
     Raises:
-        TrtspecError: on all ranks alike, if one cannot.
+        TrtspecError: it cannot. `world.shared_error` says whether all ranks know.
     """
     link = EngineLink(world, -1)
     runner, _, _ = _build(engine, world.device, link)
@@ -158,13 +162,16 @@ def _build(
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
     if link is not None:
         num_blocks = minimum_of_ranks(link.world, num_blocks)
-    config = _executor_config(
-        engine,
-        max_seq_len=longest_sequence(num_blocks, loaded.specs, loaded.needs),
-        rows=loaded.needs.rows,
-        is_cuda=device.type == "cuda",
-        cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
-    )
+    with nullcontext() if link is None else all_or_none(link.world):
+        config = _executor_config(
+            engine,
+            max_seq_len=longest_sequence(num_blocks, loaded.specs, loaded.needs),
+            rows=loaded.needs.rows,
+            is_cuda=device.type == "cuda",
+            cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
+        )
+        if parallel.size > 1 and config.cuda_graph is not None and _is_on_every_rank(drafter):
+            config = replace(config, cuda_graph=replace(config.cuda_graph, enable_autotuner=False))
     parts = EngineParts(
         target=target.model,
         worker=loaded.worker,
@@ -180,6 +187,15 @@ def _build(
     if not link.world.is_leader:
         return StepRunner(parts, config), config, None
     return LeadingRunner(parts, config, link), config, loader.saver(target)
+
+
+def _is_on_every_rank(drafter: LoadedDrafter) -> bool:
+    """Whether ranks compute the same drafts, each for itself: all must then use the same kernels,
+    which measurements of their own would not choose."""
+    model = drafter.model
+    if isinstance(model, Decoder):
+        return model.config.parallel.size == 1
+    return isinstance(getattr(model, "lm_head", None), ClusteredHead)
 
 
 def _kv_cache(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 from typing import Any, NoReturn
@@ -17,9 +18,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..distributed.world import World, join_world
-from ..errors import TrtspecError
 from .build import build_follower
-from .ranks import Follower, set_variables
+from .ranks import Follower, free_memory, set_variables
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,13 @@ def serve(world: World) -> None:
     engines: dict[int, Follower] = {}
     while True:
         try:
-            engine_id, name, arguments = world.listen()
+            message = world.listen()
         except RuntimeError:  # rank 0 is gone
             return
-        if name == "exit":
-            return
         try:
+            engine_id, name, arguments = pickle.loads(message)
+            if name == "exit":
+                return
             _obey(world, engines, engine_id, name, arguments)
         except BaseException as error:
             world.fail_by(error)
@@ -49,14 +50,18 @@ def _obey(
         set_variables(variables)
         try:
             engines[engine_id] = build_follower(engine, world)
-        except TrtspecError as error:  # rank 0 has it too, and raises it
+        except Exception as error:
+            if world.shared_error is not error:
+                raise
             logger.debug("Rank %d could not build the engine: %s", world.rank, error)
+            free_memory(world.device)
         return
     if engine_id not in engines:
         return
     getattr(engines[engine_id], name)(*arguments)
     if name == "release_memory":
         del engines[engine_id]
+        free_memory(world.device)
 
 
 def follow(world: World) -> NoReturn:

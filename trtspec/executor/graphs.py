@@ -123,6 +123,8 @@ class CudaGraphs:
         try:
             self._graphs[key] = self._capture(key)
         except ConfigError as error:
+            if self.step.target.config.parallel.size > 1:  # the other ranks would not know
+                raise
             logger.warning("Prompts of up to %d tokens run eagerly: %s", key.context_tokens, error)
             self.contexts.remove(inputs)
             return False

@@ -194,8 +194,6 @@ def assemble(
     )
     if contexts:
         step = _with_contexts(step, inputs, state, kv_cache, max_seq_len)
-    if kv_cache.has_foreign_requests:
-        step = step._replace(kv_lens=_own_kv_lens(step.kv_lens, inputs, kv_cache))
     deltas = None if state.rope_deltas is None else state.rope_deltas[inputs.slot_ids]
     attn_metadata = AttentionMetadata(
         context_lens=prompts.lens,
@@ -304,18 +302,6 @@ def _with_contexts(
         next_positions=torch.cat([positions[last_rows] + 1, step.next_positions]),
         sampling=state.sampling.rows(slots).followed_by(step.sampling),
     )
-
-
-def _own_kv_lens(kv_lens: Tensor, inputs: StepInputs, kv_cache: KVCacheManager) -> Tensor:
-    """Returns kv_lens [B] int32, 1 for generations whose keys another rank has: none is read.
-
-    Behind a window no key would be left, so such models read zeros in the null block.
-    """
-    if any(window is not None for window in kv_cache.windows):
-        return kv_lens
-    is_own = (inputs.block_tables[0] != NULL_BLOCK).any(1)
-    is_own[: len(inputs.contexts.lens)] = True
-    return torch.where(is_own, kv_lens, 1)
 
 
 def _context_slots(table: Tensor, contexts: ContextRows, kv_cache: KVCacheManager) -> Tensor:

@@ -10,6 +10,7 @@ the same batch through the same graph.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import weakref
@@ -108,10 +109,6 @@ class LinkedKVCache(KVCacheManager):
         """Drops tables that were copied."""
         self._tables.pop(request_id, None)
         self._versions.pop(request_id, None)
-
-    def owner_of(self, request_id: int) -> int | None:
-        """Returns the rank that keeps its keys and values; None: each keeps those of its heads."""
-        return None
 
 
 class OwnedKVCache(LinkedKVCache):
@@ -228,7 +225,7 @@ class LeadingRunner(StepRunner):
     def __init__(self, parts: EngineParts, config: ExecutorConfig, link: EngineLink):
         self.link, self.world = link, link.world
         self._sent: dict[int, tuple[int, int]] = {}  # slot -> request and version of its tables
-        self._checks = CHECK_ENV_VAR in os.environ
+        self._checks = os.environ.get(CHECK_ENV_VAR) == "1"
         self.world.num_engines += 1
         with self.world.together():
             super().__init__(parts, config)
@@ -288,6 +285,9 @@ class LeadingRunner(StepRunner):
                 self.link.tell("release_memory")
         if self.world.failure is None:
             super().release_memory()
+        else:  # what is in flight never ends: no call waits for it
+            self.step.release_memory()
+            vars(self).pop("graphs", None)
         self.world.close_if_idle()
 
 
@@ -298,7 +298,7 @@ class Follower:
         assert isinstance(runner.kv_cache, LinkedKVCache)
         self.runner, self.world, self.kv_cache = runner, world, runner.kv_cache
         self._requests: dict[int, Request] = {}  # by slot
-        self._checks = CHECK_ENV_VAR in os.environ
+        self._checks = os.environ.get(CHECK_ENV_VAR) == "1"
 
     def admit(self, request: Request) -> None:
         before = self._requests.get(request.slot)
@@ -383,8 +383,31 @@ def all_or_none(world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        world.shared_error = error
         world.all_of(f"{type(error).__name__}: {error}")
         raise
     for rank, text in enumerate(world.all_of(None)):
         if text is not None:
-            raise RankError(f"Rank {rank}: {text}")
+            world.shared_error = RankError(f"Rank {rank}: {text}")
+            raise world.shared_error
+
+
+@contextmanager
+def building(world: World) -> Iterator[None]:
+    """Builds an engine on rank 0 inside. What not all ranks know of ends them: they would wait.
+
+    That may be an interrupt, or memory that ends on one rank alone.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if world.shared_error is not error and world.failure is None:
+            world.fail(f"{type(error).__name__}: {error}")
+        raise
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives the device back what nothing holds any more: another engine measures what is free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """`StepRunner`: launches a scheduled step on one device, eagerly or as CUDA graphs.
 
-It owns the models, the slots and the graphs. It is the one object that a second GPU would have a
-copy of. It knows no queue and finishes no request, and it never waits for the device.
+It owns the models, the slots and the graphs. Each rank of several GPUs has one. It knows no queue
+and finishes no request, and it never waits for the device.
 """
 
 from __future__ import annotations

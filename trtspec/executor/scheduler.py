@@ -53,7 +53,7 @@ class Scheduler:
         generations, budget = self._schedule_generations(self._set_aside(started))
         short = [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
         if short:
-            return ScheduledBatch([], []), self.running[-1:]
+            return ScheduledBatch([], []), self._youngest_beside(short[0])
         contexts = self._schedule_contexts(started, budget)
         if not contexts and not generations:
             stuck = self._stuck_contexts()
@@ -166,6 +166,12 @@ class Scheduler:
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         return self.kv_cache.reserve(request.request_id, num_tokens)
+
+    def _youngest_beside(self, short: Request) -> list[Request]:
+        """Returns the youngest request whose blocks would serve one that lacks some."""
+        owner_of = self.kv_cache.owner_of
+        owner = owner_of(short.request_id)
+        return [r for r in self.running if owner_of(r.request_id) == owner][-1:]
 
     def _stuck_contexts(self) -> list[Request]:
         """Returns the request to preempt when half-prefilled ones hold blocks that others need: the

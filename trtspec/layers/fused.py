@@ -62,7 +62,8 @@ def linear(
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
         in_place: the sum takes the residual's memory.
 
-    Where several ranks have parts of the sum, the first adds the residual to its own.
+    Where several ranks have parts of the sum, the first adds the residual to its own. Use what is
+    returned: the residual's memory is then spent, and may hold a part of the sum.
     """
     ranks = getattr(layer, "sums_over", ALONE)
     if ranks.size == 1:

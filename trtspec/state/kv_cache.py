@@ -187,6 +187,10 @@ class KVCacheManager:
         """Frees the storage, for good."""
         self.groups = ()
 
+    def owner_of(self, request_id: int) -> int | None:
+        """Returns the rank that has the request's blocks; None: blocks are of all requests."""
+        return None
+
     def version(self, request_id: int) -> int:
         """Returns a number that changes whenever one of the request's block tables does."""
         return self._versions.get(request_id, 0)
