@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import cpu_engine
+from matrix import cpu_engine, full
 from tiny import tiny_model_dir
 
 from trtspec import LLM, DraftTargetDecodingConfig, SamplingParams
@@ -27,6 +27,9 @@ from trtspec.distributed import world as worlds
 from trtspec.errors import CheckpointError, ConfigError, RankError
 
 SOON = 10.0
+starts_ranks_again = pytest.mark.skipif(
+    not full(), reason="starts ranks again, which takes seconds each: make test-all"
+)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -78,6 +81,7 @@ def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None
         assert text_of(again) == expected
 
 
+@starts_ranks_again
 def test_the_end_of_a_rank_is_the_reason_not_that_others_lost_it(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path, num_attention_heads=8)
     llm = cpu_engine(path, None, tensor_parallel_size=4, max_seq_len=240)
@@ -275,6 +279,7 @@ def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.Monk
     assert not hasattr(llm.executor.runner.step, "target")  # the memory is free for another
 
 
+@starts_ranks_again
 def test_an_interrupt_while_loading_ends_the_ranks(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,16 +296,17 @@ def test_an_interrupt_while_loading_ends_the_ranks(
         assert text_of(llm) == expected
 
 
+@starts_ranks_again
 def test_memory_that_ends_on_one_rank_alone_is_said(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 builds its runner, and cannot."""
     from trtspec.executor import build
 
-    def full(*_: Any) -> None:
+    def out_of_memory(*_: Any) -> None:
         raise ConfigError("GPU memory ran out")
 
-    monkeypatch.setattr(build, "_kv_cache", full)
+    monkeypatch.setattr(build, "_kv_cache", out_of_memory)
     with pytest.raises(ConfigError, match="GPU memory ran out"):
         two_ranks(model)
     monkeypatch.undo()
@@ -308,6 +314,7 @@ def test_memory_that_ends_on_one_rank_alone_is_said(
         assert text_of(llm) == expected
 
 
+@starts_ranks_again
 def test_a_wrong_variable_is_refused_before_ranks_start(
     model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

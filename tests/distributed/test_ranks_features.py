@@ -75,7 +75,7 @@ def test_draft_lengths_change_while_running(target_dir: Path, eagle3: Any) -> No
     assert one == two
 
 
-@pytest.mark.parametrize("accepted", ["2", "1.5"])
+@pytest.mark.parametrize("accepted", ["1.5"])
 def test_forced_acceptance(
     target_dir: Path, eagle3: Any, monkeypatch: pytest.MonkeyPatch, accepted: str
 ) -> None:
