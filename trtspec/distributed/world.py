@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -108,6 +109,7 @@ class World:
         self.shared_error: BaseException | None = None
         """The last error of a build that all ranks know of, and outlive."""
         self.num_engines = 0
+        self.runners: weakref.WeakSet[Any] = weakref.WeakSet()  # whose graphs hold NCCL's group
         self.dropped: deque[int] = deque()  # engines without a holder
         self._store, self._lock = store, threading.RLock()
         self._busy: list[float] = []  # since when calls of this rank wait for others
@@ -340,12 +342,8 @@ class World:
             sys.stderr.flush()
             os._exit(1)
 
-    def close(self, at_exit: bool = False) -> None:
-        """Ends the followers, and waits for them. A second call does nothing.
-
-        Args:
-            at_exit: torch's groups are not left, for no other will come.
-        """
+    def close(self) -> None:
+        """Ends the followers, and waits for them. A second call does nothing."""
         if self._is_closed:
             return
         if self.is_leader and self.failure is None:
@@ -361,8 +359,9 @@ class World:
                 follower.wait()
         if self in _worlds:
             _worlds.remove(self)
-        if not at_exit:
-            _leave_groups()
+        for runner in list(self.runners):
+            runner.drop_graphs()
+        _leave_groups()
         if self._release is not None:
             self._release()
 
@@ -463,16 +462,21 @@ def _start_followers(size: int, device: torch.device) -> World:
 def _register(world: World) -> World:
     _worlds.append(world)
     if world.is_leader:
-        atexit.register(world.close, at_exit=True)
+        atexit.register(world.close)
     return world
 
 
 def _leave_groups() -> None:
-    """Leaves torch's groups, for others to come. NCCL waits there for graphs that are still held;
-    so it is given some seconds, and a process that only ends does not come here."""
-    if dist.is_initialized():
-        gc.collect()
+    """Leaves torch's groups. NCCL would wait there for graphs that are still held: on a machine with
+    GPUs it is given some seconds."""
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    if torch.cuda.is_available():
         _in_background(dist.destroy_process_group).join(GRACE)
+    else:
+        with suppress(Exception):
+            dist.destroy_process_group()
 
 
 def _in_background(run: Callable[[], object]) -> threading.Thread:

@@ -229,6 +229,7 @@ class LeadingRunner(StepRunner):
         self.world.num_engines += 1
         with self.world.together():
             super().__init__(parts, config)
+        self.world.runners.add(self)
         self._finalizer = weakref.finalize(self, _drop, link)
         self._finalizer.atexit = False
 

@@ -202,6 +202,10 @@ class StepRunner:
         """Returns the context in which the host waits for results of `run`."""
         return nullcontext()
 
+    def drop_graphs(self) -> None:
+        """Frees captured graphs, for good."""
+        self.graphs = None
+
     # -- the end -------------------------------------------------------------------------------
     def start_over(self) -> None:
         """Makes the next step send everything again, after an exception."""
