@@ -232,6 +232,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_a_script_under_torchrun(model: Path, script: Path, expected: list[int]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
     done = subprocess.run(
         [*command, str(script), str(model), "{}", "8"],
         capture_output=True, text=True, timeout=120, check=False,

@@ -467,8 +467,8 @@ def _register(world: World) -> World:
 
 
 def _leave_groups() -> None:
-    """Leaves torch's groups. NCCL would wait there for graphs that are still held: on a machine with
-    GPUs it is given some seconds."""
+    """Leaves torch's groups. NCCL would wait there for graphs that are still held, so with GPUs it
+    is given some seconds."""
     if not dist.is_initialized():
         return
     gc.collect()
