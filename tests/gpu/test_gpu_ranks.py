@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,7 @@ from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams
-from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR, WAYS, PeerCommunicator
-from trtspec.distributed.world import _worlds
+from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR, WAYS
 from trtspec.executor.ranks import CHECK_ENV_VAR
 
 pytestmark = [
@@ -108,22 +110,38 @@ def test_a_step_is_one_launch_and_waits_for_nothing(
         steady.finish(llm.executor)
 
 
+WAY_SCRIPT = """
+import json, sys
+from trtspec import LLM, EagleDecodingConfig, SamplingParams
+from trtspec.distributed.peer import PeerCommunicator
+target, head, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+config = EagleDecodingConfig(
+    max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
+)
+with LLM(target, config, device="cuda", dtype="float32", max_seq_len=96,
+         tensor_parallel_size=2) as llm:
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+    is_peer = isinstance(llm.executor.runner.world.comm, PeerCommunicator)
+print(json.dumps([is_peer, [output.outputs[0].token_ids for output in outputs]]))
+"""
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_reduce(
-    target_dir: Path, drafters: Drafters, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, way: str
+    target_dir: Path, drafters: Drafters, oracle: Oracle, tmp_path: Path, way: str
 ) -> None:
-    for world in list(_worlds):  # the variable is read when ranks start
-        world.close()
-    monkeypatch.setenv(ALL_REDUCE_ENV_VAR, way)
-    monkeypatch.setenv(CHECK_ENV_VAR, "1")
-    prompts = random_prompts(6)
-    with engine(target_dir, config_of("eagle3", 3, drafters)) as llm:
-        world = llm.executor.runner.world  # type: ignore[attr-defined]
-        assert isinstance(world.comm, PeerCommunicator) == (way != "nccl")
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-    world.close()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle.extend(prompt, 24)
+    """In processes of their own: one has peer memory once."""
+    script, prompts = tmp_path / "script.py", random_prompts(6)
+    script.write_text(WAY_SCRIPT)
+    command = [sys.executable, script, target_dir, str(drafters.head), json.dumps(prompts)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, ALL_REDUCE_ENV_VAR: way, CHECK_ENV_VAR: "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    is_peer, texts_of_way = json.loads(done.stdout.splitlines()[-1])
+    assert is_peer == (way != "nccl")
+    assert texts_of_way == [oracle.extend(prompt, 24) for prompt in prompts]
 
 
 def test_soak_with_every_step_compared(
