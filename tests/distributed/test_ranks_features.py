@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir
-from matrix import Drafters, config_of, cpu_engine
+from matrix import Drafters, config_of, cpu_engine, full
 from oracle import random_prompts
 from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
@@ -30,6 +30,11 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Any:
     head = eagle3_dir(tmp_path_factory.mktemp("head"))
     return config_of("eagle3", 3, Drafters(head=head))
+
+
+in_test_all = pytest.mark.skipif(
+    not full(), reason="two more engines for what others nearly show: make test-all"
+)
 
 
 def on_both(target: Path, config: Any, run: Callable[[LLM], Any], **options: Any) -> list[Any]:
@@ -62,6 +67,7 @@ def test_shaped_logits_and_log_probabilities(target_dir: Path, eagle3: Any) -> N
             assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
+@in_test_all
 def test_draft_lengths_change_while_running(target_dir: Path, eagle3: Any) -> None:
     def run(llm: LLM) -> Any:
         tokens = []
@@ -92,6 +98,7 @@ def test_forced_acceptance(
     assert one == two and two[1] > 2
 
 
+@in_test_all
 def test_relaxed_acceptance(target_dir: Path) -> None:
     config = MTPDecodingConfig(
         num_nextn_predict_layers=3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=40,
@@ -170,6 +177,7 @@ def test_prompts_with_images(tmp_path: Path) -> None:
     assert one == two
 
 
+@in_test_all
 def test_a_model_of_one_rank_beside_one_of_two(target_dir: Path, tmp_path: Path) -> None:
     """A draft model that is not cut, by choice or because it cannot be."""
     for heads, size in ((6, 1), (3, None)):

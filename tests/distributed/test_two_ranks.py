@@ -14,8 +14,8 @@ from tiny_heads import mtp_model_dir
 from trtspec import SamplingParams
 
 # Each engine costs seconds: the rest of the modes runs in make test-all.
-SOME = MODES if full() else ["ngram", "user_provided", "eagle3", "mtp", "p_eagle"]
-FEW = MODES if full() else ["draft_target", "eagle3_two_engine", "mtp_eagle"]
+SOME = MODES if full() else ["ngram", "eagle3", "mtp"]
+FEW = MODES if full() else ["draft_target", "mtp_eagle"]
 RULES = ["rejection", "exact_match", "block"] + (["strict"] if full() else [])
 SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard"]
 
