@@ -71,11 +71,11 @@ bench: $(STAMP)  ## Tokens per second on this CPU, without and with speculation
 # A process for each core, with one thread: what takes long is launching and compiling. Kernels are
 # compiled before, or all processes would wait for the first.
 test-gpu:  ## Run the GPU tests with PYTHON (no .venv), which needs pytest-xdist; names the slowest ten
-	-$(PYTHON) -m trtspec.ops.launch.native
+	-$(PYTHON) -m trtspec.native
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n auto --dist worksteal --durations=10
 
 kernels: $(STAMP)  ## Compile csrc for Hopper ahead of time (needs nvcc, no GPU)
-	$(BIN)/python -m trtspec.ops.launch.native 9.0a
+	$(BIN)/python -m trtspec.native 9.0a
 
 bench-gpu:  ## What a step costs on the GPU, with PYTHON; ARGS="--help" lists what can be asked
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu_step.py $(ARGS)

@@ -1,6 +1,6 @@
 """What a generation step takes on several GPUs, and what their all-reduces take.
 
-    torchrun --nproc-per-node 2 benchmarks/ranks_step.py --preset llama-3.1-8b --json-file F
+    PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/ranks_step.py --preset llama-3.1-8b
 
 Weights are random and acceptance is forced, as in gpu_step.py. One line for each mode, batch size
 and context: ms a step by the wall clock, steps overlapping as in use (the median of blocks of 10
@@ -39,7 +39,7 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 from trtspec.distributed.launch import torchrun_rank, torchrun_size
 from trtspec.distributed.peer import PeerCommunicator
-from trtspec.distributed.world import open_world
+from trtspec.distributed.start import open_world
 from trtspec.executor.device import resolve_device
 from trtspec.executor.follower import follow
 

@@ -8,14 +8,20 @@ constexpr int kThreads = 256;
 template <typename T>
 cudaError_t launch_accept(const AcceptParams& p, int num_rows, cudaStream_t stream) {
   const dim3 grid(p.choose.chunks, num_rows);
+  if (p.choose.peers.size > 1) {
+    return launch(accept_greedy<T, false, true, kThreads>, grid, kThreads, 0, stream, p);
+  }
   return p.deltas == nullptr
-             ? launch(accept_greedy<T, false, kThreads>, grid, kThreads, 0, stream, p)
-             : launch(accept_greedy<T, true, kThreads>, grid, kThreads, 0, stream, p);
+             ? launch(accept_greedy<T, false, false, kThreads>, grid, kThreads, 0, stream, p)
+             : launch(accept_greedy<T, true, false, kThreads>, grid, kThreads, 0, stream, p);
 }
 
 template <typename T>
 cudaError_t launch_choose(const DraftParams& p, int num_rows, cudaStream_t stream) {
-  return launch(choose_drafts<T, kThreads>, dim3(p.choose.chunks, num_rows), kThreads, 0, stream, p);
+  const dim3 grid(p.choose.chunks, num_rows);
+  return p.choose.peers.size > 1
+             ? launch(choose_drafts<T, true, kThreads>, grid, kThreads, 0, stream, p)
+             : launch(choose_drafts<T, false, kThreads>, grid, kThreads, 0, stream, p);
 }
 
 cudaError_t launch_window(const WindowParams& p, int num_requests, cudaStream_t stream) {

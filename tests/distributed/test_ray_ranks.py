@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,16 @@ import pytest
 from matrix import cpu_engine
 from oracle import random_prompts
 from tiny import tiny_model_dir
+from worlds import LONG, SHORT, SOON, close_all_worlds, is_alive, text_of, wait_until, world_of
 
 from trtspec import LLM, SamplingParams
 from trtspec.distributed import ray_ranks
-from trtspec.distributed import world as worlds
+from trtspec.distributed.world import leave_groups
 from trtspec.errors import ConfigError, RankError
 
 ray = pytest.importorskip("ray", reason="backend='ray' is optional: pip install 'trtspec[ray]'")
 
-SOON = 10.0
 CPUS, GPUS = 4, 3  # Ray does not look for the GPUs that it is told of
-LONG = SamplingParams(max_tokens=200, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +42,7 @@ def expected(model: Path) -> list[int]:
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
     """A Ray that the caller has initialised."""
-    for world in list(worlds._worlds):
-        world.close()
+    close_all_worlds()
     ray.init(
         address="local", num_cpus=CPUS, num_gpus=GPUS, include_dashboard=False,
         object_store_memory=80 * 2**20, log_to_driver=False,
@@ -58,9 +55,8 @@ def local_ray() -> Iterator[None]:
 def nothing_is_left() -> Iterator[None]:
     """After each test Ray still runs, and all that it has is free."""
     yield
-    for world in list(worlds._worlds):
-        world.close()
-    worlds._leave_groups()
+    close_all_worlds()
+    leave_groups()
     assert_all_is_free()
 
 
@@ -72,37 +68,14 @@ def assert_all_is_free() -> None:
     assert all(group["state"] == "REMOVED" for group in groups)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def ray_engine(model: Path, size: int = 2, **options: Any) -> LLM:
     return cpu_engine(
         model, None, tensor_parallel_size=size, backend="ray", max_seq_len=240, **options
     )
 
 
-def world_of(llm: LLM) -> worlds.World:
-    return llm.executor.runner.world  # type: ignore[attr-defined]
-
-
 def pids_of(llm: LLM) -> list[int]:
     return [follower.pid for follower in world_of(llm).followers]  # type: ignore[attr-defined]
-
-
-def text_of(llm: LLM) -> list[int]:
-    return llm.generate([3, 4, 5], SHORT).outputs[0].token_ids
 
 
 def test_greedy_equals_one_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

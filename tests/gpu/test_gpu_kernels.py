@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from matrix import covering
 from torch import Tensor
 
-from trtspec import EagleDecodingConfig, MTPDecodingConfig
+from trtspec import EagleDecodingConfig, MTPDecodingConfig, native
 from trtspec.layers import fused
 from trtspec.layers.linear import Linear
 from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
-from trtspec.ops.launch import native
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 from trtspec.ops.tokens import greedy as choose
 from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker

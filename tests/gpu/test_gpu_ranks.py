@@ -136,7 +136,10 @@ def test_every_way_to_reduce(
     command = [sys.executable, script, target_dir, str(drafters.head), json.dumps(prompts)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, ALL_REDUCE_ENV_VAR: way, CHECK_ENV_VAR: "1"},
+        env={
+            **os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+            ALL_REDUCE_ENV_VAR: way, CHECK_ENV_VAR: "1",
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     is_peer, texts_of_way = json.loads(done.stdout.splitlines()[-1])

@@ -148,7 +148,7 @@ def _layers() -> dict[str, Any]:
         (route, torch.zeros(4, 8), None, 2),
         (route, torch.zeros(4, 8), torch.zeros(8), 2),
         (experts.sort_by_expert, indices(4, 2), 8),
-        (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends),
+        (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0),
         (experts.combine, half(8, 64), indices(8), torch.zeros(4, 2)),
         (soft_cross_entropy_, half(4, 300), half(4, 300), indices(4), indices(4) > 0),
     ]

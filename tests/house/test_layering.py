@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "trtspec"
 LAYERS = [
     ["errors", "utils", "_lazy"],
-    ["checks"],
+    ["checks", "native"],
     ["distributed"],
     ["metadata"],
     ["ops"],

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trtspec import native
 from trtspec.errors import ConfigError
-from trtspec.ops.launch import native
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,8 @@ def test_grouped_matmul(
     weight = (torch.randn(count, columns, size, generator=generator) * size**-0.5).to(dtype)
     owners = ids.flatten().sort().values
     expected = torch.einsum("nk,nmk->nm", x.double(), weight[owners].double())
-    ours = triton_moe.grouped_matmul(x.to(DEVICE), weight.to(DEVICE), ends.to(DEVICE))
+    on_device = x.to(DEVICE), weight.to(DEVICE), ends.to(DEVICE)
+    ours = triton_moe.grouped_matmul(*on_device, len(x) / count)
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(ours.cpu().double(), expected, atol=bound, rtol=bound)
 
@@ -115,8 +116,11 @@ def test_experts_of_all_ranks_add_up(
     stacked = experts.gate_up_proj.data.to(DEVICE), experts.down_proj.data.to(DEVICE)
     expected = moe.grouped_experts(*args, *stacked)
 
-    def poisoned(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        out = triton_moe.grouped_matmul(x, weight, ends)
+    def poisoned(
+        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, average: float
+    ) -> torch.Tensor:
+        assert average == rows * top_k / count  # of all ranks' experts
+        out = triton_moe.grouped_matmul(x, weight, ends, average)
         out[int(ends[-1]) :] = torch.nan
         return out
 
@@ -126,6 +130,6 @@ def test_experts_of_all_ranks_add_up(
         own = ids.to(DEVICE) - first
         own = torch.where((own < 0) | (own >= count // 2), count // 2, own)
         part = [weight[first : first + count // 2].contiguous() for weight in stacked]
-        total += moe.grouped_experts(args[0], own, args[2], *part, has_others=True)
+        total += moe.grouped_experts(args[0], own, args[2], *part, total=count)
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(total, expected, atol=bound, rtol=bound)

@@ -25,7 +25,7 @@ from ..metadata.logits import LogitsState
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, no_sampling
-from ..ops.tokens.greedy import Accepted
+from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
 from .rule import Candidates, Judged
@@ -104,10 +104,10 @@ class Verification(nn.Module):
         Raises:
             ConfigError: the sizes do not fit each other.
         """
-        best = None
+        sharded = None
         if isinstance(logits, ShardedLogits):
             if self._needs_best_tokens_alone(spec_metadata):
-                best, logits = logits.best(), logits.part
+                sharded, logits = logits, logits.part
             else:
                 logits = logits.gathered()
         logits = logits.unsqueeze(0) if logits.dim() == 1 else logits
@@ -120,10 +120,10 @@ class Verification(nn.Module):
             if candidates.step.logits_state is not None:
                 shaped = _shaped(candidates, candidates.step.logits_state)
                 candidates = replace(candidates, logits=shaped)
-            if best is None:
+            if sharded is None:
                 accepted = self._judge(candidates, spec_metadata)
             else:
-                accepted = self._judge_tokens(candidates, *best)
+                accepted = self._judge_best(candidates, sharded)
             tokens, lens = accepted.tokens, accepted.lens
             verified = tokens[:, : drafts.shape[1] + 1]
             self.after_acceptance(verified, lens, num_contexts, spec_metadata)
@@ -176,13 +176,25 @@ class Verification(nn.Module):
         decides = not self.judges_itself and not self.forces_itself
         return is_greedy and not is_changed and decides and self.rule.needs_best_tokens_alone
 
-    def _judge_tokens(self, candidates: Candidates, tokens: Tensor, bad_rows: Tensor) -> Accepted:
-        """Applies the rule to greedy requests whose tokens [C + G*(K'+1)] int32 are chosen."""
+    def _judge_best(self, candidates: Candidates, logits: ShardedLogits) -> Accepted:
+        """Applies the rule to greedy requests of which best tokens alone matter, on every rank."""
+        forced = self.force_num_accepted_tokens
+        if forced == int(forced):
+            accepted = accept_greedy(
+                logits,
+                candidates.drafts,
+                candidates.num_contexts,
+                candidates.max_draft_len,
+                min(int(forced), candidates.num_drafts) + 1 if forced else 0,
+            )
+            if accepted is not None:
+                return accepted
+        tokens, bad_rows = logits.best()
         output, lens = self.rule.accept(candidates, tokens)
-        if self.force_num_accepted_tokens > 0:
+        if forced > 0:
             lens = forced_lens(
                 lens,
-                self.force_num_accepted_tokens,
+                forced,
                 candidates.num_contexts,
                 candidates.num_drafts,
                 candidates.sampling,

@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange import Exchange
+
 
 class Communicator(ABC):
     """The ranks that hold parts of the same weights, numbered 0 … size - 1."""
 
     rank: int
     size: int
+    exchange: Exchange | None = None
+    """Kernels that tell other ranks something themselves; all ranks have them, or none."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:

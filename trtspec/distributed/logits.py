@@ -22,6 +22,16 @@ class ShardedLogits:
     comm: Communicator
 
     @property
+    def first_index(self) -> int:
+        """The token of this rank's first entry."""
+        return self.comm.rank * self.part.shape[1]
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's entries that belong to tokens, [R, <= P]."""
+        return self.part[:, : max(0, min(self.part.shape[1], self.vocab_size - self.first_index))]
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self.part.shape[0], self.vocab_size
 
@@ -44,15 +54,15 @@ class ShardedLogits:
         Returns:
             (tokens [R] int32, bad [R] bool: the row held NaN, or nothing above -inf).
         """
-        rows, width = self.part.shape
-        start = self.comm.rank * width
-        own = self.part[:, : max(0, min(width, self.vocab_size - start))].float()
+        own = self.own.float()
         if own.shape[1] == 0:
-            own = self.part.new_full((rows, 1), float("-inf")).float()
+            own = own.new_full((own.shape[0], 1), float("-inf"))
         is_nan = own.isnan()
         value, index = own.masked_fill(is_nan, float("-inf")).max(-1)
         # Ids are exact in float32: no vocabulary has 2^24 tokens.
-        pairs = torch.stack([value, index.float() + start, is_nan.any(-1).float()], dim=-1)
+        pairs = torch.stack(
+            [value, index.float() + self.first_index, is_nan.any(-1).float()], dim=-1
+        )
         values, ids, bad = self.comm.all_gather(pairs).unbind(-1)  # [n, R] each
         winner = values.argmax(0, keepdim=True)  # the first rank among equals has the lower ids
         tokens = ids.gather(0, winner)[0].to(torch.int32)

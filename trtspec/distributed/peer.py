@@ -1,9 +1,10 @@
-"""All-reduces through memory that GPUs read from each other, for the few rows of a decoding step.
+"""All-reduces through memory that GPUs share, for the few rows of a decoding step.
 
 torch's symmetric memory maps every rank's buffer into all of them (NVLink or PCIe peer access;
-multicast is not used). In one shot each rank reads all parts and adds them up. In two shots each
-adds up its share of the entries, and reads the others' sums. NCCL does better on large tensors.
-Which way is taken is measured when the ranks start, for each size.
+multicast is not used). Our kernel pushes each rank's part to the others (`exchange.py`). torch's
+have a barrier: in one shot each rank reads all parts and adds them up; in two shots each adds up
+its share of the entries, and reads the others' sums. NCCL does better on large tensors. Which way
+is taken is measured when the ranks start, for each size.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import native
 from ..errors import ConfigError
 from .comm import GroupCommunicator
+from .exchange import MAX_RANKS, PART_BYTES, Exchange, memory_bytes
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**20
-"""Of a tensor that goes through peer memory."""
+"""Of a tensor that goes through torch's kernels."""
 ALL_REDUCE_ENV_VAR = "TRTSPEC_ALL_REDUCE"
-NCCL, ONE_SHOT, TWO_SHOT = WAYS = ("nccl", "one_shot", "two_shot")
+NCCL, PUSH, ONE_SHOT, TWO_SHOT = WAYS = ("nccl", "push", "one_shot", "two_shot")
 _ALIGNMENT = 16  # bytes
 _SIZES = [2**n for n in range(13, 23)]  # 8 KiB … 4 MiB
 _CALLS, _REPEATS = 20, 5
@@ -37,7 +40,7 @@ class PeerCommunicator(GroupCommunicator):
 
     Args:
         device: this rank's GPU.
-        forced: one of `WAYS` for every size; by default the fastest.
+        forced: one of `WAYS` for every size that it takes; by default the fastest.
     """
 
     def __init__(self, group: Any, device: torch.device, forced: str | None = None):
@@ -45,8 +48,14 @@ class PeerCommunicator(GroupCommunicator):
 
         super().__init__(group)
         self.name = group.group_name
-        self.buffer = symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self.buffer, group=self.name)
+        size = MAX_BYTES + memory_bytes(self.size)
+        self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        peers = symmetric_memory.rendezvous(self.buffer, group=self.name)
+        kernels = native.kernels(self.buffer) if self.size <= MAX_RANKS else None
+        if kernels is not None:
+            pointers = [pointer + MAX_BYTES for pointer in peers.buffer_ptrs]
+            self.exchange = Exchange(kernels, self.rank, self.buffer[MAX_BYTES:], pointers)
+        torch.cuda.synchronize(device)
         self.way_of_size = {size: forced or NCCL for size in _SIZES}
         self.microseconds: dict[int, dict[str, float]] = {}
         """What `choose` measured: bytes -> way -> time."""
@@ -61,8 +70,16 @@ class PeerCommunicator(GroupCommunicator):
         """Returns how a tensor of `size` bytes is reduced: as the next larger size measured."""
         return next(way for measured, way in self.way_of_size.items() if size <= measured)
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self.exchange is not None and self.exchange.takes(x):
+            return self.exchange.all_gather(x)
+        return super().all_gather(x)
+
     def all_reduce_by(self, way: str, x: Tensor) -> Tensor:
-        if way == NCCL:
+        """Sums x, whose size every way but `PUSH` takes, which leaves larger ones to NCCL."""
+        if way == PUSH and self.exchange is not None and self.exchange.takes(x := x.contiguous()):
+            return self.exchange.all_reduce(x)
+        if way in (NCCL, PUSH):
             return super().all_reduce(x)
         flat = x.reshape(-1)
         buffer = self.buffer[: flat.numel() * flat.element_size()].view(flat.dtype)
@@ -82,10 +99,14 @@ class PeerCommunicator(GroupCommunicator):
         """
         for size in _SIZES:
             x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-            own = [_microseconds(partial(self.all_reduce_by, way, x)) for way in WAYS]
+            ways = [way for way in WAYS if way != PUSH or self._pushes(size)]
+            own = [_microseconds(partial(self.all_reduce_by, way, x)) for way in ways]
             slowest = [max(column) for column in zip(*all_of(own), strict=True)]
-            self.way_of_size[size] = WAYS[slowest.index(min(slowest))]
-            self.microseconds[size] = dict(zip(WAYS, slowest, strict=True))
+            self.way_of_size[size] = ways[slowest.index(min(slowest))]
+            self.microseconds[size] = dict(zip(ways, slowest, strict=True))
+
+    def _pushes(self, size: int) -> bool:
+        return self.exchange is not None and size <= PART_BYTES
 
 
 def _microseconds(run: Callable[[], Any]) -> float:
@@ -144,6 +165,8 @@ def gpu_communicator(
     if comm is None or reasons:
         logger.warning("All-reduces use NCCL alone; there is no peer memory: %s", reasons[0])
         return GroupCommunicator(group)
+    if None in all_of(comm.exchange and comm.exchange.size):
+        comm.exchange = None
     if forced is None:
         comm.choose(all_of, device)
     return comm

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
-from .world import FOLLOWER, START_TIMEOUT, Launched, World, join_world
+from .start import FOLLOWER, join_world
+from .world import START_TIMEOUT, Launched, World
 
 logger = logging.getLogger(__name__)
 

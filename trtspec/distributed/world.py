@@ -10,13 +10,11 @@ thread of each follower watches rank 0.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -36,11 +34,11 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, RankError
 from .comm import Communicator, GroupCommunicator
-from .peer import forced_way, gpu_communicator
+from .interrupts import interrupts_wait
+from .peer import gpu_communicator
 
 logger = logging.getLogger(__name__)
 
-FOLLOWER = "trtspec.executor.follower"
 TIMEOUT_ENV_VAR = "TRTSPEC_RANK_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0  # seconds that a step may take, graph captures and kernel builds included
 START_TIMEOUT = timedelta(minutes=5)
@@ -48,8 +46,6 @@ FOREVER = timedelta(days=365)  # followers wait for the next message, however lo
 GRACE = 5.0  # seconds until a rank that does not return by itself is ended
 _POLL = 0.1
 _INLINE = 4096  # bytes of a message that are sent with its length
-
-_worlds: list[World] = []
 
 
 class RankHandle(Protocol):
@@ -65,13 +61,6 @@ class RankHandle(Protocol):
 
     def wait(self, timeout: float | None = None) -> int:
         """Returns its exit code when it ends. Raises subprocess.TimeoutExpired."""
-
-
-class RankProcess(subprocess.Popen[bytes]):
-    """A rank that is a process of this machine."""
-
-    def ending(self) -> str:
-        return f"with exit code {self.poll()}."
 
 
 @dataclass(frozen=True)
@@ -113,8 +102,8 @@ class World:
         self.dropped: deque[int] = deque()  # engines without a holder
         self._store, self._lock = store, threading.RLock()
         self._busy: list[float] = []  # since when calls of this rank wait for others
-        self._is_closed = False
-        self.timeout = _timeout()
+        self.is_closed = False
+        self.timeout = step_timeout()
         self._meet()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -157,7 +146,7 @@ class World:
     # -- the channel ---------------------------------------------------------------------------
     def tell(self, *message: Any) -> None:
         """Sends a message from rank 0 to all others. Raises RankError if one is gone."""
-        with self._lock, _interrupts_wait(), self._timed():  # half a message would be the end
+        with self._lock, interrupts_wait(), self._timed():  # half a message would be the end
             self.check()
             while self.dropped:
                 self._send((self.dropped.popleft(), "release_memory", ()))
@@ -209,7 +198,7 @@ class World:
             RankError: this rank or another failed.
         """
         # Threads take turns: all ranks must launch in one order.
-        with self._lock, _interrupts_wait(), self._timed():
+        with self._lock, interrupts_wait(), self._timed():
             self.check()
             try:
                 yield
@@ -250,7 +239,7 @@ class World:
         """Raises RankError once a rank has failed or the world is closed."""
         if self.failure is not None:
             raise RankError(self.failure)
-        if self._is_closed:
+        if self.is_closed:
             raise RankError("The ranks of this engine are shut down: make a new one.")
 
     def wait_for_reason(self, error: BaseException) -> None:
@@ -288,7 +277,7 @@ class World:
             self._watch_followers()
             return
         parent, polls = os.getppid(), 0
-        while not self._is_closed:
+        while not self.is_closed:
             time.sleep(_POLL)
             polls += 1
             # Perhaps inside a collective, which would never end.
@@ -298,11 +287,11 @@ class World:
 
     def _watch_followers(self) -> None:
         polls = 0
-        while not self._is_closed and self.failure is None:
+        while not self.is_closed and self.failure is None:
             time.sleep(_POLL)
             polls += 1
             gone = next((f for f in self.followers if f.poll() is not None), None)
-            if gone is not None and not self._is_closed:
+            if gone is not None and not self.is_closed:
                 rank = self.followers.index(gone) + 1
                 self._end(self._say(f"Rank {rank} is gone, {gone.ending()}"))
             elif polls % 10 == 0 and (said := self._said()):
@@ -344,12 +333,12 @@ class World:
 
     def close(self) -> None:
         """Ends the followers, and waits for them. A second call does nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
         if self.is_leader and self.failure is None:
             # In the background: a follower that does not listen would hold it up for good.
             _in_background(partial(self.tell, None, "exit", ())).join(GRACE)
-        self._is_closed = True
+        self.is_closed = True
         deadline = time.monotonic() + GRACE
         for follower in self.followers:
             with suppress(subprocess.TimeoutExpired):
@@ -357,11 +346,9 @@ class World:
             if follower.poll() is None:
                 follower.kill()
                 follower.wait()
-        if self in _worlds:
-            _worlds.remove(self)
         for runner in list(self.runners):
             runner.drop_graphs()
-        _leave_groups()
+        leave_groups()
         if self._release is not None:
             self._release()
 
@@ -371,102 +358,7 @@ class World:
             self.close()
 
 
-def open_world(size: int, backend: str, device: torch.device) -> World:
-    """Returns the world of `size` ranks, starting the others where that is ours to do.
-
-    One process has one world at a time; engines of the same size share it.
-
-    Args:
-        backend: "mp" starts them as processes of this machine, "ray" as actors of a cluster,
-            "torchrun" finds them started.
-
-    Raises:
-        ConfigError: there are too few GPUs, or another world has engines.
-        RankError: a rank did not start.
-    """
-    if _worlds:
-        world = _worlds[0]
-        asked = size, device.type, backend
-        if world.failure is None and (world.size, world.device.type, world.backend) == asked:
-            return world
-        if world.failure is None and world.num_engines:
-            raise ConfigError(
-                f"tensor_parallel_size={size}, backend={backend!r}: this process has an engine "
-                f"over {world.size} ranks of {world.backend!r}. Shut it down first, or use the "
-                "same."
-            )
-        world.close()
-        if backend == "torchrun":
-            raise ConfigError(
-                "The ranks that torchrun started have ended, and only torchrun can start others. "
-                "Start the script again."
-            )
-    _timeout(), forced_way()  # wrong variables are refused before ranks start
-    if dist.is_initialized():
-        raise ConfigError(
-            "torch.distributed is initialised already, which the ranks of an engine need to do "
-            "themselves. Make the engine before your own process group."
-        )
-    if backend == "torchrun":
-        return join_world(device)
-    if backend == "ray":
-        from .ray_ranks import start_ray_ranks
-
-        return _register(start_ray_ranks(size, device))
-    return _register(_start_followers(size, device))
-
-
-def join_world(device: torch.device) -> World:
-    """Returns the world that this process was started for, by torchrun's variables."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        torch.cuda.set_device(local)
-        device = torch.device("cuda", local)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        host, port, size, is_master=rank == 0 and not uses_agent, timeout=START_TIMEOUT
-    )
-    return _register(World(dist.PrefixStore("trtspec", store), rank, size, device))
-
-
-def _start_followers(size: int, device: torch.device) -> World:
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if size > count:
-            raise ConfigError(
-                f"tensor_parallel_size={size}, but this machine has {count} GPUs. Use as many at "
-                "most, or several machines with torchrun or backend='ray'."
-            )
-        device = torch.device("cuda", torch.cuda.current_device())
-    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    environment["MASTER_PORT"] = str(store.port)
-    followers = []
-    for rank in range(1, size):
-        local = 0 if device.index is None else (device.index + rank) % torch.cuda.device_count()
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [sys.executable, "-m", FOLLOWER, device.type]
-        followers.append(RankProcess(command, env=environment | own, stdin=subprocess.DEVNULL))
-    try:
-        prefixed = dist.PrefixStore("trtspec", store)
-        return World(prefixed, 0, size, device, Launched("mp", followers))
-    except BaseException:
-        for follower in followers:
-            follower.kill()
-        _leave_groups()
-        raise
-
-
-def _register(world: World) -> World:
-    _worlds.append(world)
-    if world.is_leader:
-        atexit.register(world.close)
-    return world
-
-
-def _leave_groups() -> None:
+def leave_groups() -> None:
     """Leaves torch's groups. NCCL would wait there for graphs that are still held, so with GPUs it
     is given some seconds."""
     if not dist.is_initialized():
@@ -491,7 +383,7 @@ def _in_background(run: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def _timeout() -> float:
+def step_timeout() -> float:
     """Returns the seconds that a step may take. Raises ConfigError if the variable is no number."""
     text = os.environ.get(TIMEOUT_ENV_VAR)
     try:
@@ -515,26 +407,3 @@ def _text_of(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Holds Ctrl-C back: a rank that stops in mid-step would leave the others waiting for it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[Any] = []
-    try:
-        before = signal.signal(signal.SIGINT, lambda *arguments: pressed.append(arguments))
-    except ValueError:  # not in the main interpreter
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            if callable(before):
-                before(*pressed[0])
-            elif before is not signal.SIG_IGN:
-                raise KeyboardInterrupt

@@ -19,8 +19,10 @@ from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
 from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig, UserProvidedDecodingConfig
 from ..distributed.launch import torchrun_size
+from ..distributed.link import EngineLink
 from ..distributed.parallel import ONE_RANK, Parallel
-from ..distributed.world import World, open_world
+from ..distributed.start import open_world
+from ..distributed.world import World
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
@@ -33,13 +35,11 @@ from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
 from .device import attention_backend, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
+from .linked_cache import LinkedKVCache, OwnedKVCache
 from .py_executor import PyExecutor
 from .ranks import (
-    EngineLink,
     Follower,
     LeadingRunner,
-    LinkedKVCache,
-    OwnedKVCache,
     all_or_none,
     building,
     engine_variables,

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..distributed.world import World, join_world
+from ..distributed.start import join_world
+from ..distributed.world import World
 from .build import build_follower
 from .ranks import Follower, free_memory, set_variables
 

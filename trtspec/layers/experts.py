@@ -76,8 +76,7 @@ class Experts(nn.Module):
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
         stacked = self.gate_up_proj, self.down_proj
-        has_others = self.num_experts < self.total
-        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul, has_others)
+        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul, self.total)
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.

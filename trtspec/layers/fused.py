@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import native
 from ..distributed.comm import ALONE
-from ..ops.launch import native
 from ..ops.layer import cublaslt
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write

@@ -5,15 +5,19 @@
 // its rows and finishes the request: one kernel from logits to accepted tokens. At the end the
 // tickets are zero again.
 //
+// Ranks that each have a part of the vocabulary compare their best entries before that: one packet
+// for each row and rank.
+//
 // A NaN is never chosen; it marks the row. Among equal entries the lowest index is chosen.
 #pragma once
 
-#include "common.cuh"
+#include "exchange.cuh"
 
 namespace trtspec {
 
 constexpr int kMaxChunks = 64;
 constexpr int kMaxRowsPerRequest = 64;
+constexpr int kMaxRowsOverRanks = 512;  // blocks wait for other ranks: all must run at once
 
 struct ChunkBest {
   float value;
@@ -31,6 +35,8 @@ struct ChooseParams {
   int vocab, num_contexts, rows, chunks;
   ChunkBest* partial;  // [R, chunks]
   int* tickets;        // [B], zero before and after
+  Peers peers;         // kRanks alone
+  int first_index;     // of this rank's part of the vocabulary
 };
 
 struct AcceptParams {
@@ -178,12 +184,51 @@ __device__ inline ChunkBest join_chunks(const ChooseParams& p, int row) {
   return best;
 }
 
+// Begins the round of a kernel over ranks.
+template <bool kRanks>
+__device__ inline Round begin(const ChooseParams& p) {
+  if constexpr (!kRanks) return {};
+  const Round round = begin_round(p.peers);
+  const int block = blockIdx.y * gridDim.x + blockIdx.x;
+  empty_last_round(p.peers, round, block * blockDim.x + threadIdx.x,
+                   gridDim.x * gridDim.y * blockDim.x);
+  return round;
+}
+
+// The best entry of a row over all ranks, by one warp; indices are then those of the vocabulary.
+__device__ inline ChunkBest join_ranks(const ChooseParams& p, const Round& round, int row,
+                                       ChunkBest best) {
+  const Peers& peers = p.peers;
+  const int lane = threadIdx.x % 32;
+  best.index += p.first_index;
+  const float value = best.value > -INFINITY ? best.value : -INFINITY;
+  const uint4 own = {__float_as_uint(value), static_cast<uint32_t>(best.index),
+                     static_cast<uint32_t>(best.has_nan), 0};
+  if (lane < peers.size && lane != peers.rank) {
+    send(part_of(peers, lane, round.number, peers.rank) + row, own);
+    const uint4 other = receive(part_of(peers, peers.rank, round.number, lane) + row);
+    best.value = __uint_as_float(other.x);
+    best.index = static_cast<int>(other.y), best.has_nan = static_cast<int>(other.z);
+  } else if (lane >= peers.size) {
+    best.value = -INFINITY, best.index = INT_MAX, best.has_nan = 0;
+  }
+#pragma unroll
+  for (int mask = kMaxRanks / 2; mask > 0; mask /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, best.value, mask);
+    const int index = __shfl_xor_sync(0xffffffffu, best.index, mask);
+    best.has_nan |= __shfl_xor_sync(0xffffffffu, best.has_nan, mask);
+    if (is_better(other, index, best.value, best.index)) best.value = other, best.index = index;
+  }
+  return best;
+}
+
 // Grid (chunks, rows of logits).
-template <typename T, bool kRelaxed, int kThreads>
+template <typename T, bool kRelaxed, bool kRanks, int kThreads>
 __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant__ AcceptParams p) {
   wait_for_previous();
   let_next_start();
   const ChooseParams& c = p.choose;
+  const Round round = begin<kRanks>(c);
   const int row = blockIdx.y;
   const bool is_context = row < c.num_contexts;
   const int generation = is_context ? 0 : (row - c.num_contexts) / c.rows;
@@ -199,13 +244,16 @@ __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant_
   }
   const ChunkBest mine = best_of_chunk<T, kRelaxed, kThreads>(c, row, blockIdx.x, own);
   if (threadIdx.x == 0) c.partial[static_cast<int64_t>(row) * c.chunks + blockIdx.x] = mine;
-  if (!is_last(c, request, rows * c.chunks)) return;
+  const bool finishes = is_last(c, request, rows * c.chunks);
+  if (kRanks && threadIdx.x == 0) end_round(c.peers, round, gridDim.y, gridDim.x * gridDim.y);
+  if (!finishes) return;
 
   __shared__ int chosen[kMaxRowsPerRequest];
   __shared__ bool is_bad[kMaxRowsPerRequest], is_kept[kMaxRowsPerRequest];
   const float delta = kRelaxed ? p.deltas[p.slots[request]] : -1.0f;
   for (int i = threadIdx.x / 32; i < rows; i += kThreads / 32) {
-    const ChunkBest best = join_chunks<kRelaxed>(c, first_row + i);
+    ChunkBest best = join_chunks<kRelaxed>(c, first_row + i);
+    if constexpr (kRanks) best = join_ranks(c, round, first_row + i, best);
     if (threadIdx.x % 32 != 0) continue;
     chosen[i] = best.index;
     is_bad[i] = best.has_nan || !(best.value > -INFINITY);
@@ -239,16 +287,21 @@ __global__ void __launch_bounds__(kThreads) accept_greedy(const __grid_constant_
 }
 
 // Grid (chunks, rows of logits): each row its own request.
-template <typename T, int kThreads>
+template <typename T, bool kRanks, int kThreads>
 __global__ void __launch_bounds__(kThreads) choose_drafts(const __grid_constant__ DraftParams p) {
   wait_for_previous();
   let_next_start();
   const ChooseParams& c = p.choose;
+  const Round round = begin<kRanks>(c);
   const int row = blockIdx.y;
   const ChunkBest mine = best_of_chunk<T, false, kThreads>(c, row, blockIdx.x, NAN);
   if (threadIdx.x == 0) c.partial[static_cast<int64_t>(row) * c.chunks + blockIdx.x] = mine;
-  if (!is_last(c, row, c.chunks) || threadIdx.x >= 32) return;
-  const int index = join_chunks<false>(c, row).index;
+  const bool finishes = is_last(c, row, c.chunks);
+  if (kRanks && threadIdx.x == 0) end_round(c.peers, round, gridDim.y, gridDim.x * gridDim.y);
+  if (!finishes || threadIdx.x >= 32) return;
+  ChunkBest best = join_chunks<false>(c, row);
+  if constexpr (kRanks) best = join_ranks(c, round, row, best);
+  const int index = best.index;
   if (threadIdx.x == 0) {
     p.tokens[row] = index + (p.d2t == nullptr ? 0 : static_cast<int>(p.d2t[index]));
   }

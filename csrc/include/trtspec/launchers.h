@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "all_reduce.cuh"
 #include "choose.cuh"
 #include "skinny_linear.cuh"
 
@@ -19,6 +20,11 @@ template <typename T>
 cudaError_t launch_accept(const AcceptParams& params, int num_rows, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_choose(const DraftParams& params, int num_rows, cudaStream_t stream);
+
+// Over the ranks of `peers`, at most kMaxRanks.
+template <typename T>
+cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
+cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);
 

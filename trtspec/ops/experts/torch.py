@@ -81,40 +81,44 @@ def grouped_experts(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
-    has_others: bool = False,
+    total: int | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
     The host waits for nothing.
 
     Args:
-        has_others: an id may be E, that of an expert which is not here and adds nothing.
+        total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
+            here and adds nothing.
     """
     count = gate_up_proj.shape[0]
+    total = total or count
+    has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
     ends = ends[:count]
-    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends))  # [T*k, I]
-    y = grouped_matmul(inner, down_proj, ends)
+    average = ids.numel() / total
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends, average))  # [T*k, I]
+    y = grouped_matmul(inner, down_proj, ends, average)
     if has_others:  # nothing was written to the rows behind the last expert's
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
         ends: [E] int32, where each expert's rows end.
+        average: rows of an expert, as may be expected; a hint for the choice of kernels.
 
     Returns:
         [N, M].
     """
-    is_many = x.shape[0] >= MIN_LIBRARY_ROWS * weight.shape[0]
-    by_library = is_many and has_grouped_mm(x, weight)
+    by_library = average >= MIN_LIBRARY_ROWS and has_grouped_mm(x, weight)
     triton = None if by_library else kernels("experts.triton", x)
     if triton is not None:
-        return triton.grouped_matmul(x, weight, ends)
+        return triton.grouped_matmul(x, weight, ends, average)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 

@@ -227,7 +227,7 @@ class Tiles(NamedTuple):
     PRECISION: str
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
     """As its twin. Expert e's rows end at ends[e], which stays on the device.
 
     So tiles of rows are counted there, and the grid has as many as there can be at most.
@@ -235,7 +235,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     pairs, size = x.shape
     count, columns = weight.shape[:2]
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
-    shape = _tile(pairs / count, x.dtype)
+    shape = _tile(average, x.dtype)
     tiles = min(triton.cdiv(pairs, shape.rows) + count, pairs)
     _grouped_matmul_kernel[(tiles, triton.cdiv(columns, shape.columns))](
         x,

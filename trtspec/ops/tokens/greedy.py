@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import native
 from ...distributed.logits import ShardedLogits
-from ..launch import native
 from ..launch.machine import MULTIPROCESSORS
 from ..step.rows import to_target_ids
 from .sample import greedy_tokens
 
 MAX_CHUNKS, MAX_ROWS_PER_REQUEST = 64, 64
 MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
+MAX_ROWS_OVER_RANKS = 512
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
 _BLOCKS = 2 * MULTIPROCESSORS
 _tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
@@ -42,7 +43,7 @@ class RelaxedRule:
 
 
 def accept_greedy(
-    logits: Tensor,
+    logits: Tensor | ShardedLogits,
     drafts: Tensor,
     num_contexts: int,
     max_draft_len: int,
@@ -54,12 +55,16 @@ def accept_greedy(
     Returns None if no kernel serves; then the rule's torch code runs (`Rule.apply`).
 
     Args:
-        logits: [C + G*(K'+1), V]. drafts: [G, K'] int32, -1 never matches.
+        logits: [C + G*(K'+1), V]; ranks that each have a part compare their best entries in the
+            kernel. drafts: [G, K'] int32, -1 never matches.
         max_draft_len: K >= K'.
         forced_len: accept this many tokens in every generation, at most K'+1; 0 is off.
     """
-    kernels = _kernels(logits)
+    logits, ranks = _over_ranks(logits)
+    kernels = _kernels(logits, ranks)
     if kernels is None or drafts.shape[1] >= MAX_ROWS_PER_REQUEST or not drafts.is_cuda:
+        return None
+    if relaxed is not None and ranks is not _ONE_RANK:
         return None
     batch, device = num_contexts + drafts.shape[0], logits.device
     accepted = Accepted(
@@ -73,7 +78,9 @@ def accept_greedy(
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)
     out = (accepted.tokens, accepted.lens, accepted.num_accepted_drafts, accepted.bad_requests)
     inputs = (logits, drafts.to(torch.int32).contiguous(), num_contexts, forced_len)
-    kernels.accept_greedy(*inputs, *rule, *_scratch(logits, batch), *out)
+    kernels.accept_greedy(
+        *inputs, *rule, ranks.handle, ranks.first_index, *_scratch(logits, batch), *out
+    )
     return accepted
 
 
@@ -86,17 +93,20 @@ def choose_drafts(logits: Tensor | ShardedLogits, d2t: Tensor | None) -> Tensor:
     Args:
         d2t: [Vd] int64 offsets, target_id = draft_id + d2t[draft_id] (EAGLE-3's table).
     """
-    if isinstance(logits, ShardedLogits):
-        tokens, _ = logits.best()
-        return tokens if d2t is None else to_target_ids(tokens, d2t)
-    kernels = _kernels(logits)
+    own, ranks = _over_ranks(logits)
+    kernels = _kernels(own, ranks)
     if d2t is not None and (d2t.dtype != torch.int64 or not d2t.is_contiguous()):
         kernels = None
     if kernels is not None:
-        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        kernels.choose_drafts(logits, d2t, *_scratch(logits, logits.shape[0]), tokens)
+        tokens = torch.empty(own.shape[0], dtype=torch.int32, device=own.device)
+        kernels.choose_drafts(
+            own, d2t, ranks.handle, ranks.first_index, *_scratch(own, own.shape[0]), tokens
+        )
         return tokens
-    tokens = greedy_tokens(logits.masked_fill(logits.isnan(), float("-inf")))
+    if isinstance(logits, ShardedLogits):
+        tokens, _ = logits.best()
+    else:
+        tokens = greedy_tokens(logits.masked_fill(logits.isnan(), float("-inf")))
     return tokens if d2t is None else to_target_ids(tokens, d2t)
 
 
@@ -125,9 +135,31 @@ def update_window(
     window_hidden[slots], window_ids[slots] = hidden[kept].to(window_hidden.dtype), ids[kept]
 
 
-def _kernels(logits: Tensor) -> Any:
+@dataclass(frozen=True)
+class _Ranks:
+    """Over which ranks logits are, as kernels take it."""
+
+    handle: Tensor | None = None  # of `Exchange`
+    first_index: int = 0
+    max_rows: int = MAX_ROWS
+
+
+_ONE_RANK = _Ranks()
+
+
+def _over_ranks(logits: Tensor | ShardedLogits) -> tuple[Tensor, _Ranks]:
+    """Returns the logits that this rank has, and what kernels must know of the others."""
+    if not isinstance(logits, ShardedLogits):
+        return logits, _ONE_RANK
+    exchange = logits.comm.exchange
+    if exchange is None:
+        return logits.own, _Ranks(max_rows=0)
+    return logits.own, _Ranks(exchange.handle, logits.first_index, MAX_ROWS_OVER_RANKS)
+
+
+def _kernels(logits: Tensor, ranks: _Ranks) -> Any:
     """Returns the module with the kernels if they serve these logits, else None."""
-    fits = logits.dim() == 2 and 0 < logits.shape[0] <= MAX_ROWS and logits.stride(1) == 1
+    fits = logits.dim() == 2 and 0 < logits.shape[0] <= ranks.max_rows and logits.stride(1) == 1
     floats = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return native.kernels(logits) if fits and floats else None
 

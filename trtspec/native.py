@@ -2,7 +2,7 @@
 
 They are loaded through apache-tvm-ffi.
 
-    python -m trtspec.ops.launch.native [9.0a]     compiles ahead of time; needs nvcc, no GPU
+    python -m trtspec.native [9.0a]     compiles ahead of time; needs nvcc, no GPU
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError
-from ...utils import cache_dir
+from .errors import ConfigError
+from .utils import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 def source_dir() -> Path:
     """`csrc`, inside the package (in a checkout a link) or beside it."""
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parent
     inside = package / "csrc"
     return inside if inside.is_dir() else package.parent / "csrc"
 

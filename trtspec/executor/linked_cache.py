@@ -1,0 +1,156 @@
+"""The ledger of KV blocks over several ranks: rank 0 keeps it, the others copy block tables."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..distributed.link import EngineLink
+from ..metadata.attention import NULL_BLOCK
+from ..state.blocks import BlockPool
+from ..state.kv_cache import KVCacheManager
+
+
+class CopiedTables(NamedTuple):
+    """A request's block tables as rank 0 has them."""
+
+    tables: list[list[int]]  # one for each group
+    version: int
+    owner: int | None  # as `LinkedKVCache.owner_of`
+
+
+class LinkedKVCache(KVCacheManager):
+    """The ledger of rank 0, and its copy on the others. What is done to blocks, all ranks do."""
+
+    def __init__(self, *arguments: Any, link: EngineLink):
+        super().__init__(*arguments)
+        self.link = link
+        self.owner: int | None = None
+        """The rank whose blocks are spoken of; None is all."""
+
+    def zero(self, group: int, blocks: list[int]) -> None:
+        world = self.link.world
+        if world.is_leader and world.failure is None and blocks:
+            self.link.tell("zero", group, blocks, self.owner)
+        self.zero_own(group, blocks, self.owner)
+
+    def zero_own(self, group: int, blocks: list[int], owner: int | None) -> None:
+        """Zeroes blocks of this rank, if they are its own."""
+        if owner in (None, self.link.world.rank):
+            super().zero(group, blocks)
+
+    def copy_of(self, request_id: int) -> CopiedTables:
+        """Returns what the other ranks must know of a request's blocks."""
+        version, owner = self.version(request_id), self.owner_of(request_id)
+        return CopiedTables(self._tables[request_id], version, owner)
+
+    def copy_tables(self, request_id: int, copy: CopiedTables) -> None:
+        """Takes over the tables of rank 0, which alone hands out blocks."""
+        self._tables[request_id], self._versions[request_id] = copy.tables, copy.version
+
+    def forget(self, request_id: int) -> None:
+        """Drops tables that were copied."""
+        self._tables.pop(request_id, None)
+        self._versions.pop(request_id, None)
+
+
+class OwnedKVCache(LinkedKVCache):
+    """The same for attention data parallelism: one rank has all of a request's keys and values.
+
+    Each rank has blocks of its own, by the same numbers. To the others a request has null blocks
+    alone: they write nothing, and what they attend to is zero. So the ranks' attention adds up to
+    the owner's. A request goes to the rank with the most free blocks.
+    """
+
+    has_foreign_requests = True
+
+    def __init__(self, *arguments: Any, link: EngineLink):
+        super().__init__(*arguments, link=link)
+        counts = [pool.num_blocks for pool in self._pools]
+        self._pools_of = [[BlockPool(n) for n in counts] for _ in range(link.world.size)]
+        self._owners: dict[int, int] = {}
+
+    def owner_of(self, request_id: int) -> int | None:
+        return self._owners.get(request_id)
+
+    def _freest(self) -> int:
+        free = [min(pool.num_free for pool in pools) for pools in self._pools_of]
+        return free.index(max(free))
+
+    def _turn_to(self, owner: int) -> None:
+        self.owner, self._pools = owner, self._pools_of[owner]
+
+    def _turn_to_owner_of(self, request_id: int) -> None:
+        owner = self._owners.get(request_id)
+        self._turn_to(self._freest() if owner is None else owner)
+
+    @property
+    def num_free_blocks(self) -> int:
+        self._turn_to(self._freest())
+        return super().num_free_blocks
+
+    def has_room(self, request_id: int, num_tokens: int) -> bool:
+        self._turn_to_owner_of(request_id)
+        return super().has_room(request_id, num_tokens)
+
+    def reserve(self, request_id: int, num_tokens: int) -> bool:
+        self._turn_to_owner_of(request_id)
+        assert self.owner is not None
+        reserved = super().reserve(request_id, num_tokens)
+        if reserved:
+            self._owners[request_id] = self.owner
+        return reserved
+
+    def trim(self, request_id: int, num_tokens: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().trim(request_id, num_tokens)
+
+    def release_behind(self, request_id: int, first: int, num_unseen: int = 0) -> None:
+        self._turn_to_owner_of(request_id)
+        super().release_behind(request_id, first, num_unseen)
+
+    def scrub(self, request_id: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().scrub(request_id)
+
+    def free(self, request_id: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().free(request_id)
+        self._owners.pop(request_id, None)
+
+    def start_over(self) -> None:
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            super().start_over()
+            self._pools_of[owner] = self._pools
+        self._owners = {}
+
+    def copy_tables(self, request_id: int, copy: CopiedTables) -> None:
+        super().copy_tables(request_id, copy)
+        assert copy.owner is not None
+        self._owners[request_id] = copy.owner
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        self._owners.pop(request_id, None)
+
+    def block_tables(self, request_ids: list[int]) -> list[Tensor]:
+        tables = super().block_tables(request_ids)
+        rank = self.link.world.rank
+        others = torch.tensor(
+            [self._owners.get(request_id, rank) != rank for request_id in request_ids],
+            dtype=torch.bool,
+        )
+        return [table.masked_fill(others[:, None], NULL_BLOCK) for table in tables]
+
+    def check_integrity(self) -> None:
+        everything = self._tables
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            self._tables = {r: t for r, t in everything.items() if self._owners[r] == owner}
+            try:
+                super().check_integrity()
+            finally:
+                self._tables = everything
