@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from random_models import PRESETS, Model, in_memory, load_config_file
+from random_models import DFLASH_LAYERS, PRESETS, Model, in_memory, load_config_file
 from step_report import (
     Row,
     further_drafts,
@@ -50,6 +50,7 @@ from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch, prompts_ms
 from trtspec import (
     LLM,
     CudaGraphConfig,
+    DFlashDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
@@ -67,6 +68,7 @@ DRAFTERS = {
     "mtp_eagle_one_model": "mtp",
     "mtp_eagle": "mtp",
     "mtp": "mtp",
+    "dflash": "dflash",
     "ngram": "",
 }
 """mode -> the kind of its draft layers."""
@@ -145,6 +147,8 @@ def _engine(
         config = EagleDecodingConfig(
             max_draft_len=k, speculative_model=head_dir, eagle3_one_model=mode != "eagle3"
         )
+    elif kind == "dflash":
+        config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head_dir)
     elif kind == "mtp":
         config = MTPDecodingConfig(
             num_nextn_predict_layers=k,
@@ -157,6 +161,8 @@ def _engine(
     checkpoints = {target_dir: model.target(num_mtp_layers)}
     if kind == "eagle3":
         checkpoints[head_dir] = model.eagle3_head()
+    if kind == "dflash":
+        checkpoints[head_dir] = model.dflash_head(k + 1)
     largest = max(args.batch)
     with (
         in_memory(checkpoints, resolve_device(args.device)),
@@ -237,11 +243,14 @@ def _measure(
             "forced_acceptance": llm.stats().forced_acceptance,
         }
         kind = DRAFTERS[mode]
+        draft_layers = (
+            DFLASH_LAYERS if kind == "dflash" else k if kind else 0
+        )  # that read a context
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1)),
             "target_kv": batch * model.kv_bytes(context),
             "draft_weights": model.draft_weight_bytes(kind, k, batch),
-            "draft_kv": batch * model.kv_bytes(context, k if kind else 0),
+            "draft_kv": batch * model.kv_bytes(context, draft_layers),
         }
         row["bytes"] = bytes_read
         row["floor_ms"] = sum(bytes_read.values()) / report["copy_bytes_per_second"] * 1e3

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints import weights
 from trtspec.checkpoints.heads import load as head_weights
 from trtspec.checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from trtspec.checkpoints.heads.dflash import default_target_layers
 from trtspec.checkpoints.hf_config import parse_config, read_json_object
 from trtspec.checkpoints.tensors import TensorSource
 from trtspec.checkpoints.weights import placements
@@ -36,6 +37,7 @@ from trtspec.models.kv_layout import kv_group_specs, kv_locations
 Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
 MAX_DRAFT_VOCAB = 32_000
+DFLASH_LAYERS = 5
 
 
 def _llama(
@@ -244,6 +246,37 @@ class Model:
         }
         return Checkpoint(config, shapes)
 
+    def dflash_head(self, block_size: int) -> Checkpoint:
+        """Five layers of the target's sizes, Qwen3's kind, and the target's lm_head."""
+        c, size = self.decoder, self.decoder.hidden_size
+        count = min(DFLASH_LAYERS, max(1, c.num_layers - 3))
+        layers = default_target_layers(count, c.num_layers)
+        config: dict[str, Any] = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": size,
+            "intermediate_size": c.intermediate_size,
+            "num_hidden_layers": count,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size,
+            "rope_theta": c.rope_parameters.get("rope_theta", 1e4),
+            "rms_norm_eps": c.rms_norm_eps,
+            "block_size": block_size,
+            "dflash_config": {"mask_token_id": 0, "target_layer_ids": list(layers)},
+            "dtype": "bfloat16",
+        }
+        shapes: Shapes = {
+            "fc.weight": (size, len(layers) * size),
+            "hidden_norm.weight": (size,),
+            "norm.weight": (size,),
+        }
+        for i in range(count):
+            plain = replace(c, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False)
+            shapes |= _layer(plain, f"layers.{i}.", size)
+        return Checkpoint(config, shapes)
+
     def _mtp_layer(self, layer: Shapes, prefix: str) -> Shapes:
         """A layer like the target's last, with what goes before and behind it."""
         size = self.decoder.hidden_size
@@ -261,9 +294,14 @@ class Model:
         return self._bytes(shapes, rows) + c.vocab_size * c.hidden_size * ITEM_SIZE
 
     def draft_weight_bytes(self, kind: str, num_passes: int, batch: int) -> float:
-        """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp", or
-        anything else for no drafter."""
+        """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
+        "dflash", or anything else for no drafter."""
         c = self.decoder
+        if kind == "dflash":  # one pass, and keys and values of the context
+            shapes = self.dflash_head(num_passes + 1).shapes
+            context = {n: s for n, s in shapes.items() if "k_proj" in n or "v_proj" in n}
+            ends = c.vocab_size * c.hidden_size * ITEM_SIZE
+            return self._bytes(shapes, batch) + self._bytes(context, batch) + ends
         if kind == "mtp":  # the target's lm_head, at each pass
             ends = c.vocab_size * c.hidden_size * ITEM_SIZE
             prefix = f"model.layers.{c.num_layers}."

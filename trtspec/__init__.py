@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config import AutoDecodingConfig as AutoDecodingConfig
     from .config import CudaGraphConfig as CudaGraphConfig
     from .config import DecodingBaseConfig as DecodingBaseConfig
+    from .config import DFlashDecodingConfig as DFlashDecodingConfig
     from .config import Drafter as Drafter
     from .config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from .config import EagleDecodingConfig as EagleDecodingConfig
@@ -55,6 +56,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "AutoDecodingConfig",
             "CudaGraphConfig",
             "DecodingBaseConfig",
+            "DFlashDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
             "EagleDecodingConfig",

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from oracle import Oracle, Scripted
 from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_heads import eagle3_dir, p_eagle_dir, pard_dir
 
 from trtspec import (
     LLM,
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
@@ -35,7 +37,7 @@ MTP: dict[str, dict[str, bool]] = {
     "mtp_eagle": {},
     "mtp_eagle_two_engine": {"mtp_eagle_one_model": False},
 }
-MASKED = ["p_eagle", "pard"]
+MASKED = ["p_eagle", "pard", "dflash"]
 """Modes that draft from mask tokens in one pass."""
 NETWORKS = ["draft_target", *EAGLE3, *MTP, *MASKED]
 MODES = ["none", "ngram", "user_provided", *NETWORKS]
@@ -49,6 +51,7 @@ class Drafters:
     head: Path | None = None  # of EAGLE-3
     masked_head: Path | None = None
     masked_draft: Path | None = None
+    block_head: Path | None = None  # of DFlash
     layers: Sequence[int] = (0, 1, 2)  # of the target, that heads read
     oracle: Oracle | None = None  # whose texts a drafter on the host proposes
 
@@ -57,7 +60,8 @@ def make_drafters(folder: Path, oracle: Oracle | None = None) -> Drafters:
     """Random drafters of every kind under `folder`."""
     return Drafters(
         draft=tiny_model_dir(folder, seed=2), head=eagle3_dir(folder),
-        masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder), oracle=oracle,
+        masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder),
+        block_head=dflash_dir(folder), oracle=oracle,
     )  # fmt: skip
 
 
@@ -77,6 +81,11 @@ def config_of(mode: str, k: int, drafters: Drafters, **fields: Any) -> DecodingB
     if mode in ("draft_target", "pard"):
         model = drafters.draft if mode == "draft_target" else drafters.masked_draft
         return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=model, **fields)
+    if mode == "dflash":
+        return DFlashDecodingConfig(
+            max_draft_len=k, speculative_model=drafters.block_head,
+            target_layer_ids=list(drafters.layers), **fields,
+        )  # fmt: skip
     head = drafters.head if mode in EAGLE3 else drafters.masked_head
     return EagleDecodingConfig(
         max_draft_len=k, speculative_model=head, eagle3_layers_to_capture=list(drafters.layers),

@@ -9,6 +9,7 @@ from typing import Any
 import matrix
 from matrix import Drafters
 from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir, pard_dir
 
 from trtspec import (
@@ -27,11 +28,12 @@ def make_models(path: Path) -> Path:
     eagle3_dir(path).rename(path / "head")
     p_eagle_dir(path).rename(path / "masked_head")
     pard_dir(path).rename(path / "masked_draft")
+    dflash_dir(path).rename(path / "block_head")
     return path
 
 
 def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig | None:
-    names = ("draft", "head", "masked_head", "masked_draft")
+    names = ("draft", "head", "masked_head", "masked_draft", "block_head")
     drafters = Drafters(**{name: folder / name for name in names})
     return matrix.config_of(mode, K, drafters, **({} if mode == "none" else {"acceptance": rule}))
 

@@ -87,7 +87,45 @@ def build_eagle3(
         ),
         **{**HEAD_DEFAULTS, **head_flags},
     )
-    model = Model(config).float().eval()
+    return _randomized(Model(config).float().eval(), seed)
+
+
+def build_dflash(seed: int = 0, **flags: Any) -> Any:
+    """A float32 `DFlashDraftModel`; `flags` are fields of the head's config or of its layers'."""
+    package = load_speculators()
+    module = importlib.import_module("speculators.models.dflash")
+    greedy = importlib.import_module("speculators.proposals.greedy").GreedyTokenProposalConfig
+    fields = {"draft_vocab_size": DEFAULTS["vocab_size"], "block_size": 5, "mask_token_id": 90}
+    fields |= {"aux_hidden_state_layer_ids": [2, 4, 5]}
+    own = (*fields, "sliding_window_non_causal", "sample_from_anchor")
+    fields |= {name: flags.pop(name) for name in own if name in flags}
+    layers = {**DEFAULTS, "num_hidden_layers": 2, "attn_implementation": "eager", **flags}
+    config = module.DFlashSpeculatorConfig(
+        transformer_layer_config=AutoConfig.for_model("qwen3", **layers),
+        speculators_config=package.SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[greedy(speculative_tokens=fields["block_size"] - 1)],
+            default_proposal_method="greedy",
+            verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+        **fields,
+    )
+    return _randomized(module.DFlashDraftModel(config).float().eval(), seed)
+
+
+def block_logits(model: Any, hidden: Tensor, token_ids: Tensor, anchor: int) -> Tensor:
+    """A `DFlashDraftModel`'s logits of the block whose first token is at `anchor`, [block, Vd]."""
+    ours = torch.zeros_like(token_ids)
+    ours[anchor] = 1
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found = model._backbone_forward(
+            hidden[None], token_ids[None], ours[None], hidden[None, :, : model.norm.weight.numel()],
+            torch.zeros_like(token_ids)[None], max_anchors=1,
+        )  # fmt: skip
+    return found[1][0]
+
+
+def _randomized(model: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -68,9 +68,9 @@ def _check_companions(
     if options.head is not None and not reads_head:
         raise CliError(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
-            "with --speculative how it drafts: eagle3, mtp or mtp_eagle."
+            "with --speculative how it drafts: eagle3, dflash, mtp or mtp_eagle."
         )
-    if options.two_engine and (mode.is_mtp_vanilla() or not reads_head):
+    if options.two_engine and (mode.is_mtp_vanilla() or mode.is_dflash() or not reads_head):
         raise CliError(
             f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
             "have."
@@ -99,9 +99,10 @@ def _head_arguments(
         raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
     arguments: dict[str, Any] = {
         "speculative_model": head,
-        config_class.one_model_field: not options.two_engine,
         **config_class.fields_of_mode(mode),
     }
+    if config_class.one_model_field is not None:
+        arguments[config_class.one_model_field] = not options.two_engine
     known = DRAFT_LENS.get(str(head))
     if known is not None and not is_vanilla:  # what it was trained for
         arguments[config_class.draft_len_field] = known

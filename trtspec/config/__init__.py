@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .decoding import MAX_DRAFT_LEN as MAX_DRAFT_LEN
     from .decoding import AutoDecodingConfig as AutoDecodingConfig
     from .decoding import DecodingBaseConfig as DecodingBaseConfig
+    from .decoding import DFlashDecodingConfig as DFlashDecodingConfig
     from .decoding import Drafter as Drafter
     from .decoding import DraftTargetDecodingConfig as DraftTargetDecodingConfig
     from .decoding import EagleDecodingConfig as EagleDecodingConfig
@@ -49,6 +50,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "AutoDecodingConfig",
             "CONFIG_OF_MODE",
             "DecodingBaseConfig",
+            "DFlashDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
             "EagleDecodingConfig",

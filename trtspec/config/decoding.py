@@ -222,10 +222,10 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
 
-    head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle" or "mtp"
+    head_kind: ClassVar[str]  # what the checkpoint must hold: "dflash", "eagle" or "mtp"
     head_name: ClassVar[str]  # what the names of the package's heads end in
     target_may_hold_head: ClassVar[bool] = False  # then speculative_model may be left out
-    one_model_field: ClassVar[str]  # False there: the head drafts in passes of its own
+    one_model_field: ClassVar[str | None] = None  # False there: it drafts in passes of its own
 
     @classmethod
     def fields_of_mode(cls, mode: SpeculativeDecodingMode) -> dict[str, Any]:
@@ -280,6 +280,35 @@ class EagleDecodingConfig(HeadDecodingConfig):
     @property
     def head_options(self) -> dict[str, Any]:
         return {"layers_to_capture": self.eagle3_layers_to_capture}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashDecodingConfig(HeadDecodingConfig):
+    """A DFlash head drafts a block of tokens in one pass, from the target's hidden states.
+
+    Args:
+        max_draft_len: K; 0 is what the head was trained for, its block but for the last token.
+        speculative_model: the head's directory, z-lab's or speculators format.
+        target_layer_ids: target layers whose output the head reads, 0-based; None is what the
+            head's config says.
+    """
+
+    target_layer_ids: Sequence[int] | None = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DFLASH
+    decoding_type: ClassVar[str] = "DFlash"
+    head_kind: ClassVar[str] = "dflash"
+    head_name: ClassVar[str] = "dflash"
+
+    def __post_init__(self) -> None:
+        require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
+        require_common(self)
+        require_path(self, "speculative_model")
+        require_layers(self, "target_layer_ids")
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        return {"layers_to_capture": self.target_layer_ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,6 +470,7 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedDecodingConfig,
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: EagleDecodingConfig,
     SpeculativeDecodingMode.EAGLE3: EagleDecodingConfig,
+    SpeculativeDecodingMode.DFLASH: DFlashDecodingConfig,
     SpeculativeDecodingMode.MTP: MTPDecodingConfig,
     SpeculativeDecodingMode.MTP_EAGLE: MTPDecodingConfig,
     SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: MTPDecodingConfig,

@@ -168,6 +168,16 @@ class AttentionMetadata:
             derived={},
         )
 
+    def seen_both_ways(self) -> AttentionMetadata:
+        """Returns a draft pass in which a row sees all rows of its request, later ones too.
+
+        A row sees keys up to its position, so here all rows of a request stand at the last one's.
+        Their slots and rotary positions are those of the pass it is made of.
+        """
+        rows = self.position_ids.view(self.num_seqs, -1)
+        last = rows.amax(1, keepdim=True).expand_as(rows)
+        return replace(self, position_ids=last.flatten(), derived={})
+
     def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:
         """Returns rotary positions [B * R] of positions [B, R] or [B * R] int64 after the prompts;
         None where the two are the same."""

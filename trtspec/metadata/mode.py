@@ -61,6 +61,7 @@ class _Predicates:
     is_eagle3_one_model = _is("EAGLE3_ONE_MODEL")
     is_ngram = _is("NGRAM")
     is_draft_target = _is("DRAFT_TARGET")
+    is_dflash = _is("DFLASH")
     is_user_provided = _is("USER_PROVIDED")
     is_save_hidden_states = _is("SAVE_HIDDEN_STATES")
     is_none = _is("NONE")
@@ -95,6 +96,7 @@ class SpeculativeDecodingMode(_Predicates, IntEnum):
     SAVE_HIDDEN_STATES = auto()
     NONE = auto()
     AUTO = auto()
+    DFLASH = auto()
 
     @property
     def traits(self) -> ModeTraits:
@@ -194,6 +196,9 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         guided_decoder=True,
         overlap=True,  # TensorRT-LLM: False (it asks only when speculating).
         captures_contexts=True,
+    ),
+    SpeculativeDecodingMode.DFLASH: replace(
+        _ONE_ENGINE, load_draft_weights=True, captures_contexts=True
     ),
     # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).
     SpeculativeDecodingMode.AUTO: ModeTraits(),

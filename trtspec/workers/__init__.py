@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..metadata.mode import SpeculativeDecodingMode
 from ..utils import renamed
 from .base import SpecWorkerBase
+from .dflash import DFlashWorker
 from .draft_target import DraftTargetWorker
 from .eagle3 import Eagle3OneModelWorker
 from .masked import MaskedDraftTargetWorker, MaskedEagle3Worker, MaskedWorker
@@ -42,6 +43,7 @@ WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
 MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: MaskedEagle3Worker,
     SpeculativeDecodingMode.DRAFT_TARGET: MaskedDraftTargetWorker,
+    SpeculativeDecodingMode.DFLASH: DFlashWorker,
 }
 
 
@@ -65,8 +67,13 @@ def create_worker(
             "a worker made alone needs the number."
         )
     mode = config.spec_dec_mode if config is not None else SpeculativeDecodingMode.NONE
-    if mask_token_id is None:
+    if mask_token_id is None and mode in WORKER_OF_MODE:
         return WORKER_OF_MODE[mode](config)
+    if mask_token_id is None:
+        raise ConfigError(
+            f"Mode {mode.name} drafts from mask tokens: give the head's, "
+            "create_worker(config, head.config.mask_token_id)."
+        )
     if config is None or mode not in MASKED_WORKER_OF_MODE:
         modes = " and ".join(m.name for m in MASKED_WORKER_OF_MODE)
         raise ConfigError(
@@ -80,6 +87,7 @@ __all__ = [
     "FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR",
     "MASKED_WORKER_OF_MODE",
     "WORKER_OF_MODE",
+    "DFlashWorker",
     "DraftInputs",
     "DraftModel",
     "DraftTargetWorker",

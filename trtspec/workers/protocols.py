@@ -16,7 +16,14 @@ from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepContext, StepSizes
 from ..utils import renamed
 
-__all__ = ["DraftInputs", "DraftModel", "GuidedDecoder", "LanguageModel", "MaskedDraftModel"]
+__all__ = [
+    "BlockDraftModel",
+    "DraftInputs",
+    "DraftModel",
+    "GuidedDecoder",
+    "LanguageModel",
+    "MaskedDraftModel",
+]
 
 
 class DraftModel(Protocol):
@@ -62,6 +69,20 @@ class MaskedDraftModel(DraftModel, Protocol):
     """A head that proposes several tokens in one pass by reading mask tokens (P-EAGLE)."""
 
     mask_hidden: Tensor | None  # [H], read in place of a target's state that is not known yet
+
+
+class BlockDraftModel(DraftModel, Protocol):
+    """A head that drafts a block in one pass, over keys and values of the target's states (DFlash).
+
+    Its call reads no hidden states.
+    """
+
+    samples_from_anchor: bool  # the last token's row proposes too
+
+    def read_context(
+        self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata
+    ) -> None:
+        """Writes keys and values of the target's rows: hidden_states [T, n * Ht] as captured."""
 
 
 class LanguageModel(Protocol):

@@ -77,12 +77,12 @@ def parse_eagle(
         kind="eagle3",
         format="EAGLE-3, speculators format" if speculators else "EAGLE-3, raw",
         decoder=decoder,
-        target_hidden_size=_size(raw, "target_hidden_size", decoder.hidden_size, where),
-        draft_vocab_size=_size(raw, "draft_vocab_size", decoder.vocab_size, where),
+        target_hidden_size=size_field(raw, "target_hidden_size", decoder.hidden_size, where),
+        draft_vocab_size=size_field(raw, "draft_vocab_size", decoder.vocab_size, where),
         own_embedding="embed_tokens.weight" in sources,
         own_lm_head="lm_head.weight" in sources,
         fc_bias="fc.bias" in sources,
-        suggested_draft_len=_speculative_tokens(raw, where),
+        suggested_draft_len=speculative_tokens(raw, where),
     )
     nested = _eagle_config(raw, where)
     masks = parse_masked(raw, nested, sources, where, decoder.vocab_size)
@@ -118,7 +118,7 @@ def _architecture(raw: dict[str, Any], sources: Sources, where: Path) -> Decoder
         raise CheckpointError(
             f"{where} does not say {', '.join(absent)}. Copy the file again from the head's source."
         )
-    decoder = _decoder(inner, sources, where)
+    decoder = head_layers(inner, sources, where)
     if decoder.mla is not None:
         raise CheckpointError(
             f"{where}: model_type={inner.get('model_type')!r} is a head of latent attention, which "
@@ -153,7 +153,7 @@ def _check_eagle1(
 
 def _flags(raw: dict[str, Any], where: Path) -> dict[str, Any]:
     """Returns the flags that EAGLE-3 heads differ in."""
-    flags = {name: _flag(raw, name, where) for name in _FLAGS}
+    flags = {name: flag_field(raw, name, where) for name in _FLAGS}
     if raw.get("speculators_model_type") and raw.get("norm_before_residual") is None:
         flags["norm_before_residual"] = True
         logger.warning(
@@ -199,7 +199,7 @@ def refuse_other_layers(decoder: DecoderConfig, drafter: str) -> None:
         )
 
 
-def _decoder(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
+def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> DecoderConfig:
     """The head's layers. Biases and q/k norms are those that the tensors have."""
     values = {"model_type": "llama", **{k: v for k, v in inner.items() if v is not None}}
     parameters = values.get("rope_parameters")
@@ -235,7 +235,7 @@ def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConf
     )
 
 
-def _size(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
+def size_field(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
     value = raw.get(name)
     if value is None:
         return default
@@ -246,14 +246,14 @@ def _size(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
     return value
 
 
-def _flag(raw: dict[str, Any], name: str, where: Path) -> bool:
+def flag_field(raw: dict[str, Any], name: str, where: Path) -> bool:
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"{where}: {name}={value!r}; it must be true or false. Correct it.")
     return bool(value)
 
 
-def _speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
+def speculative_tokens(raw: dict[str, Any], where: Path) -> int | None:
     """K as the speculators format proposes it, None if it does not."""
     spec = raw.get("speculators_config")
     methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
@@ -294,14 +294,16 @@ def _layers_to_capture(
 ) -> tuple[tuple[int, ...], str]:
     """0-based layers whose output is captured, and where that comes from."""
     nested = raw.get("eagle_config") or {}
-    count = _size(raw, "num_aux_hidden_states", 0, where)
+    count = size_field(raw, "num_aux_hidden_states", 0, where)
     if asked is not None:
-        layers, origin = _ids(asked, "eagle3_layers_to_capture", where), "eagle3_layers_to_capture"
+        origin = "eagle3_layers_to_capture"
+        layers = layer_ids(asked, origin, where)
     elif nested.get(_IDS) is not None:
-        layers, origin = _ids(nested[_IDS], f"eagle_config.{_IDS}", where), "eagle_config (outputs)"
+        layers = layer_ids(nested[_IDS], f"eagle_config.{_IDS}", where)
+        origin = "eagle_config (outputs)"
     elif raw.get(_IDS) is not None:
         # Written for engines that capture at the *input* of layer i, which is the output of i-1.
-        layers = tuple(i - 1 for i in _ids(raw[_IDS], _IDS, where))
+        layers = tuple(i - 1 for i in layer_ids(raw[_IDS], _IDS, where))
         origin = f"{_IDS} {list(raw[_IDS])} (inputs)"
     elif target is not None:
         layers, origin = default_layers_to_capture(target.num_layers), "default"
@@ -330,7 +332,7 @@ def _layers_to_capture(
     return layers, origin
 
 
-def _ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
+def layer_ids(value: Any, name: str, where: Path) -> tuple[int, ...]:
     if not are_ints(value) or not value:
         raise CheckpointError(
             f"{where}: {name}={value!r}; it must be a non-empty list of layer numbers. Correct it."

@@ -41,8 +41,8 @@ def _read(
         files.raw, report.tensors, files.config_path, target, request.layers_to_capture
     )
     config = _settle_captures(report, config)
-    _check_ends(report, config, target)
-    _check_vocabulary_map(report, config)
+    check_ends(report, config, target)
+    check_vocabulary_map(report, config)
     _check_mask_hidden(report, config)
     return config
 
@@ -97,7 +97,7 @@ def _settle_captures(report: HeadReport, config: HeadConfig) -> HeadConfig:
     return replace(config, layers_to_capture=(-1,) * max(1, width // config.target_hidden_size))
 
 
-def _check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | None) -> None:
+def check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | None) -> None:
     """Widths and vocabularies against the target's, above all where its ends are shared."""
     size, vocab = config.decoder.hidden_size, config.decoder.vocab_size
     if not config.own_lm_head and config.draft_vocab_size != vocab:
@@ -127,7 +127,7 @@ def _check_ends(report: HeadReport, config: HeadConfig, target: DecoderConfig | 
             )
 
 
-def _check_vocabulary_map(report: HeadReport, config: HeadConfig) -> None:
+def check_vocabulary_map(report: HeadReport, config: HeadConfig) -> None:
     """d2t maps each draft id to another target id; t2d, if it is there, marks exactly those."""
     tensors = report.tensors
     size, vocab = config.draft_vocab_size, config.decoder.vocab_size

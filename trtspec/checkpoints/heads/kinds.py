@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from ...errors import CheckpointError
+from .dflash import DFLASH
 from .eagle import EAGLE
 from .gemma_assistant import GEMMA_ASSISTANT
 from .mtp import MTP
 from .records import HeadFiles, HeadKind
 
-HEAD_KINDS: tuple[HeadKind, ...] = (GEMMA_ASSISTANT, MTP, EAGLE)
+HEAD_KINDS: tuple[HeadKind, ...] = (GEMMA_ASSISTANT, DFLASH, MTP, EAGLE)
 """The first row that recognizes a directory reads it."""
 
-_ASKED = {"eagle": "not an EAGLE head", "mtp": "not MTP layers"}
+_ASKED = {"dflash": "not a DFlash head", "eagle": "not an EAGLE head", "mtp": "not MTP layers"}
 
 
 def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
     """Returns the row that reads a directory.
 
     Args:
-        asked: "eagle" or "mtp" where only that will do.
+        asked: "dflash", "eagle" or "mtp" where only that will do.
 
     Raises:
         CheckpointError: it holds another kind, or none.

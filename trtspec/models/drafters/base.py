@@ -33,7 +33,7 @@ from .clustered_head import ClusteredHead
 class HeadConfig:
     """A draft head as plain numbers and flags; `checkpoints/heads` reads it."""
 
-    kind: str  # "eagle3", "eagle", "mtp" or "gemma4_assistant"
+    kind: str  # "eagle3", "eagle", "mtp", "gemma4_assistant" or "dflash"
     format: str  # how the checkpoint is written, for people
     decoder: DecoderConfig  # the head's layers; vocab_size is the target's
     target_hidden_size: int
@@ -54,6 +54,10 @@ class HeadConfig:
     suggested_draft_len: int | None = None
     mask_token_id: int | None = None  # of a head that proposes all its drafts in one pass
     trained_draft_len: int | None = None  # how many at most, where the checkpoint says so
+    sees_ahead: tuple[
+        bool, ...
+    ] = ()  # DFlash: of each layer, whether rows see later ones of a block
+    samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
 
 
 class HeadTarget(Protocol):

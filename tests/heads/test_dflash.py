@@ -1,0 +1,202 @@
+"""DFlash heads: what a block says after rejections of every length, formats, and what is refused.
+
+Every draft logit equals a recomputation in float64 that knows a request's text and the target's
+states of it, and nothing else. speculators' own model says the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dflash_cases import DFLASH_CASES, make_dflash_case
+from drafting import cases_by_k, run_random_schedule, run_with_changing_draft_len
+from masked import MaskedScript
+from oracle import VOCAB
+from safetensors.torch import load_file
+from speculators_reference import block_logits, build_dflash
+from tiny import prefill_metadata, tiny_model_dir
+from tiny_dflash import LAYERS, as_speculators, dflash_dir
+from tiny_heads import eagle3_dir
+
+from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingParams
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.errors import CheckpointError, ConfigError
+from trtspec.models.drafters.dflash import DFlashHead
+from trtspec.ops.step.slots import draft_step_metadata
+from trtspec.workers import create_worker
+
+LM_HEAD = "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
+
+
+@pytest.mark.parametrize(("name", "k"), cases_by_k(DFLASH_CASES, ["dflash"]))
+def test_draft_logits_equal_recomputation(
+    target_dir: Path, tmp_path: Path, name: str, k: int
+) -> None:
+    case = make_dflash_case(name, target_dir, tmp_path, k)
+    compared, executor = run_random_schedule(case, k, k, MaskedScript)
+    assert compared > 30
+    assert set(executor.statistics.accepted_lens) == set(range(k + 1))
+    assert k != 4 or executor.stats().num_preemptions > 0
+
+
+# -- against the published package -------------------------------------------------------------
+ROWS, PAGE = 40, 8
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+WINDOW = {
+    "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    "sliding_window_non_causal": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"head_dim": 8},
+        {"head_dim": 8, "num_hidden_layers": 3, "draft_vocab_size": 40, "attention_bias": True},
+        {"head_dim": 16, "block_size": 8, "aux_hidden_state_layer_ids": [8], **ROPE},
+        {"head_dim": 8, "num_key_value_heads": 6, "sample_from_anchor": True},
+        {"head_dim": 8, **WINDOW},
+    ],
+)
+def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
+    device = torch.device("cpu")
+    target = load_decoder(target_dir, torch.float32, device, TorchAttention())
+    model = build_dflash(**flags)
+    model.embed_tokens.weight.data.copy_(target.embed_tokens.weight)
+    if model.lm_head.weight.shape == target.embed_tokens.weight.shape:  # then it is not saved
+        model.lm_head.weight.data.copy_(load_file(target_dir / "model.safetensors")[LM_HEAD])
+    model.save_pretrained(tmp_path / "head")
+    head = load_head(
+        tmp_path / "head",
+        target,
+        HeadRequest(kind="dflash"),
+        LoadOptions(dtype=torch.float32, device=device, backend=TorchAttention(), kv_group=0),
+    )
+    assert isinstance(head, DFlashHead)
+    assert (head.d2t is None) == (model.d2t is None or not bool(model.d2t.any()))
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(ROWS, model.fc.in_features, generator=generator)
+    ids, block = torch.randint(VOCAB, (ROWS,), generator=generator), model.block_size
+    for anchor in (1, 9, 27):
+        expected = block_logits(model, hidden, ids, anchor)
+        meta, _ = prefill_metadata(head.config.decoder, [ROWS], PAGE)
+        meta = dataclasses.replace(meta, max_seq_len=ROWS)
+        context = dataclasses.replace(
+            meta, slot_mappings=tuple(slots[:anchor] for slots in meta.slot_mappings)
+        )
+        read = torch.cat([ids[anchor : anchor + 1], torch.full((block - 1,), 90)])
+        with torch.no_grad():
+            head.read_context(hidden[:anchor], torch.arange(anchor), context)
+            step = draft_step_metadata(meta, anchor + torch.arange(block)[None], block)
+            out, _ = head(read, step.position_ids, hidden, step, step=0)
+            ours = head.compute_logits(out, 0)
+        first = 0 if head.samples_from_anchor else 1
+        assert isinstance(ours, torch.Tensor) and expected.std() > 0.5
+        torch.testing.assert_close(ours[first:], expected[first:], atol=1e-4, rtol=2e-5)
+
+
+# -- in the engine -----------------------------------------------------------------------------
+def test_draft_logits_with_wide_windows(target_dir: Path, tmp_path: Path) -> None:
+    """Rows of sliding layers that see ahead: they see as far back as the block's first row."""
+    case = make_dflash_case("dflash_windows_ahead", target_dir, tmp_path, 4)
+    assert run_random_schedule(case, 4, 4, MaskedScript)[0] > 30
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
+def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
+    """Every request ends at the maximum. A block that reaches past it is not what it was trained
+    as: it is compared up to there."""
+    case = make_dflash_case(name, target_dir, tmp_path, 3)
+    llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=36)
+    expected = case.oracle.extend([5, 6, 7], 33)
+    output = llm.generate([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True)).outputs[0]
+    assert output.token_ids == expected and output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
+def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
+    case = make_dflash_case(name, target_dir, tmp_path, 3)
+    run_with_changing_draft_len(case, MaskedScript)
+
+
+def test_a_generation_step_has_one_draft_pass(target_dir: Path, tmp_path: Path) -> None:
+    case = make_dflash_case("dflash", target_dir, tmp_path, 4)
+    llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=96)
+    script, executor = MaskedScript(llm, case, seed=0), llm.executor
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for i in range(2):
+        request = executor.enqueue([5, 6, 7 + i], params)
+        script.requests[request.request_id] = request
+    while executor.has_work:
+        script.passes.clear()
+        executor.step()
+        assert script.passes in ([len(script.logits) * 5], []), "the last token and 4 masks of each"
+
+
+def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None:
+    head = dflash_dir(tmp_path, block=5, draft_vocab=40)
+    texts = []
+    for path in (head, as_speculators(head)):
+        config = DFlashDecodingConfig(speculative_model=path)
+        llm = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=48)
+        model = llm.executor.draft_model
+        assert isinstance(model, DFlashHead) and model.layers_to_capture == LAYERS
+        assert llm.executor.max_draft_len == 4
+        output = llm.generate([5, 6, 7], SamplingParams(max_tokens=24, ignore_eos=True))
+        texts.append((output.outputs[0].token_ids, output.spec_stats.acceptance_length))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block_size": None}, "block_size"),
+        ({"block_size": 1}, "block_size=1"),
+        ({"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "mask_token_id"),
+        ({"dflash_config": {"mask_token_id": VOCAB}}, f"mask_token_id={VOCAB}"),
+        ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3, 8]}}, "8 is no layer"),
+        ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3]}}, "fc.weight"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"markov_rank": 256}, "DSpark's bias"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
+        ({"dflash_config": []}, "must be objects"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    target_dir: Path, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    head = dflash_dir(tmp_path)
+    raw = json.loads((head / "config.json").read_text()) | change
+    (head / "config.json").write_text(json.dumps(raw))
+    config = DFlashDecodingConfig(speculative_model=head)
+    with pytest.raises(CheckpointError, match=said):
+        LLM(target_dir, config, device="cpu", max_seq_len=48)
+
+
+def test_a_head_is_given_to_its_own_config(target_dir: Path, tmp_path: Path) -> None:
+    head = dflash_dir(tmp_path, block=5)
+    with pytest.raises(CheckpointError, match="is a DFlash head, not an EAGLE head"):
+        LLM(target_dir, EagleDecodingConfig(speculative_model=head), device="cpu")
+    with pytest.raises(CheckpointError, match="is an EAGLE head, not a DFlash head"):
+        config = DFlashDecodingConfig(speculative_model=eagle3_dir(tmp_path))
+        LLM(target_dir, config, device="cpu")
+    with pytest.raises(ConfigError, match="max_draft_len=5: the head was trained to propose 4"):
+        config = DFlashDecodingConfig(speculative_model=head, max_draft_len=5)
+        LLM(target_dir, config, device="cpu")
+    with pytest.raises(ConfigError, match="drafts from mask tokens"):
+        create_worker(DFlashDecodingConfig(speculative_model=head, max_draft_len=3))

@@ -1,0 +1,87 @@
+"""DFlash heads with their oracles: what a block says, written out naively in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafting import Case
+from tiny_dflash import LAYERS, dflash_dir
+from tiny_heads import HEAD_DIM, HEADS, KV_HEADS, MASK_TOKEN, NaiveHead, _rotate
+from torch import Tensor
+
+from trtspec import DFlashDecodingConfig
+
+
+class NaiveDFlash(NaiveHead):
+    """One block after a text, without a cache."""
+
+    def chain(self, text: list[int], hidden: Tensor, proposals: list[int]) -> list[Tensor]:
+        known, anchor = len(text) - 1, bool(self.flags.get("sample_from_anchor"))
+        masks = len(proposals) - anchor
+        ids = torch.tensor([text[-1]] + [MASK_TOKEN] * masks)
+        self.known, self.positions = known, torch.arange(known + len(ids))
+        self.context = self.norm(self.linear(hidden.double(), "fc"), "hidden_norm")
+        out = self.embedding[ids]
+        for i in range(self.raw["num_hidden_layers"]):
+            p = f"layers.{i}."
+            x = self.norm(out, f"{p}input_layernorm")
+            out = out + self.block_attention(x, i)
+            out = out + self.mlp(self.norm(out, f"{p}post_attention_layernorm"), f"{p}mlp")
+        logits = self.norm(out, "norm") @ self.lm_head.T
+        return list(logits if anchor else logits[1:])[: len(proposals)]
+
+    def block_attention(self, x: Tensor, layer: int) -> Tensor:
+        name, known = f"layers.{layer}.self_attn", self.known
+        source = torch.cat([self.context, x])
+        q = self.linear(x, f"{name}.q_proj").view(len(x), -1, HEAD_DIM)
+        k, v = (
+            self.linear(source, f"{name}.{n}_proj").view(len(source), -1, HEAD_DIM) for n in "kv"
+        )
+        q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        q = _rotate(q, self.positions[known:], self.theta)
+        k = _rotate(k, self.positions, self.theta)
+        k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
+        seen = torch.ones(len(x), len(source), dtype=torch.bool)
+        if not self.flags.get("sees_ahead", [True] * 9)[layer]:
+            seen &= self.positions <= self.positions[known:, None]
+        window = self.flags.get("windows", [None] * 9)[layer]
+        if window is not None and self.flags["sees_ahead"][layer]:
+            seen &= self.positions >= known - window
+        elif window is not None:
+            seen &= self.positions > self.positions[known:, None] - window
+        scores = scores.masked_fill(~seen, -math.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        return self.linear(out, f"{name}.o_proj")
+
+
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
+    "use_sliding_window": True, "max_window_layers": 0,
+}  # fmt: skip
+DFLASH_CASES = ["dflash", "dflash_vocab", "dflash_causal", "dflash_anchor", "dflash_windows"]
+
+
+def make_dflash_case(name: str, target: Path, tmp_path: Path, k: int, block: int = 0) -> Case:
+    options: dict[str, Any] = {"block": block or k + 1}
+    flags: dict[str, Any] = {"theta": 5000.0}
+    if name == "dflash_vocab":
+        options |= {"draft_vocab": 40, "bias": True, "num_layers": 3}
+    if name == "dflash_causal":
+        options |= {"causal": True}
+        flags |= {"sees_ahead": [False, False]}
+    if name == "dflash_anchor":
+        options |= {"sample_from_anchor": True, "block": max(2, options["block"] - 1)}
+        flags |= {"sample_from_anchor": True}
+    if name == "dflash_windows":  # sliding layers are causal, in z-lab's format
+        options |= {"inner": WINDOWS}
+        flags |= {"sees_ahead": [False, True], "windows": [6, None]}
+    if name == "dflash_windows_ahead":
+        options |= {"inner": {**WINDOWS, "sliding_window_non_causal": True}}
+        flags |= {"sees_ahead": [True, True], "windows": [6, None]}
+    head = dflash_dir(tmp_path, **options)
+    config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head)
+    return Case(target, config, NaiveDFlash(head, target, "dflash", **flags), capture=LAYERS)

@@ -1,0 +1,85 @@
+"""Tiny random DFlash heads in their public formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import VOCAB
+from safetensors.torch import load_file, save_file
+from tiny_heads import (
+    HEAD_DIM,
+    HEADS,
+    INNER,
+    KV_HEADS,
+    MASK_TOKEN,
+    SIZE,
+    _layer_shapes,
+    _save,
+    _weights,
+)
+
+LAYERS = (1, 3, 4)  # of the target, 0-based outputs
+
+
+def dflash_dir(
+    tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
+    draft_vocab: int | None = None, inner: dict[str, Any] | None = None, **dflash_config: Any,
+) -> Path:  # fmt: skip
+    """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (SIZE, len(LAYERS) * SIZE),
+        "hidden_norm.weight": (SIZE,),
+        "norm.weight": (SIZE,),
+    }
+    for i in range(num_layers):
+        p = f"layers.{i}."
+        shapes |= _layer_shapes(p, SIZE, SIZE, bias)
+        shapes |= {f"{p}input_layernorm.weight": (SIZE,)}
+        shapes |= {f"{p}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+    if draft_vocab is not None:
+        shapes["lm_head.weight"] = (draft_vocab, SIZE)
+    tensors = _weights(shapes, seed)
+    if draft_vocab is not None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+        tensors["d2t"] = ids - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
+    raw = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": VOCAB,
+        "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+        "attention_bias": bias, "block_size": block, "num_target_layers": 8,
+        "dflash_config": {
+            "mask_token_id": MASK_TOKEN, "target_layer_ids": list(LAYERS), **dflash_config
+        },
+        **({} if draft_vocab is None else {"draft_vocab_size": draft_vocab}),
+        **(inner or {}),
+    }  # fmt: skip
+    return _save(tmp_path, "dflash", tensors, raw, pickle=False)
+
+
+def as_speculators(head: Path) -> Path:
+    """The same head in the speculators format, in a directory beside it."""
+    raw = json.loads((head / "config.json").read_text())
+    nested, own = raw.pop("dflash_config"), ("block_size", "num_target_layers", "draft_vocab_size")
+    inner = {name: value for name, value in raw.items() if name not in own}
+    block = raw["block_size"]
+    path = head.with_name(head.name + "-speculators")
+    path.mkdir()
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"],
+        "transformer_layer_config": {**inner, "architectures": None},
+        "block_size": block, "mask_token_id": nested["mask_token_id"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in nested["target_layer_ids"]],
+        "draft_vocab_size": raw.get("draft_vocab_size", VOCAB),
+        "sample_from_anchor": nested.get("sample_from_anchor", False),
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": block - 1}]},
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path

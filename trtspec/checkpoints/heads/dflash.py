@@ -1,0 +1,255 @@
+"""Reading a DFlash head: z-lab's format and that of speculators.
+
+z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
+0-based outputs. The speculators format (`speculators_model_type: "dflash"`) counts them as inputs.
+The network is in `models/drafters/dflash.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...attention.base import AttentionBackend
+from ...checks import checked_int
+from ...config import MAX_DRAFT_LEN
+from ...errors import CheckpointError
+from ...models.config import DecoderConfig
+from ...models.drafters.base import DraftHead, HeadConfig
+from ...models.drafters.dflash import DFlashHead
+from ..hf_config import refuse_quantized
+from .config import (
+    canonical_eagle_names,
+    flag_field,
+    head_layers,
+    layer_ids,
+    refuse_other_layers,
+    size_field,
+    speculative_tokens,
+)
+from .eagle import check_ends, check_vocabulary_map
+from .masked import mask_token
+from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
+
+ARCHITECTURE = "DFlashDraftModel"
+_RELATIVES = {
+    "markov_rank": "DSpark's bias by the token before",
+    "enable_confidence_head": "DSpark's confidences",
+    "conv_kernel_size": "DFlash2's convolutions",
+    "selector_rank": "DFlash2's choice among candidates",
+    "projector_type": "Domino's correction of the logits",
+    "lilicorr_layers": "LiLiCorr's transformer over candidates",
+    "xpress_rank": "XPress's refinement",
+    "attention_sink_bias": "attention sinks",
+    "attention_value_scale": "a scale of the values",
+    "use_swa": "a sliding window of dflash_config's kind; layer_types is read",
+}
+"""Fields by which a head computes more than DFlash does."""
+
+
+def default_target_layers(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
+    """DFlash's own choice, 0-based outputs: evenly from layer 1 to the fourth from the end."""
+    if num_draft_layers == 1:
+        return (num_layers // 2,)
+    step = (num_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_draft_layers))
+
+
+def _is_dflash(files: HeadFiles, asked: str | None) -> bool:
+    raw, kind = files.raw, files.raw.get("speculators_model_type")
+    if kind is not None:
+        return str(kind) in ("dflash", "dflash2", "dspark", "xpress")
+    names = raw.get("architectures") or ()
+    named = isinstance(names, list) and any("DFlash" in n or "DSpark" in n for n in map(str, names))
+    return named or "dflash_config" in raw
+
+
+def _read(
+    report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
+) -> HeadConfig:
+    report.tensors = canonical_eagle_names(files.sources, files.head_dir)
+    report.tensors = {
+        name: source
+        for name, source in report.tensors.items()
+        if not name.startswith(("verifier_norm.", "verifier_lm_head."))  # of training alone
+    }
+    if "fc.weight" not in report.tensors:
+        raise CheckpointError(
+            f"{files.head_dir} has no fc.weight, which every DFlash head has: these are not a "
+            "head's tensors, or not all of them. Copy the head again from its source."
+        )
+    config = report.config = parse_dflash(files, report, target, request.layers_to_capture)
+    check_ends(report, config, target)
+    check_vocabulary_map(report, config)
+    return config
+
+
+def parse_dflash(
+    files: HeadFiles,
+    report: HeadReport,
+    target: DecoderConfig | None,
+    asked: Any,
+) -> HeadConfig:
+    """Returns the config of a DFlash head.
+
+    Args:
+        report: with the tensors, under canonical names.
+        target: gives the number of layers that the default capture needs.
+        asked: the user's layers to capture, which win over the checkpoint's.
+
+    Raises:
+        CheckpointError: a field is missing, or is not what it can be; another kind of head.
+    """
+    raw, where = files.raw, files.config_path
+    speculators = raw.get("speculators_model_type")
+    nested = {} if raw.get("dflash_config") is None else raw["dflash_config"]
+    inner = raw.get("transformer_layer_config") if speculators else raw
+    if not isinstance(nested, dict) or not isinstance(inner, dict):
+        raise CheckpointError(
+            f"{where}: dflash_config and transformer_layer_config must be objects. Copy the file "
+            "again from the head's source."
+        )
+    _refuse_relatives(raw, nested, where)
+    refuse_quantized(raw, where)
+    decoder = head_layers({"model_type": "qwen3", **inner}, report.tensors, where)
+    refuse_other_layers(decoder, f"{where}: DFlash heads")
+    anchor = flag_field({**nested, **raw}, "sample_from_anchor", where)
+    block = _required(raw, nested, "block_size", where)
+    block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
+    sees_ahead = _sees_ahead(raw, nested, decoder, where)
+    mask = _required(raw, nested, "mask_token_id", where)
+    layers, origin = _target_layers(raw, nested, where, decoder.num_layers, target, asked)
+    trained = block if anchor else block - 1
+    return HeadConfig(
+        kind="dflash",
+        format="DFlash, speculators format" if speculators else "DFlash, z-lab's format",
+        decoder=_wider_windows(decoder, sees_ahead, block),
+        target_hidden_size=size_field(
+            {**nested, **raw}, "target_hidden_size", decoder.hidden_size, where
+        ),
+        draft_vocab_size=size_field(raw, "draft_vocab_size", decoder.vocab_size, where),
+        own_embedding="embed_tokens.weight" in report.tensors,
+        own_lm_head="lm_head.weight" in report.tensors,
+        layers_to_capture=layers,
+        captured_by=origin,
+        fc_bias="fc.bias" in report.tensors,
+        suggested_draft_len=min(speculative_tokens(raw, where) or trained, trained),
+        mask_token_id=mask_token("mask_token_id", mask, where, decoder.vocab_size),
+        trained_draft_len=trained,
+        sees_ahead=sees_ahead,
+        samples_from_anchor=anchor,
+    )
+
+
+def _refuse_relatives(raw: dict[str, Any], nested: dict[str, Any], where: Path) -> None:
+    """Heads that look like DFlash's and compute more."""
+    kind = raw.get("speculators_model_type") or "dflash"
+    names = raw.get("architectures") or [ARCHITECTURE]
+    found = [what for name, what in _RELATIVES.items() if raw.get(name) or nested.get(name)]
+    is_other = kind != "dflash" or names[0] not in (ARCHITECTURE, "DFlashSpeculator")
+    if found or is_other:
+        raise CheckpointError(
+            f"{where} is a head of {names[0]} ({', '.join(found) or kind}), of whose kind only "
+            "DFlash is supported. Use a DFlash head."
+        )
+
+
+def _required(raw: dict[str, Any], nested: dict[str, Any], name: str, where: Path) -> Any:
+    value = raw.get(name, nested.get(name))
+    if value is None:
+        raise CheckpointError(
+            f"{where} does not say {name}, which a DFlash head cannot do without. Copy the file "
+            "again from the head's source."
+        )
+    return value
+
+
+def _sees_ahead(
+    raw: dict[str, Any], nested: dict[str, Any], decoder: DecoderConfig, where: Path
+) -> tuple[bool, ...]:
+    """Of each layer, whether the rows of a block see later ones.
+
+    `is_causal` and `causal` are about all layers. Without them full layers see ahead. Sliding ones
+    do not in z-lab's format, and where the speculators format says so.
+    """
+    for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
+        if fields.get(name) is not None:
+            return (not flag_field(fields, name, where),) * decoder.num_layers
+    windows_see = flag_field(raw, "sliding_window_non_causal", where)
+    slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
+    return tuple(windows_see or not slide for slide in slides)
+
+
+def _wider_windows(
+    decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int
+) -> DecoderConfig:
+    """Returns the layers with windows that reach as far back from the end of a block as their own do
+    from its start, where rows see ahead."""
+    windows = [decoder.window(i) for i in range(decoder.num_layers)]
+    wider = tuple(
+        window + block if window is not None and ahead else window
+        for window, ahead in zip(windows, sees_ahead, strict=True)
+    )
+    return replace(decoder, layer_windows=wider) if any(wider) else decoder
+
+
+def _target_layers(
+    raw: dict[str, Any],
+    nested: dict[str, Any],
+    where: Path,
+    num_draft_layers: int,
+    target: DecoderConfig | None,
+    asked: Any,
+) -> tuple[tuple[int, ...], str]:
+    """Returns 0-based layers whose output is captured, and where that comes from."""
+    inputs = raw.get("aux_hidden_state_layer_ids")
+    outputs = raw.get("target_layer_ids", nested.get("target_layer_ids"))
+    if asked is not None:
+        layers, origin = layer_ids(asked, "target_layer_ids", where), "target_layer_ids"
+    elif inputs is not None:
+        ids = layer_ids(inputs, "aux_hidden_state_layer_ids", where)
+        layers = tuple(i - 1 for i in ids)
+        origin = f"aux_hidden_state_layer_ids {list(ids)} (inputs)"
+    elif outputs is not None:
+        layers = layer_ids(outputs, "target_layer_ids", where)
+        origin = "dflash_config (outputs)"
+    else:
+        total = raw.get("num_target_layers") or (None if target is None else target.num_layers)
+        if not isinstance(total, int):
+            raise CheckpointError(f"{where} does not say target_layer_ids. Give target_layer_ids.")
+        layers, origin = default_target_layers(num_draft_layers, total), "default"
+    wrong = [i for i in layers if i < 0 or (target is not None and i >= target.num_layers)]
+    if wrong:
+        most = "" if target is None else f" of a target of {target.num_layers} layers"
+        raise CheckpointError(
+            f"{where}: layers to capture {list(layers)} (0-based outputs, from {origin}): "
+            f"{wrong[0]} is no layer{most}. Use the head's own target, or give target_layer_ids."
+        )
+    return layers, origin
+
+
+def _network(
+    config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+) -> DraftHead:
+    return DFlashHead(config, num_positions, backend, kv_group)
+
+
+def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype) -> None:
+    assert isinstance(head, DFlashHead)
+    head.prepare_context()
+
+
+DFLASH = HeadKind(
+    asked_as="dflash",
+    description="is a DFlash head",
+    how_to_give=(
+        "DFlashDecodingConfig(speculative_model=…), on the command line with --speculative dflash"
+    ),
+    recognizes=_is_dflash,
+    read=_read,
+    network=_network,
+    attach=_attach,
+)

@@ -1,0 +1,138 @@
+"""DFlash heads, which draft a block of tokens in one pass from the target's own states.
+
+    context   c = fc(cat of the captured target layers) at every row that the target has read;
+              layer i's keys and values are those of hidden_norm(c), at the row's own position
+    block     x = [embedding of the last token, of the mask token, …, of the mask token], at the
+              positions from the last token's on; all layers, over context and block
+    logits    lm_head(norm(x)) at the masks (at all rows of heads that sample from the anchor)
+
+No attention and no MLP runs over the context: its keys and values need the target's states alone.
+Inside a block rows see each other both ways, in layers for which the head's config says so.
+Source: DFlash (z-lab), https://github.com/z-lab/dflash.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.base import AttentionBackend
+from ...attention.dense import DensePass
+from ...layers.fused import linear
+from ...layers.linear import Linear
+from ...layers.norm import RMSNorm
+from ...metadata.attention import AttentionMetadata
+from ...metadata.embeds import RowEmbeds
+from ...ops.layer.rope import CacheWrite, rope_and_write
+from ..decoder import Attention, DecoderLayer
+from .base import DraftHead, HeadConfig, HeadTarget
+
+
+class DFlashHead(DraftHead):
+    """A DFlash head of the Qwen3 kind."""
+
+    def __init__(
+        self, config: HeadConfig, num_positions: int, backend: AttentionBackend, kv_group: int
+    ):
+        super().__init__(config, num_positions, kv_group)
+        decoder, captured = config.decoder, len(config.layers_to_capture)
+        norm = decoder.hidden_size, decoder.rms_norm_eps
+        self.fc = Linear(captured * config.target_hidden_size, decoder.hidden_size, config.fc_bias)
+        self.hidden_norm = RMSNorm(*norm)
+        self.layers = nn.ModuleList(
+            DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)
+        )
+        self.norm = RMSNorm(*norm)
+        self.embedding_scale: float | None = None  # the target's
+        self.context_kv: Linear | None = None  # copies, made by `prepare_context`
+
+    def share(self, target: HeadTarget) -> None:
+        super().share(target)
+        self.embedding_scale = target.config.embedding_scale
+
+    def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
+        hidden = super().embed(input_ids, inputs_embeds)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+    def _attention(self, layer: int) -> Attention:
+        attention = self.layers[layer].self_attn
+        assert isinstance(attention, Attention)
+        return attention
+
+    @property
+    def samples_from_anchor(self) -> bool:
+        """Whether the last token's row proposes too."""
+        return self.config.samples_from_anchor
+
+    @torch.no_grad()
+    def prepare_context(self) -> None:
+        """Copies all layers' weights of keys and values into one, by which a context is read.
+
+        Call it before the layers' own weights are packed.
+        """
+        weights, biases = [], []
+        for i in range(self.num_layers):
+            attention = self._attention(i)
+            projection, queries = attention.qkv_proj, attention.num_heads * attention.head_dim
+            assert projection.weight is not None
+            weights.append(projection.weight[queries:])
+            if projection.bias is not None:
+                biases.append(projection.bias[queries:])
+        rows = sum(weight.shape[0] for weight in weights)
+        with torch.device("meta"):
+            context_kv = Linear(self.config.decoder.hidden_size, rows, bias=bool(biases))
+        context_kv.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        if biases:
+            context_kv.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.context_kv = context_kv
+
+    def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
+        return linear((hidden_states,), self.fc)
+
+    def read_context(
+        self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata
+    ) -> None:
+        """Writes the keys and values of rows that the target has read, for all layers.
+
+        Args:
+            hidden_states: [T, n * Ht], as captured.
+            position_ids: [T] int64.
+            meta: of the target's pass.
+        """
+        projected = self.project_target_hidden(hidden_states)
+        rows = linear((projected,), self.context_kv, (self.hidden_norm,))
+        ropes = self.rope_tables.at(position_ids, meta)
+        for i, kv in enumerate(rows.chunk(self.num_layers, dim=-1)):
+            attention = self._attention(i)
+            to = CacheWrite.of(
+                meta, attention.kv_group, attention.cache_layer, attention.sanitize_kv
+            )
+            norms = None
+            if attention.q_norm is not None and attention.k_norm is not None:
+                norms = attention.q_norm, attention.k_norm
+            heads = kv.unflatten(-1, (2 * attention.num_kv_heads, attention.head_dim))
+            rope_and_write(heads, ropes[i], 0, to, norms)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata | DensePass,
+        step: int,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over blocks, the same number of rows for every request.
+
+        Args:
+            hidden_states: not read; the context is in the cache.
+            attn_metadata: of the blocks, whose rows see earlier rows of their own.
+        """
+        assert isinstance(attn_metadata, AttentionMetadata)
+        both_ways = attn_metadata.seen_both_ways()
+        hidden = self.embed(input_ids, inputs_embeds)
+        ropes = self.rope_tables.at(position_ids, attn_metadata)
+        for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):
+            hidden = layer(hidden, rope, both_ways if sees_ahead else attn_metadata)
+        normed = self.norm(hidden)
+        return normed, normed

@@ -1,0 +1,72 @@
+"""DFlash: a block of K drafts in one pass, over keys and values made of the target's states.
+
+Rows of one request (s = position of the step's first row, n tokens accepted, K' verified, K to be
+drafted):
+
+    context   all rows of the target's pass, at s … s+K'     keys and values alone, for all layers
+    block     s+n …                                         [last token, K masks]; the masks propose
+
+The context rows of rejected drafts are at s+n or later, where the block's rows overwrite them. The
+block's own keys and values are overwritten in turn, by the next step's context. So a row sees
+the target's states of the text, and its own block.
+
+A head that samples from the anchor has one mask less: a row then proposes the token after its own,
+and the last token's proposes too. With K = 0 the context is read and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..metadata.accepted_path import certain_rows
+from ..metadata.attention import AttentionMetadata
+from ..ops.step.rows import MaskedRows, draft_step, gather_rows
+from ..ops.tokens.accept import last_accepted
+from .heads import draft_source
+from .masked import MaskedWorker
+from .protocols import BlockDraftModel, DraftInputs, both_outputs
+
+
+class DFlashWorker(MaskedWorker):
+    """Mode DFLASH."""
+
+    first_row_offset = 1
+
+    @property
+    def num_extra_kv_tokens(self) -> int:
+        return self.max_draft_len + 1
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        model, meta, hidden_states = draft_source(inputs)
+        head = cast(BlockDraftModel, model)
+        head.read_context(hidden_states, meta.position_ids, meta)
+        if not inputs.step.draft_len:
+            return self.no_drafts(inputs)
+        rows = self.rows_of_block(inputs, meta, head.samples_from_anchor)
+        ids, step = draft_step(meta, rows.tokens, rows.positions, self.num_extra_kv_tokens)
+        out, _ = both_outputs(head(ids, step.position_ids, hidden_states, step, step=0))
+        (proposing,) = gather_rows(rows.proposing, out)
+        return self.drafts(inputs, meta, rows, head.compute_logits(proposing, 0), head.d2t)
+
+    def rows_of_block(
+        self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool
+    ) -> MaskedRows:
+        """Returns the blocks' rows."""
+        proposals = inputs.step.draft_len
+        count = proposals if samples_from_anchor else proposals + 1
+        last = inputs.path.next_positions(meta.position_ids[certain_rows(meta)])
+        batch, device = last.shape[0], last.device
+        tokens = torch.full((batch, count), self.mask_token_id, dtype=torch.int32, device=device)
+        tokens[:, 0] = last_accepted(inputs.accepted_tokens, inputs.num_accepted_tokens)
+        row = torch.arange(count, device=device)
+        first = count * torch.arange(batch, device=device)
+        return MaskedRows(
+            tokens=tokens,
+            positions=last[:, None] + row,
+            sources=last[:0],
+            proposing=(first + row[count - proposals :, None]).flatten(),
+            last_positions=last,
+        )
