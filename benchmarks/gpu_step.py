@@ -243,14 +243,12 @@ def _measure(
             "forced_acceptance": llm.stats().forced_acceptance,
         }
         kind = DRAFTERS[mode]
-        draft_layers = (
-            DFLASH_LAYERS if kind == "dflash" else k if kind else 0
-        )  # that read a context
+        layers_that_attend = {"": 0, "dflash": DFLASH_LAYERS}.get(kind, k)
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1)),
             "target_kv": batch * model.kv_bytes(context),
             "draft_weights": model.draft_weight_bytes(kind, k, batch),
-            "draft_kv": batch * model.kv_bytes(context, draft_layers),
+            "draft_kv": batch * model.kv_bytes(context, layers_that_attend),
         }
         row["bytes"] = bytes_read
         row["floor_ms"] = sum(bytes_read.values()) / report["copy_bytes_per_second"] * 1e3

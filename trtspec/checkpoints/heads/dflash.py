@@ -186,8 +186,10 @@ def _sees_ahead(
 def _wider_windows(
     decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int
 ) -> DecoderConfig:
-    """Returns the layers with windows that reach as far back from the end of a block as their own do
-    from its start, where rows see ahead."""
+    """Returns the layers with wider windows where rows see ahead.
+
+    They reach as far back from a block's end as the checkpoint's do from its start.
+    """
     windows = [decoder.window(i) for i in range(decoder.num_layers)]
     wider = tuple(
         window + block if window is not None and ahead else window
