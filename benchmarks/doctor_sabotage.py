@@ -34,7 +34,7 @@ from trtspec.checkpoints.zoo import resolve_head, resolve_model
 from trtspec.data.acceptance_prompts import AcceptancePrompt, load_prompts
 from trtspec.doctor import Diagnosis, diagnose, texts_of
 from trtspec.models.decoder import Decoder
-from trtspec.train.unroll import Sequences
+from trtspec.train.records import Sequences
 
 MODEL = "smollm2-135m"
 SHARE_TO_NAME = 0.9

@@ -22,7 +22,8 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.drafters.clustered_head import LOWEST
-from trtspec.train.unroll import DraftStep, Sequences, teach, unroll
+from trtspec.train.records import DraftStep, Sequences
+from trtspec.train.unroll import teach, unroll
 
 STEPS = 3
 Run = tuple[list[DraftStep], list[Tensor], Any]

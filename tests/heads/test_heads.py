@@ -30,7 +30,8 @@ from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, TrtspecError
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead, HeadConfig
-from trtspec.train.unroll import Sequences, unroll
+from trtspec.train.records import Sequences
+from trtspec.train.unroll import unroll
 
 CPU, BIN, SAFE = torch.device("cpu"), "pytorch_model.bin", "model.safetensors"
 IDS, INNER = "eagle_aux_hidden_state_layer_ids", "transformer_layer_config"

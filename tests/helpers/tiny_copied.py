@@ -19,7 +19,8 @@ from trtspec.doctor.draft_model import DraftModel, unroll_model
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train import unroll as module
-from trtspec.train.unroll import Sequences, Teacher
+from trtspec.train.records import Sequences
+from trtspec.train.unroll import Teacher
 
 CPU, F32 = torch.device("cpu"), torch.float32
 STEPS, WIDTH = 3, 18

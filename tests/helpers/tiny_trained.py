@@ -22,7 +22,8 @@ from trtspec.checkpoints.weights import load_decoder, placements
 from trtspec.doctor import texts_of
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.eagle import Eagle3Head
-from trtspec.train.unroll import DraftStep, Sequences, Teacher, teach, unroll
+from trtspec.train.records import DraftStep, Sequences
+from trtspec.train.unroll import Teacher, teach, unroll
 
 CPU, F32 = torch.device("cpu"), torch.float32
 Tensors = dict[str, Tensor]

@@ -10,8 +10,8 @@ import torch
 from trtspec import LLM, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder
+from trtspec.train.records import Sequences
 from trtspec.train.trainer import TrainConfig
-from trtspec.train.unroll import Sequences
 
 CPU, F32 = torch.device("cpu"), torch.float32
 CAPTURED, VOCAB, STEPS = (1, 3, 4), 96, 3

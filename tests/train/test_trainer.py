@@ -12,7 +12,8 @@ import torch
 from tiny import tiny_model_dir
 from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_target
 
-from trtspec import LLM, EagleDecodingConfig, SamplingParams
+from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingParams
+from trtspec.config import HeadDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
@@ -30,12 +31,25 @@ def data(target_dir: Path) -> GreedyTexts:
     return GreedyTexts(target_dir)
 
 
+KINDS: dict[str, type[HeadDecodingConfig]] = {
+    "eagle3": EagleDecodingConfig,
+    "dflash": DFlashDecodingConfig,
+}
+
+
 def _trainer(
-    target_dir: Path, data: GreedyTexts, out: Path, config: TrainConfig = TRAIN_CONFIG
+    target_dir: Path,
+    data: GreedyTexts,
+    out: Path,
+    config: TrainConfig = TRAIN_CONFIG,
+    kind: str = "eagle3",
 ) -> Trainer:
     target: Decoder = load_target(target_dir)
-    spec = NewHead(layers_to_capture=CAPTURED)
-    head = create_head(spec, target, torch.arange(VOCAB), F32, seed=5)
+    spec = NewHead(
+        kind=kind, layers_to_capture=CAPTURED, block_size=config.num_steps + 1, mask_token_id=VOCAB
+    )
+    draft_ids = torch.arange(VOCAB) if kind == "eagle3" else None
+    head = create_head(spec, target, draft_ids, F32, seed=5)
     return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
 
 
@@ -44,16 +58,19 @@ def _log(out: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_what_it_saves_drafts(
-    target_dir: Path, data: GreedyTexts, tmp_path: Path
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, kind: str
 ) -> None:
+    steps = 250 if kind == "eagle3" else 700  # the latter has a larger vocabulary
     config = replace(
-        TRAIN_CONFIG, max_steps=250, evaluate_every=125, log_every=20, checkpoint_every=250
+        TRAIN_CONFIG, max_steps=steps, evaluate_every=125, log_every=20, checkpoint_every=250
     )
     seen: list[dict[str, object]] = []
-    evaluation = _trainer(target_dir, data, tmp_path, config).train(progress=seen.append)
+    evaluation = _trainer(target_dir, data, tmp_path, config, kind).train(progress=seen.append)
     log = _log(tmp_path)
-    assert len(seen) == len(log) == 14
+    lines = {*range(20, steps + 1, 20), *range(125, steps + 1, 125), steps}
+    assert len(seen) == len(log) == len(lines)
     assert log[-1]["loss"] < 0.7 * log[0]["loss"]  # type: ignore[operator]
     assert log[-1]["accuracy"][0] > 0.9  # type: ignore[index]
     assert (
@@ -62,7 +79,7 @@ def test_it_learns_and_what_it_saves_drafts(
         == pytest.approx(1 + evaluation.conditional[0] * (1 + evaluation.conditional[1]))
     )
     # Served on the texts it learned, the head is nearly always right.
-    served = EagleDecodingConfig(max_draft_len=2, speculative_model=tmp_path)
+    served = KINDS[kind](max_draft_len=2, speculative_model=tmp_path)
     outputs = LLM(target_dir, served, device="cpu", dtype="float32").generate(
         [data.all.input_ids[i, :2].tolist() for i in range(12)],
         SamplingParams(max_tokens=20, ignore_eos=True),
@@ -70,15 +87,16 @@ def test_it_learns_and_what_it_saves_drafts(
     lengths = [o.spec_stats.acceptance_length for o in outputs]
     assert sum(lengths) / len(lengths) > 2.3
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["training"]["steps"] == 250
+    assert raw["training"]["steps"] == steps
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    target_dir: Path, data: GreedyTexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, kind: str
 ) -> None:
-    whole = _trainer(target_dir, data, tmp_path / "whole")
+    whole = _trainer(target_dir, data, tmp_path / "whole", kind=kind)
     whole.train()
-    killed = _trainer(target_dir, data, tmp_path / "killed")
+    killed = _trainer(target_dir, data, tmp_path / "killed", kind=kind)
 
     def stop(line: dict[str, object]) -> None:
         if line["step"] == 7:
@@ -88,12 +106,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
         killed.train(progress=stop)
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
         file.write('{"step": 8, "los')  # a line that the kill cut short
-    again = _trainer(target_dir, data, tmp_path / "killed")
+    again = _trainer(target_dir, data, tmp_path / "killed", kind=kind)
     assert again.resume() and again.step == 4
     again.train()
     assert _log(tmp_path / "killed") == _log(tmp_path / "whole")
     assert all(torch.equal(again.masters[n], m) for n, m in whole.masters.items())
-    assert not _trainer(target_dir, data, tmp_path / "new").resume()
+    assert not _trainer(target_dir, data, tmp_path / "new", kind=kind).resume()
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +98,10 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "
             f"{moe.experts_per_token} to a token"
         )
-    if head.kind == "eagle3":
+    if head.kind == "dflash":
+        facts["Captured layers"] = _captured(report)
+        facts["Block"] = _block(head)
+    elif head.kind == "eagle3":
         facts["Captured layers"] = _captured(report)
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         facts["Flags"] = ", ".join(n for n in names if getattr(head, n)) or "none"
@@ -133,6 +136,21 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{target.vocab_size}, RoPE {ropes}"
         )
     return facts
+
+
+def _block(head: HeadConfig) -> str:
+    """Returns what the rows of a DFlash head's block see and propose."""
+    blind = [i for i, sees in enumerate(head.sees_ahead) if not sees]
+    sight = "rows see each other both ways"
+    if blind:
+        layers = "" if len(blind) == len(head.sees_ahead) else f" in layers {_list(blind)}"
+        sight = f"rows see earlier ones alone{layers}"
+    anchor = "the last token's row and the masks propose"
+    return f"{sight}; {anchor if head.samples_from_anchor else 'the masks propose'}"
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _kinds(

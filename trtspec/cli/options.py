@@ -46,9 +46,9 @@ class EngineOptions:
         str,
         typer.Option(
             "--speculative",
-            help="none, ngram, draft_target, auto, eagle3, mtp (one layer per draft token) or "
-            "mtp_eagle (one layer for all). The last three draft inside the step, the modes "
-            "EAGLE3_ONE_MODEL, MTP and MTP_EAGLE_ONE_MODEL; see --two-engine.",
+            help="none, ngram, draft_target, auto, eagle3, dflash, mtp (one layer per draft token) "
+            "or mtp_eagle (one layer for all). The last four draft inside the step; eagle3 is the "
+            "mode EAGLE3_ONE_MODEL, mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
         ),
     ] = "none"
     max_draft_len: Annotated[
@@ -56,7 +56,8 @@ class EngineOptions:
         typer.Option(
             "--max-draft-len",
             help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with "
-            "the package's head), the others 4; an EAGLE head may say its own; demo 3.",
+            "the package's head), dflash what fills its block, the others 4; an EAGLE head may say "
+            "its own; demo 3.",
         ),
     ] = None
     draft_model: Annotated[
@@ -67,9 +68,9 @@ class EngineOptions:
         str | None,
         typer.Option(
             "--head",
-            help="Directory of the EAGLE head or MTP layers, or a name: smollm2-135m-eagle3, "
-            "smollm2-135m-mtp. Default: for smollm2-135m the package's, for other models their "
-            "own MTP layers.",
+            help="Directory of the EAGLE or DFlash head or MTP layers, or a name: "
+            "smollm2-135m-eagle3, smollm2-135m-mtp. Default: for smollm2-135m the package's, for "
+            "other models their own MTP layers.",
         ),
     ] = None
     two_engine: Annotated[
@@ -203,7 +204,7 @@ class DoctorOptions:
 class TrainOptions:
     """What `trtspec train` makes, and from what."""
 
-    kind: Annotated[str, typer.Argument(help="eagle3 or mtp.")]
+    kind: Annotated[str, typer.Argument(help="eagle3, dflash or mtp.")]
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")] = (
         DEFAULT_MODEL
     )
@@ -235,6 +236,21 @@ class TrainOptions:
     num_layers: Annotated[
         int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
     ] = 1
+    block_size: Annotated[
+        int,
+        typer.Option("--block-size", min=2, help="dflash: the last token and those to be drafted."),
+    ] = 8
+    mask_token_id: Annotated[
+        int,
+        typer.Option(
+            "--mask-token-id",
+            min=0,
+            help="dflash: a token that texts do not have, read in place of those to be drafted.",
+        ),
+    ] = 0
+    num_anchors: Annotated[
+        int, typer.Option("--anchors", min=1, help="dflash: blocks trained in each row of text.")
+    ] = 64
     draft_vocab_size: Annotated[
         int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
     ] = 16384
@@ -248,11 +264,14 @@ class TrainOptions:
     epochs: Annotated[float, typer.Option("--epochs", min=0.01)] = 3.0
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 48
     num_steps: Annotated[
-        int, typer.Option("--unroll", min=1, help="Draft steps trained at each position.")
+        int,
+        typer.Option(
+            "--unroll", min=1, help="Draft steps trained at each position (dflash: its block's)."
+        ),
     ] = 6
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3
     head_format: Annotated[
-        str, typer.Option("--format", help="raw, or for eagle3 speculators.")
+        str, typer.Option("--format", help="raw, or for eagle3 and dflash speculators.")
     ] = "raw"
     dtype: Dtype = DEFAULT_DTYPE
     device: Device = DEFAULT_DEVICE

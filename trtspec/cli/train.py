@@ -54,7 +54,12 @@ def run_train(options: TrainOptions) -> int:
 
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
-    spec = NewHead(kind=options.kind, num_layers=options.num_layers)
+    spec = NewHead(
+        kind=options.kind,
+        num_layers=options.num_layers,
+        block_size=options.block_size,
+        mask_token_id=options.mask_token_id,
+    )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
     config = load_config(target_dir)
@@ -143,9 +148,14 @@ def _train_config(options: TrainOptions, num_rows: int) -> TrainConfig:
 
     batch_size = min(options.batch_size, num_rows)
     max_steps = options.max_steps or max(1, round(options.epochs * num_rows / batch_size))
-    layer_per_draft = options.kind == "mtp" and options.num_layers > 1
+    num_steps = options.num_steps
+    if options.kind == "mtp" and options.num_layers > 1:
+        num_steps = options.num_layers
+    elif options.kind == "dflash":
+        num_steps = options.block_size - 1
     return TrainConfig(
-        num_steps=options.num_layers if layer_per_draft else options.num_steps,
+        num_steps=num_steps,
+        num_anchors=options.num_anchors,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,

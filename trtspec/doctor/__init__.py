@@ -32,7 +32,7 @@ from ..checkpoints.zoo import resolve_head
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train.unroll import Sequences
+from ..train.records import Sequences
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model
 from .exam import NUM_STEPS, HeadExam, examine

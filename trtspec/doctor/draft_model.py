@@ -16,7 +16,8 @@ from ..attention.dense import DensePass
 from ..checkpoints.heads.mtp_layouts import mtp_layout
 from ..distributed.logits import whole
 from ..models.decoder import Decoder
-from ..train.unroll import DraftStep, Sequences, StepScore, score, teach
+from ..train.records import DraftStep, Sequences
+from ..train.unroll import StepScore, score, teach
 from .exam import Exam
 from .masks import mask_token_trials
 from .trials import Setting, Trial

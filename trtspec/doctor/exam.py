@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from ..models.drafters.mtp import MTPHead
+from ..train.records import Sequences
 from ..train.trainer import Evaluation
-from ..train.unroll import Sequences, StepScore, score, teach, unroll
+from ..train.unroll import StepScore, score, teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs

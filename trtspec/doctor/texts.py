@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
-from ..train.unroll import Sequences
+from ..train.records import Sequences
 
 
 def texts_of(

@@ -175,8 +175,8 @@ class AttentionMetadata:
         Their slots and rotary positions are those of the pass it is made of.
         """
         rows = self.position_ids.view(self.num_seqs, -1)
-        last = rows.amax(1, keepdim=True).expand_as(rows)
-        return replace(self, position_ids=last.flatten(), derived={})
+        last = rows.amax(1, keepdim=True).expand_as(rows).contiguous()  # kernels read no strides
+        return replace(self, position_ids=last.view(-1), derived={})
 
     def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:
         """Returns rotary positions [B * R] of positions [B, R] or [B * R] int64 after the prompts;

@@ -35,7 +35,7 @@ from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..data.jsonl import LineError, check_messages, parse_line, short
 from ..errors import TrtspecError
-from .unroll import Sequences
+from .records import Sequences
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from ..attention.torch_sdpa import TorchAttention
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
+from ..checkpoints.heads.dflash import default_target_layers
 from ..checkpoints.weights import placements
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead, HeadConfig
+from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead, mtp_decoder_config
 
-KINDS = ("eagle3", "mtp")
+KINDS = ("dflash", "eagle3", "mtp")
 FORMATS = ("raw", "speculators")
 
 
@@ -38,18 +40,22 @@ class NewHead:
     """
 
     kind: str = "eagle3"  # "mtp": DeepSeek-style layers
-    num_layers: int = 1  # of EAGLE-3; for MTP more than one is "vanilla", a layer per draft token
-    layers_to_capture: tuple[int, ...] | None = None  # EAGLE-3; None is 1, L/2-1, L-4
+    num_layers: int = 1  # for MTP more than one is "vanilla", a layer per draft token
+    layers_to_capture: tuple[int, ...] | None = None  # not of MTP; None is the kind's default
     intermediate_size: int | None = None  # None is the target's
+    block_size: int = 8  # DFlash: the last token and those to be drafted
+    mask_token_id: int = 0  # DFlash: what a block reads in place of tokens; rare in texts, at best
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r}; allowed are {', '.join(KINDS)}.")
         require_int(self, "num_layers", 1, MAX_DRAFT_LEN)
+        require_int(self, "block_size", 2, MAX_DRAFT_LEN)
+        require_int(self, "mask_token_id", 0, None)
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
-                "layers_to_capture and intermediate_size are for kind='eagle3'."
+                "layers_to_capture and intermediate_size are for the other kinds."
             )
 
 
@@ -58,11 +64,12 @@ def create_head(
 ) -> DraftHead:
     """A head with fresh weights on the target's device, all of its parameters trainable.
 
-    Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: an
-    EAGLE-3 head's final norm and lm_head begin as the target's.
+    Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: final
+    norms and an EAGLE-3 head's lm_head begin as the target's.
 
     Args:
-        draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among.
+        draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among. None where
+            a head has the target's lm_head.
 
     Raises:
         ConfigError: as `check_target`, or a size does not fit.
@@ -74,6 +81,13 @@ def create_head(
         if spec.kind == "eagle3":
             head: DraftHead = Eagle3Head(
                 _eagle3_config(spec, config, draft_ids),
+                config.max_position_embeddings,
+                TorchAttention(),
+                kv_group=1,
+            )
+        elif spec.kind == "dflash":
+            head = DFlashHead(
+                _dflash_config(spec, config),
                 config.max_position_embeddings,
                 TorchAttention(),
                 kv_group=1,
@@ -101,6 +115,8 @@ def create_head(
         head.d2t = ids - torch.arange(len(ids), device=device)
         weight = lm_head_weight(target)
         head.lm_head.weight.data.copy_(weight[ids])  # type: ignore[union-attr]
+        head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
+    elif isinstance(head, DFlashHead):
         head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
     else:
         for layer in head.layers:  # type: ignore[union-attr]
@@ -141,7 +157,7 @@ def check_target(target: DecoderConfig) -> None:
 
 def check_format(format: str, kind: str) -> None:
     """Raises ConfigError for a format in which a head of this kind is not written."""
-    allowed = FORMATS if kind == "eagle3" else FORMATS[:1]
+    allowed = FORMATS[:1] if kind == "mtp" else FORMATS
     if format not in allowed:
         raise ConfigError(f"format={format!r} for {kind}; allowed: {', '.join(allowed)}.")
 
@@ -158,7 +174,7 @@ def save_head(
     """Writes config.json and model.safetensors (bf16), each under another name first.
 
     Args:
-        format: "raw" or, for EAGLE-3, "speculators".
+        format: "raw" or, but for MTP, "speculators".
         weights: in place of the parameters, e.g. masters in fp32, by `trainable`'s names.
         notes: kept in config.json under "training".
 
@@ -167,7 +183,10 @@ def save_head(
     """
     check_format(format, head.config.kind)
     tensors = _tensors(head, target, format, weights)
-    raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
+    if head.config.kind == "dflash":
+        raw = _dflash_json(head, target, format)
+    else:
+        raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
     raw["training"] = dict(notes or {})
     out.mkdir(parents=True, exist_ok=True)
     names = ("model.safetensors", "config.json")
@@ -212,7 +231,7 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
         _, index, rest = name.split(".", 2)
         rest = f"shared_head.{rest}" if rest == "norm.weight" else rest
         return f"model.layers.{target.num_layers + int(index)}.{rest}"
-    if format == "raw" and name.startswith("layers.0."):
+    if format == "raw" and head.config.kind == "eagle3" and name.startswith("layers.0."):
         return f"midlayer.{name.removeprefix('layers.0.')}"
     return name
 
@@ -233,11 +252,50 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
                 f"layers; it has {target.num_layers}. Give layers_to_capture."
             )
         layers = default_layers_to_capture(target.num_layers)
+    return HeadConfig(
+        kind="eagle3",
+        format="EAGLE-3, raw",
+        decoder=_plain_layers(spec, target),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=len(draft_ids),
+        own_lm_head=True,
+        layers_to_capture=_checked_layers(layers, target),
+    )
+
+
+def _dflash_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
+    layers = spec.layers_to_capture
+    if layers is None:
+        layers = default_target_layers(spec.num_layers, target.num_layers)
+    if spec.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"mask_token_id={spec.mask_token_id} is not in the target's vocabulary 0 … "
+            f"{target.vocab_size - 1}: give a token that texts do not have."
+        )
+    return HeadConfig(
+        kind="dflash",
+        format="DFlash, z-lab's format",
+        decoder=replace(_plain_layers(spec, target), qk_norm=True),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        layers_to_capture=_checked_layers(layers, target),
+        mask_token_id=spec.mask_token_id,
+        trained_draft_len=spec.block_size - 1,
+        sees_ahead=(True,) * spec.num_layers,
+    )
+
+
+def _checked_layers(layers: tuple[int, ...], target: DecoderConfig) -> tuple[int, ...]:
     if not layers or not all(0 <= i < target.num_layers for i in layers):
         raise ConfigError(
             f"layers_to_capture={list(layers)}: give layers in 0 … {target.num_layers - 1}."
         )
-    decoder = DecoderConfig(  # a Llama's layers, whatever the target's have
+    return layers
+
+
+def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
+    """Returns a Llama's layers of the target's sizes, whatever the target's have."""
+    return DecoderConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=spec.intermediate_size or target.intermediate_size,
@@ -250,15 +308,6 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         rope_parameters=target.rope_parameters,
         dtype=target.dtype,
         raw=target.raw,
-    )
-    return HeadConfig(
-        kind="eagle3",
-        format="EAGLE-3, raw",
-        decoder=decoder,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=len(draft_ids),
-        own_lm_head=True,
-        layers_to_capture=layers,
     )
 
 
@@ -320,6 +369,36 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(config.layers_to_capture),
             "use_aux_hidden_state": True,
+        },
+        "dtype": "bfloat16",
+    }
+
+
+def _dflash_json(head: DraftHead, target: DecoderConfig, format: str) -> dict[str, Any]:
+    config = head.config
+    layers = {**_architecture(config.decoder), "model_type": "qwen3"}
+    assert config.trained_draft_len is not None
+    block = config.trained_draft_len + 1
+    if format == "speculators":
+        return {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": layers,
+            "draft_vocab_size": config.draft_vocab_size,
+            "block_size": block,
+            "mask_token_id": config.mask_token_id,
+            # Counted as inputs.
+            "aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
+            "dtype": "bfloat16",
+        }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **layers,
+        "block_size": block,
+        "num_target_layers": target.num_layers,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.layers_to_capture),
         },
         "dtype": "bfloat16",
     }

@@ -32,8 +32,10 @@ from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
+from .blocks import Anchors
 from .new_head import save_head, trainable
-from .unroll import Sequences, StepScore, conditional_acceptance, score, teach, unroll
+from .records import Sequences
+from .unroll import StepScore, Use, conditional_acceptance, score, teach, unroll
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class TrainConfig:
         ConfigError: a value is out of range.
     """
 
-    num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers
+    num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers; DFlash: its block less 1
+    num_anchors: int = 64  # DFlash: blocks of a sequence, drawn anew at every step
     step_decay: float = 0.8
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # share of learning_rate that the cosine ends at
@@ -67,7 +70,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_int(self, "num_steps", 1, MAX_DRAFT_LEN)
-        for name in ("max_steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every"):
+        counts = "max_steps", "num_anchors", "batch_size"
+        for name in (*counts, "log_every", "evaluate_every", "checkpoint_every"):
             require_int(self, name, 1, None)
         require_int(self, "warmup_steps", 0, None)
         require_int(self, "seed", 0, MAX_SEED)
@@ -273,10 +277,11 @@ class Trainer:
         config, rate = self.config, self.config.rate(self.step)
         sequences = sequences.to(self.target.embed_tokens.weight.device)
         teacher = teach(self.target, self.head, sequences)
+        use = Use(anchors=Anchors(config.num_anchors, seed=config.seed + self.step))
         loss: Tensor | float = 0.0
         scores = []
         with torch.enable_grad():
-            for step in unroll(self.head, sequences, teacher.hidden, config.num_steps):
+            for step in unroll(self.head, sequences, teacher.hidden, config.num_steps, use=use):
                 each = score(self.head, step, teacher)
                 loss = loss + config.step_decay**step.step * each.loss
                 scores.append(each)
@@ -350,6 +355,8 @@ class Trainer:
         same = asdict(self.config)
         for name in ("log_every", "evaluate_every", "checkpoint_every"):
             same.pop(name)
+        if self.head.config.kind != "dflash":
+            same.pop("num_anchors")
         same["betas"] = list(same["betas"])
         config, weight = self.head.config, self.target.embed_tokens.weight
         digest = hashlib.sha256(weight[:64].float().cpu().numpy().tobytes())

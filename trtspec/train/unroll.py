@@ -11,6 +11,8 @@ assistants, which read the target's keys.
 A P-EAGLE head reads, at step s > 0, its mask token and its mask state in place of a token and of
 feedback. When drafting, one pass has the rows of all steps: a mask sees the sequence up to row t
 and the masks before it. That is what step s sees of the earlier steps here.
+
+A DFlash head drafts in blocks behind anchors (`blocks.py`), all steps in one pass.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.dense import DensePass
@@ -30,41 +31,15 @@ from ..metadata.spec import CapturedHiddenStates, SpecMetadata
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from ..models.drafters.clustered_head import ClusteredHead
+from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead
 from ..ops.tokens.soft_cross_entropy import ROWS, linear_soft_cross_entropy
+from .blocks import DEFAULT_ANCHORS, Anchors, unroll_blocks
+from .records import DraftStep, Sequences, ahead
 
 CLUSTERED_ROWS = 64
 """Rows that are judged at once where each gathers an lm_head of its own, 2 MiB in bf16."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """A batch of packed sequences; tensors on the target's device."""
-
-    input_ids: Tensor  # [N, L] int64
-    loss_mask: Tensor  # [N, L] bool, tokens that the target wrote
-    document_ids: Tensor  # [N, L] int, -1 is padding
-    positions: Tensor  # [N, L] int64, within the document
-    on_host: Sequences | None = None  # a copy on the host, which can be read without waiting
-
-    def to(self, device: torch.device) -> Sequences:
-        tensors = (self.input_ids, self.loss_mask, self.document_ids, self.positions)
-        ids, mask, documents, positions = (t.to(device, non_blocking=True) for t in tensors)
-        return Sequences(ids, mask, documents, positions, on_host=self.on_host or self)
-
-    def rows_of_step(self, step: int) -> Tensor:
-        """Returns rows [R] int64 on the device whose proposal at a step is for a token that the
-        target wrote."""
-        sequences = self.on_host or self
-        same = _ahead(sequences.document_ids, step + 2, -2) == sequences.document_ids
-        counted = (
-            same & _ahead(sequences.loss_mask, step + 2, False) & (sequences.document_ids >= 0)
-        )
-        rows = counted.flatten().nonzero()[:, 0]
-        if self.input_ids.is_cuda and not rows.is_cuda:
-            rows = rows.pin_memory()
-        return rows.to(self.input_ids.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -86,19 +61,10 @@ class Use:
     position_offset: int = 0
     advances: bool | None = None  # step s is at position t + s; None: as the head does
     feeds_back: bool = True  # otherwise each step reads the target's states again
+    anchors: Anchors = DEFAULT_ANCHORS  # of a DFlash head's blocks
 
 
 DRAFTING = Use()
-
-
-@dataclass(frozen=True)
-class DraftStep:
-    """One step along all sequences."""
-
-    step: int
-    hidden: Tensor  # [T, H], what the head's `compute_logits` reads
-    rows: Tensor  # [R] int64, rows whose proposal counts: it is the target's text
-    teacher_rows: Tensor  # [R] int64, the target's rows that judge them
 
 
 @torch.no_grad()
@@ -145,6 +111,9 @@ def unroll(
         target_keys: `Teacher.keys`.
         use: drafting's, unless the doctor tries a mistake.
     """
+    if isinstance(head, DFlashHead):
+        yield from unroll_blocks(head, sequences, hidden, num_steps, use.anchors)
+        return
     advances = use.advances
     if advances is None:
         is_vanilla = isinstance(head, MTPHead) and len(head.layers) > 1
@@ -154,7 +123,7 @@ def unroll(
     keys = DensePass(sequences.document_ids) if target_keys is None else target_keys
     state = first = head.project_target_hidden(hidden)
     for step in range(num_steps):
-        ids = _ahead(sequences.input_ids, step + use.shift, 0).flatten()
+        ids = ahead(sequences.input_ids, step + use.shift, 0).flatten()
         if step and isinstance(head, Eagle3Head) and head.mask_hidden is not None:
             assert head.config.mask_token_id is not None
             ids = torch.full_like(ids, head.config.mask_token_id)
@@ -166,12 +135,6 @@ def unroll(
         rows = sequences.rows_of_step(step)
         if length > 1:
             yield DraftStep(step, out, rows, rows + step + 1)
-
-
-def _ahead(x: Tensor, count: int, fill: int | bool) -> Tensor:
-    """Shifts x [N, L] left by `count`, with `fill` at the end."""
-    count = min(count, x.shape[1])
-    return F.pad(x[:, count:], (0, count), value=fill)
 
 
 @dataclass(frozen=True)

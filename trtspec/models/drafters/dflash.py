@@ -14,16 +14,17 @@ Source: DFlash (z-lab), https://github.com/z-lab/dflash.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention.base import AttentionBackend
-from ...attention.dense import DensePass
+from ...attention.dense import DensePass, Keys
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.rope import CacheWrite, rope_and_write
+from ...ops.layer.rope import CacheWrite, apply_rope, rope_and_write
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
 
@@ -113,6 +114,26 @@ class DFlashHead(DraftHead):
             heads = kv.unflatten(-1, (2 * attention.num_kv_heads, attention.head_dim))
             rope_and_write(heads, ropes[i], 0, to, norms)
 
+    def context_of(self, hidden_states: Tensor, position_ids: Tensor) -> list[Keys]:
+        """Returns each layer's keys and values of a context, [T, Hkv, D] both; differentiable.
+
+        Args:
+            hidden_states: [T, n * Ht], as captured. position_ids: [T] int64.
+        """
+        states = self.hidden_norm(self.project_target_hidden(hidden_states))
+        found = []
+        for i, rope in enumerate(self.rope_tables.at(position_ids)):
+            attention = self._attention(i)
+            projection, queries = attention.qkv_proj, attention.num_heads * attention.head_dim
+            assert projection.weight is not None, "the head's weights are packed"
+            bias = None if projection.bias is None else projection.bias[queries:]
+            rows = F.linear(states, projection.weight[queries:], bias)
+            heads = rows.unflatten(-1, (2, attention.num_kv_heads, attention.head_dim))
+            k, v = heads.unbind(1)
+            k = k if attention.k_norm is None else attention.k_norm(k)
+            found.append((apply_rope(k, *rope.rotation(k.dtype)), v))
+        return found
+
     def forward(
         self,
         input_ids: Tensor,
@@ -126,10 +147,12 @@ class DFlashHead(DraftHead):
 
         Args:
             hidden_states: not read; the context is in the cache.
-            attn_metadata: of the blocks, whose rows see earlier rows of their own.
+            attn_metadata: of the blocks, whose rows see earlier rows of their own; or a
+                `BlockPass`, which knows what its rows see.
         """
-        assert isinstance(attn_metadata, AttentionMetadata)
-        both_ways = attn_metadata.seen_both_ways()
+        both_ways = attn_metadata
+        if isinstance(attn_metadata, AttentionMetadata):
+            both_ways = attn_metadata.seen_both_ways()
         hidden = self.embed(input_ids, inputs_embeds)
         ropes = self.rope_tables.at(position_ids, attn_metadata)
         for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):

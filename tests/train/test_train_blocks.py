@@ -1,0 +1,135 @@
+"""A DFlash head along whole sequences: against its formula, and against what serving drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from dflash_cases import DFLASH_CASES, make_dflash_case
+from tiny import tiny_model_dir
+from torch import Tensor
+from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, load_target, padded_texts
+
+from trtspec import LLM, DFlashDecodingConfig, SamplingParams
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
+from trtspec.errors import ConfigError
+from trtspec.models.decoder import Decoder
+from trtspec.models.drafters.base import DraftHead
+from trtspec.train.blocks import Anchors
+from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.unroll import Use, score, teach, unroll
+
+EVERY = Anchors(count=1000)
+
+
+def load(path: Path, target: Decoder) -> DraftHead:
+    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    return load_head(path, target, HeadRequest(kind="dflash"), options)
+
+
+@pytest.mark.parametrize("name", [*DFLASH_CASES, "dflash_windows_ahead"])
+def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> None:
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
+    case = make_dflash_case(name, target_dir, tmp_path, STEPS)
+    target = load_target(target_dir)
+    assert isinstance(case.config, DFlashDecodingConfig)
+    head = load(Path(str(case.config.speculative_model)), target)
+    texts = padded_texts([[9, 4, 6], [16], [2, 3]], 20)
+    hidden = teach(target, head, texts).hidden
+    places = EVERY.draw(texts, STEPS)
+    assert places.shape == texts.input_ids.shape  # every row is an anchor
+    compared, width = 0, texts.input_ids.shape[1]
+    for step in unroll(head, texts, hidden, STEPS, use=Use(anchors=EVERY)):
+        logits = head.compute_logits(step.hidden, step.step)
+        assert isinstance(logits, Tensor)
+        judged = dict(zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True))
+        for n in range(len(texts.input_ids)):
+            for document in set(texts.document_ids[n].tolist()) - {-1}:
+                rows = (texts.document_ids[n] == document).nonzero()[:, 0].tolist()
+                ids = texts.input_ids[n, rows].tolist()
+                states = case.hidden(ids)
+                for t, row in enumerate(rows):
+                    anchor = n * width + row
+                    following = t + 1 + step.step
+                    inside = following < len(ids)
+                    wanted = inside and bool(texts.loss_mask[n, rows[0] + following])
+                    assert (anchor in judged) == wanted
+                    if wanted:
+                        assert judged[anchor] == anchor + step.step
+                        proposals = [0] * STEPS
+                        naive = case.naive.chain(ids[: t + 1], states[:t], proposals)[step.step]
+                        ours = logits[anchor].double()
+                        torch.testing.assert_close(ours, naive, atol=1e-4, rtol=1e-4)
+                        compared += 1
+    assert compared > 60
+
+
+def test_anchors_are_before_what_the_target_wrote() -> None:
+    texts = padded_texts([[30], [8, 6]], 32)
+    texts.loss_mask[0, :20] = False
+    places = Anchors(count=8, seed=1).draw(texts, 3)
+    assert places.shape == (2, 8) and (places.diff() > 0).all()
+    assert ((places[0] >= 17) & (places[0] < 29)).all()  # each has a token to be judged
+    assert (texts.document_ids[1, places[1]] >= 0).all()
+    assert not torch.equal(places, Anchors(count=8, seed=2).draw(texts, 3))
+    assert torch.equal(places, Anchors(count=8, seed=1).draw(texts, 3))
+
+
+@pytest.mark.parametrize("format", ["raw", "speculators"])
+def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str) -> None:
+    """What the loader reads back proposes what the head proposed in training, and in serving."""
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
+    target = load_target(target_dir)
+    spec = NewHead(kind="dflash", num_layers=2, layers_to_capture=CAPTURED, block_size=4)
+    head = create_head(spec, target, None, F32, seed=3)
+    for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
+        parameter.data = parameter.data.bfloat16().float()
+    save_head(head, target.config, tmp_path / "head", format=format, notes={"why": "test"})
+    again = load(tmp_path / "head", target)
+    assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
+    config = DFlashDecodingConfig(speculative_model=tmp_path / "head")
+    llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
+    request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
+    seen = 0
+    while llm.executor.has_work:
+        llm.executor.step()
+        if not request.is_generation:
+            continue
+        drafts = llm.executor.state.next_tokens[request.slot, 1:].tolist()
+        texts = padded_texts([[len(request.token_ids) + 3]], len(request.token_ids) + 3)
+        texts.loss_mask[:] = True
+        texts.input_ids[0, : len(request.token_ids)] = torch.tensor(request.token_ids)
+        hidden = teach(target, head, texts).hidden
+        anchor = len(request.token_ids) - 1
+        for of_head in (head, again):
+            steps = list(unroll(of_head, texts, hidden, 3, use=Use(anchors=EVERY)))
+            logits = [of_head.compute_logits(s.hidden, s.step)[anchor] for s in steps]  # type: ignore[index]
+            assert [int(x.argmax()) for x in logits] == drafts
+        seen += 1
+    assert seen > 3
+
+
+def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    head = create_head(NewHead(kind="dflash", num_layers=2), target, None, F32, seed=3)
+    texts = padded_texts([[12], [12]], 12)
+    teacher = teach(target, head, texts)
+    loss = sum(score(head, s, teacher).loss for s in unroll(head, texts, teacher.hidden, 3))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    parameters = trainable(head)
+    missing = [n for n, p in parameters.items() if p.grad is None or not p.grad.any()]
+    assert parameters and not missing, missing
+    assert not any("embed" in n or "lm_head" in n for n in parameters)
+    assert all(p.grad is None for p in target.parameters())
+
+
+def test_a_mask_token_must_be_a_token(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=6))
+    with pytest.raises(ConfigError, match=f"mask_token_id={VOCAB + 1} is not in the target's"):
+        create_head(NewHead(kind="dflash", mask_token_id=VOCAB + 1), target, None, F32, seed=3)
+    with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
+        NewHead(kind="dflash", block_size=1)

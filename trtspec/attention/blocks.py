@@ -1,0 +1,85 @@
+"""Attention of DFlash's blocks along whole sequences, without a cache, differentiable.
+
+    keys     [ the sequence's rows, of the target's states | the rows of block 0 | block 1 | … ]
+    a row    sees the rows of its document before its block's anchor, and rows of its own block
+
+The anchor is the last token that is known; a block's first row reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dense import DensePass, Keys
+from .torch_sdpa import masked_attention
+
+
+class BlockPass(DensePass):
+    """The blocks of a batch, in the place of serving's `AttentionMetadata`.
+
+    Args:
+        document_ids: [N, L] int; a block sees rows of its anchor's document alone.
+        anchors: [N, A] int64, rows of the sequences.
+        block: rows of a block.
+        context: by layer, keys and values of the sequences' rows, each [N * L, Hkv, D].
+        sees_ahead: by layer, whether a row sees later rows of its block.
+    """
+
+    def __init__(
+        self,
+        document_ids: Tensor,
+        anchors: Tensor,
+        block: int,
+        context: Sequence[Keys],
+        sees_ahead: Sequence[bool],
+    ):
+        self.num_sequences, self.length = document_ids.shape
+        self.context, self.sees_ahead = context, sees_ahead
+        device, self._block = document_ids.device, block
+        row = torch.arange(anchors.shape[1] * block, device=device)
+        number, self._place = row // block, row % block
+        self._anchors = anchors[:, number]  # [N, A * block], of each row
+        base = torch.arange(self.length, device=device)
+        documents = document_ids.gather(1, self._anchors)
+        self._base = base
+        self._before = (documents[:, :, None] == document_ids[:, None, :]) & (
+            base < self._anchors[:, :, None]
+        )
+        self._own = number[:, None] == number[None, :]
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """As `DensePass.attend`, over context and blocks; rows are N * A * block."""
+        sides = []
+        for of_context, of_blocks in zip(self.context[layer], (k, v), strict=True):
+            side = torch.cat([self._rows(of_context), self._rows(of_blocks)], dim=2)
+            sides.append(side.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
+        mask = self._mask_of(layer, window)
+        out = masked_attention(self._rows(q), sides[0], sides[1], mask, scale, softcap)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _mask_of(self, layer: int, window: int | None) -> Tensor:
+        """Returns which keys a row sees, [N, 1, A * block, L + A * block] bool."""
+        ahead, before, own = self.sees_ahead[layer], self._before, self._own
+        if not ahead:
+            own = own & (self._place[None, :] <= self._place[:, None])
+        if window is not None:  # of the last key that a row sees
+            place = self._block - 1 if ahead else self._place
+            first = self._anchors + place - window + 1
+            before = before & (self._base >= first[:, :, None])
+        return torch.cat([before, own.expand(self.num_sequences, -1, -1)], dim=-1)[:, None]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[N * R, H, D] -> [N, H, R, D]."""
+        return x.view(self.num_sequences, -1, *x.shape[1:]).transpose(1, 2)

@@ -1,0 +1,85 @@
+"""Runs a DFlash head's blocks behind anchors of whole sequences, as drafting does.
+
+An anchor is a row whose token is the last one known. Row 0 of its block reads that token, row j the
+mask token, at the j-th position after it. Step s is what the block proposes for the token s + 1
+places after the anchor; the target's choice there is its logits s places after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..attention.blocks import BlockPass
+from ..models.drafters.dflash import DFlashHead
+from .records import DraftStep, Sequences
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Which rows of a batch are anchors: `count` of each sequence, drawn by `seed`."""
+
+    count: int = 64
+    seed: int = 0
+
+    def draw(self, sequences: Sequences, num_steps: int) -> Tensor:
+        """Returns anchors [N, A] int64 on the sequences' device, in the order of rows.
+
+        They are before tokens that the target wrote, `num_steps` of them where there are enough.
+        A sequence with fewer has some of them twice.
+        """
+        source = sequences.on_host or sequences
+        following = [_ahead(source, s + 1) for s in range(num_steps)]
+        generator = torch.Generator().manual_seed(self.seed)
+        noise = torch.rand(source.input_ids.shape, generator=generator)
+        fits = torch.stack(following).long().sum(0).cpu()  # tokens that can be judged
+        order = (fits + noise).argsort(dim=1, descending=True)[:, : self.count]
+        return order.sort(dim=1).values.to(sequences.input_ids.device, non_blocking=True)
+
+
+DEFAULT_ANCHORS = Anchors()
+
+
+def unroll_blocks(
+    head: DFlashHead, sequences: Sequences, hidden: Tensor, num_steps: int, anchors: Anchors
+) -> Iterator[DraftStep]:
+    """Yields the steps of one pass, 0 … num_steps - 1, differentiable where gradients are on.
+
+    Rows of a step are the anchors, [N * A].
+
+    Args:
+        hidden: [T, n * Ht], the target's captured states.
+        num_steps: at most what the head was made for.
+    """
+    assert head.config.mask_token_id is not None
+    first = 0 if head.samples_from_anchor else 1
+    block, length = num_steps + first, sequences.input_ids.shape[1]
+    places = anchors.draw(sequences, num_steps)
+    offsets = torch.arange(block, device=places.device)
+    ids = torch.full((*places.shape, block), head.config.mask_token_id, device=places.device)
+    ids[..., 0] = sequences.input_ids.gather(1, places)
+    most = head.rope_tables.num_positions - 1
+    positions = sequences.positions.gather(1, places)[..., None] + offsets
+    context = head.context_of(hidden, sequences.positions.flatten().clamp(max=most))
+    meta = BlockPass(sequences.document_ids, places, block, context, head.config.sees_ahead)
+    out, _ = head(ids.flatten(), positions.clamp(max=most).flatten(), hidden, meta, step=0)
+    by_place = out.view(-1, block, out.shape[-1])
+    start = length * torch.arange(len(places), device=places.device)
+    rows = (start[:, None] + places).flatten()  # of the batch, [N * A]
+    for step in range(num_steps):
+        counted = _ahead(sequences, step + 1).gather(1, places).flatten()
+        judged = counted.nonzero()[:, 0]
+        yield DraftStep(step, by_place[:, first + step], judged, rows[judged] + step)
+
+
+def _ahead(sequences: Sequences, count: int) -> Tensor:
+    """Returns whether the token `count` rows further is of the same document and the target's,
+    [N, L] bool."""
+    documents, mask = sequences.document_ids, sequences.loss_mask
+    same = torch.zeros_like(mask)
+    if count < mask.shape[1]:
+        same[:, :-count] = (documents[:, count:] == documents[:, :-count]) & mask[:, count:]
+    return same & (documents >= 0)
