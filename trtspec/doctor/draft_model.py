@@ -83,7 +83,7 @@ def unroll_model(drafter: DraftModel, sequences: Sequences, num_steps: int) -> I
         # The model proposes from its own last row: of the last token's, or of the last draft's.
         ahead = 1 if mask is not None else 1 + step
         rows = sequences.rows_of_step(step)
-        yield DraftStep(step, out.roll(-ahead, 0), rows, rows + step + 1)
+        yield DraftStep(step, out.roll(-ahead, 0), rows, rows + step + 1, rows)
 
 
 def is_language_model(names: set[str]) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
+from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.mtp import MTPHead
 from ..train.records import Sequences
 from ..train.trainer import Evaluation
@@ -142,6 +143,8 @@ class HeadExam(Exam):
         self.d2t = head.d2t
         if head.config.mask_token_id is not None:
             self.num_steps = min(NUM_STEPS, head.config.trained_draft_len or NUM_STEPS)
+        if isinstance(head, DFlashHead):  # whose drafts depend on the whole block
+            self.num_steps = head.config.trained_draft_len or NUM_STEPS
         self.all_layers: nn.ModuleList | None = None  # of an MTP head that has several
         if isinstance(head, MTPHead) and len(head.layers) > 1:
             self.all_layers = head.layers

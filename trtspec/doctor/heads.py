@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import permutations
 
 from torch import Tensor, nn
 
@@ -13,10 +12,13 @@ from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to
 from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.drafters.base import DraftHead
+from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
 from ..models.drafters.gemma_assistant import KIND as ASSISTANT
 from ..models.drafters.gemma_assistant import GemmaAssistant
 from ..models.drafters.mtp import MTPHead, MTPLayer
+from .blocks import block_trials
+from .captures import MOST_CAPTURED_TO_PERMUTE, capture_trials
 from .masks import mask_trials
 from .trials import (
     Trial,
@@ -26,8 +28,6 @@ from .trials import (
     swap_halves,
     vocabulary_trials,
 )
-
-MOST_CAPTURED_TO_PERMUTE = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def trials_of(patient: Patient) -> list[Trial]:
     head, trials = patient.head, list[Trial]()
     if head.advances_positions:  # one that reads the target's keys must be rotated as they are
         trials += rope_trials(head, patient.target)
-    trials += shift_trials()
+    if not isinstance(head, DFlashHead):  # which reads no token beside a state
+        trials += shift_trials()
     trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)
     if head.d2t is not None:
         trials += vocabulary_trials(head.d2t)
@@ -87,7 +88,10 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
         assert isinstance(layer, Eagle3Layer)
         layer.norm_before_residual = not layer.norm_before_residual
 
-    trials = _capture_trials(head, patient.target)
+    now, num_layers, usual = head.layers_to_capture, patient.target.num_layers, None
+    if len(now) == 3 and num_layers >= MIN_LAYERS_FOR_DEFAULT:
+        usual = "EAGLE-3's own", default_layers_to_capture(num_layers)
+    trials = capture_trials(now, num_layers, "eagle3_layers_to_capture", usual)
     trials.append(
         Trial(
             "norm_before_residual is wrong",
@@ -112,33 +116,6 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
     )
     if patient.mask_hidden is not None:
         trials += mask_trials(head, patient.mask_hidden, patient.state_size, patient.special_tokens)
-    return trials
-
-
-def _capture_trials(head: Eagle3Head, target: DecoderConfig) -> list[Trial]:
-    now = head.layers_to_capture
-    usual: tuple[int, ...] = ()
-    if len(now) == 3 and target.num_layers >= MIN_LAYERS_FOR_DEFAULT:
-        usual = default_layers_to_capture(target.num_layers)
-    candidates = [
-        ("layers are captured one too early", tuple(i + 1 for i in now)),
-        ("layers are captured one too late", tuple(i - 1 for i in now)),
-        ("layers are captured two too early", tuple(i + 2 for i in now)),
-        ("layers are captured two too late", tuple(i - 2 for i in now)),
-        ("captured layers are in reverse order", tuple(reversed(now))),
-        ("captured layers are not EAGLE-3's own", usual),
-    ]
-    if len(now) <= MOST_CAPTURED_TO_PERMUTE:
-        candidates += [
-            (f"captured layers should be in the order {list(order)}", order)
-            for order in permutations(now)
-        ]
-    trials, tried = [], {now, ()}
-    for name, layers in candidates:
-        if layers not in tried and all(0 <= i < target.num_layers for i in layers):
-            cure = f"eagle3_layers_to_capture={list(layers)} (0-based outputs), now {list(now)}"
-            trials.append(Trial(name, cure, sets={"layers": layers}, is_usual=layers == usual))
-            tried.add(layers)
     return trials
 
 
@@ -278,7 +255,12 @@ class _Kind:
     notes: Callable[[DraftHead], list[str]] = _no_notes
 
 
+def _dflash_trials(patient: Patient) -> list[Trial]:
+    return block_trials(patient.head, patient.target, patient.special_tokens)
+
+
 _KINDS = {
+    "dflash": _Kind(_dflash_trials),
     "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
     "eagle": _Kind(notes=_eagle1_notes),
     "mtp": _Kind(_mtp_trials),

@@ -43,8 +43,21 @@ class Anchors:
 DEFAULT_ANCHORS = Anchors()
 
 
+@dataclass(frozen=True)
+class Block:
+    """How blocks are run. The defaults are drafting's; the doctor tries others."""
+
+    anchors: Anchors = DEFAULT_ANCHORS
+    position_offset: int = 0
+    num_rows: int | None = None  # None is what the steps need; later steps of fewer are its last
+
+
 def unroll_blocks(
-    head: DFlashHead, sequences: Sequences, hidden: Tensor, num_steps: int, anchors: Anchors
+    head: DFlashHead,
+    sequences: Sequences,
+    hidden: Tensor,
+    num_steps: int,
+    how: Block = Block(),
 ) -> Iterator[DraftStep]:
     """Yields the steps of one pass, 0 … num_steps - 1, differentiable where gradients are on.
 
@@ -56,23 +69,24 @@ def unroll_blocks(
     """
     assert head.config.mask_token_id is not None
     first = 0 if head.samples_from_anchor else 1
-    block, length = num_steps + first, sequences.input_ids.shape[1]
-    places = anchors.draw(sequences, num_steps)
+    block, length = how.num_rows or num_steps + first, sequences.input_ids.shape[1]
+    places = how.anchors.draw(sequences, num_steps)
     offsets = torch.arange(block, device=places.device)
     ids = torch.full((*places.shape, block), head.config.mask_token_id, device=places.device)
     ids[..., 0] = sequences.input_ids.gather(1, places)
     most = head.rope_tables.num_positions - 1
-    positions = sequences.positions.gather(1, places)[..., None] + offsets
+    positions = sequences.positions.gather(1, places)[..., None] + offsets + how.position_offset
     context = head.context_of(hidden, sequences.positions.flatten().clamp(max=most))
     meta = BlockPass(sequences.document_ids, places, block, context, head.config.sees_ahead)
-    out, _ = head(ids.flatten(), positions.clamp(max=most).flatten(), hidden, meta, step=0)
+    out, _ = head(ids.flatten(), positions.clamp(0, most).flatten(), hidden, meta, step=0)
     by_place = out.view(-1, block, out.shape[-1])
     start = length * torch.arange(len(places), device=places.device)
     rows = (start[:, None] + places).flatten()  # of the batch, [N * A]
     for step in range(num_steps):
         counted = _ahead(sequences, step + 1).gather(1, places).flatten()
         judged = counted.nonzero()[:, 0]
-        yield DraftStep(step, by_place[:, first + step], judged, rows[judged] + step)
+        of_step = by_place[:, min(first + step, block - 1)]
+        yield DraftStep(step, of_step, judged, rows[judged] + step, rows[judged])
 
 
 def _ahead(sequences: Sequences, count: int) -> Tensor:

@@ -41,9 +41,10 @@ class DraftStep:
     """One step along all sequences."""
 
     step: int
-    hidden: Tensor  # [T, H], what the head's `compute_logits` reads
-    rows: Tensor  # [R] int64, rows whose proposal counts: it is the target's text
+    hidden: Tensor  # [T, H], what the head's `compute_logits` reads; of a DFlash head by anchor
+    rows: Tensor  # [R] int64, its rows whose proposal counts: it is the target's text
     teacher_rows: Tensor  # [R] int64, the target's rows that judge them
+    drafted_from: Tensor  # [R] int64, the sequences' rows that proposed them: `rows`, or anchors
 
 
 def ahead(x: Tensor, count: int, fill: int | bool) -> Tensor:

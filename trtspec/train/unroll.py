@@ -35,7 +35,7 @@ from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead
 from ..ops.tokens.soft_cross_entropy import ROWS, linear_soft_cross_entropy
-from .blocks import DEFAULT_ANCHORS, Anchors, unroll_blocks
+from .blocks import DEFAULT_ANCHORS, Anchors, Block, unroll_blocks
 from .records import DraftStep, Sequences, ahead
 
 CLUSTERED_ROWS = 64
@@ -62,6 +62,7 @@ class Use:
     advances: bool | None = None  # step s is at position t + s; None: as the head does
     feeds_back: bool = True  # otherwise each step reads the target's states again
     anchors: Anchors = DEFAULT_ANCHORS  # of a DFlash head's blocks
+    block: int | None = None  # rows of such a block; None is what the steps need
 
 
 DRAFTING = Use()
@@ -112,7 +113,8 @@ def unroll(
         use: drafting's, unless the doctor tries a mistake.
     """
     if isinstance(head, DFlashHead):
-        yield from unroll_blocks(head, sequences, hidden, num_steps, use.anchors)
+        block = Block(use.anchors, use.position_offset, use.block)
+        yield from unroll_blocks(head, sequences, hidden, num_steps, block)
         return
     advances = use.advances
     if advances is None:
@@ -134,7 +136,7 @@ def unroll(
         state = fed_back if use.feeds_back else first
         rows = sequences.rows_of_step(step)
         if length > 1:
-            yield DraftStep(step, out, rows, rows + step + 1)
+            yield DraftStep(step, out, rows, rows + step + 1, rows)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class StepScore:
     """A step's loss, and whether its proposals match the target's greedy choice."""
 
     loss: Tensor  # [], mean over rows; 0 without rows
-    is_right: Tensor  # [T] bool, False outside `rows`
+    is_right: Tensor  # [T] bool, False where nothing was drafted from
     is_counted: Tensor  # [T] bool
 
 
@@ -166,10 +168,10 @@ def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = 
         proposals = torch.cat(parts)
     if head.d2t is not None:
         proposals = proposals + head.d2t[proposals]
-    is_counted = torch.zeros(step.hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    is_counted = torch.zeros(len(teacher.choices), dtype=torch.bool, device=hidden.device)
     is_right = torch.zeros_like(is_counted)
-    is_counted[rows] = True
-    is_right[rows] = proposals == teacher.choices[judges]
+    is_counted[step.drafted_from] = True
+    is_right[step.drafted_from] = proposals == teacher.choices[judges]
     return StepScore(loss, is_right, is_counted)
 
 

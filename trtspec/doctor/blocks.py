@@ -1,0 +1,134 @@
+"""The mistakes that DFlash heads are known for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..checkpoints.heads.dflash import default_target_layers
+from ..layers.norm import RMSNorm
+from ..models.config import DecoderConfig
+from ..models.drafters.base import DraftHead
+from ..models.drafters.dflash import DFlashHead
+from .captures import capture_trials
+from .masks import mask_token_trials
+from .trials import Change, Trial
+
+USUAL_BLOCKS = (4, 8, 10, 16, 32)
+
+
+def block_trials(
+    head: DraftHead, target: DecoderConfig, special_tokens: Mapping[int, str]
+) -> list[Trial]:
+    """Returns what is tried with a DFlash head, beside RoPE and its vocabulary."""
+    assert isinstance(head, DFlashHead)
+    usual = default_target_layers(head.num_layers, target.num_layers)
+    captures = capture_trials(
+        head.layers_to_capture,
+        target.num_layers,
+        "target_layer_ids",
+        ("DFlash's own", usual) if len(usual) == len(head.layers_to_capture) else None,
+    )
+    return [
+        *captures,
+        *mask_token_trials(head.config.mask_token_id or 0, special_tokens, _reads),
+        *_sight(head),
+        *_lengths(head),
+        *_scales(head, target),
+        *_positions(),
+    ]
+
+
+def _reads(token: int) -> Change:
+    def change(head: DFlashHead) -> None:
+        head.config = replace(head.config, mask_token_id=token)
+
+    return change
+
+
+def _sight(head: DFlashHead) -> list[Trial]:
+    """Which rows of its block a row sees."""
+    now, trials = head.config.sees_ahead, []
+    for sees, what in ((True, "each other both ways"), (False, "earlier rows alone")):
+        sight = (sees,) * len(now)
+        if sight == now:
+            continue
+
+        def look(head: DFlashHead, sight: tuple[bool, ...] = sight) -> None:
+            head.config = replace(head.config, sees_ahead=sight)
+
+        trials.append(
+            Trial(
+                f"rows of a block should see {what}",
+                f'"is_causal": {str(not sees).lower()} in config.json (sliding layers: '
+                f'"sliding_window_non_causal": {str(sees).lower()})',
+                look,
+            )
+        )
+    return trials
+
+
+def _lengths(head: DFlashHead) -> list[Trial]:
+    """How long a block is, and which of its rows propose."""
+    trained, anchor = head.config.trained_draft_len, head.samples_from_anchor
+    assert trained is not None
+    now = trained + (not anchor)
+
+    def other_anchor(head: DFlashHead) -> None:
+        head.config = replace(head.config, samples_from_anchor=not anchor)
+
+    return [
+        Trial(
+            f"the last token's row should {'not ' if anchor else ''}propose",
+            f'"sample_from_anchor": {str(not anchor).lower()} in config.json',
+            other_anchor,
+        ),
+        *(
+            Trial(
+                f"blocks should have {length} rows",
+                f'"block_size": {length} in config.json, now {now}',
+                sets={"block": length},
+            )
+            for length in USUAL_BLOCKS
+            if length > now  # with fewer, later drafts could not be compared
+        ),
+    ]
+
+
+def _scales(head: DFlashHead, target: DecoderConfig) -> list[Trial]:
+    scale = head.embedding_scale
+    other = None if scale else math.sqrt(target.hidden_size)
+
+    def scale_embedding(head: DFlashHead) -> None:
+        head.embedding_scale = other
+
+    def shift_norms(head: DFlashHead) -> None:
+        for module in head.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.data = module.weight.data + 1
+
+    return [
+        Trial(
+            f"the target's embedding should {'not ' if scale else ''}be scaled",
+            "here, as in the target, it is read as the target's config says: train the head so",
+            scale_embedding,
+        ),
+        Trial(
+            "norms are written around 0",
+            f"add 1 to the weights of its norms: in {head.config.format} they are as they are",
+            shift_norms,
+        ),
+    ]
+
+
+def _positions() -> list[Trial]:
+    return [
+        Trial(
+            f"blocks are rotated one position too {way}",
+            "here, as in DFlash, a block's first row has the position of the token that it reads: "
+            "train the head so",
+            sets={"position_offset": offset},
+        )
+        for way, offset in (("far", -1), ("little", 1))
+    ]
