@@ -86,3 +86,18 @@ def test_attention_data_parallel(
         llm.executor.kv_cache.check_integrity()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == oracle.extend(prompt, count)
+
+
+@pytest.mark.parametrize("mode", NETWORKS if full() else ["dflash"])
+def test_as_many_drafts_are_accepted_as_on_one_rank(
+    target_dir: Path, drafters: Drafters, mode: str
+) -> None:
+    """Tokens are right whatever is drafted. Exact-match drafts make acceptance a fingerprint."""
+    config = config_of(mode, 3, drafters, acceptance="exact_match")
+    prompts, params = requests(6, 24)
+    one = cpu_engine(target_dir, config).generate(prompts, params)
+    with two_ranks(target_dir, config) as llm:
+        two = llm.generate(prompts, params)
+    steps = [[output.spec_stats.num_steps for output in outputs] for outputs in (one, two)]
+    assert steps[0] == steps[1]
+    assert any(output.spec_stats.acceptance_length > 1 for output in one)
