@@ -136,7 +136,9 @@ trtspec::CollectiveParams collective(const TensorView& x, const TensorView& hand
                                      const TensorView& out) {
   const int64_t bytes = x.numel() * x.dtype().bits / 8;
   const trtspec::Peers peers = peers_of(handle);
+  const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   check(is_dense(x) && is_dense(out) && bytes % 16 == 0, "16 bytes at a time, in one piece");
+  check(is_aligned(x.data_ptr()) && is_aligned(out.data_ptr()), "16 bytes must be aligned");
   check(bytes / 16 <= peers.part_packets, "more than the ranks' memory holds");
   return {peers, static_cast<const uint4*>(x.data_ptr()), static_cast<uint4*>(out.data_ptr()),
           static_cast<int>(bytes / 16)};
@@ -145,6 +147,7 @@ trtspec::CollectiveParams collective(const TensorView& x, const TensorView& hand
 // out may be x.
 void all_reduce(TensorView x, TensorView handle, TensorView out) {
   const trtspec::CollectiveParams p = collective(x, handle, out);
+  check(out.numel() == x.numel(), "room for the sum");
   if (p.packets == 0) return;
   by_type(x, [&](auto type) {
     return trtspec::launch_all_reduce<decltype(type)>(p, stream_of(x));

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .config import DFlashDecodingConfig as DFlashDecodingConfig
     from .config import Drafter as Drafter
     from .config import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from .config import DSparkDecodingConfig as DSparkDecodingConfig
     from .config import EagleDecodingConfig as EagleDecodingConfig
     from .config import KvCacheConfig as KvCacheConfig
     from .config import MTPDecodingConfig as MTPDecodingConfig
@@ -57,6 +58,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "CudaGraphConfig",
             "DecodingBaseConfig",
             "DFlashDecodingConfig",
+            "DSparkDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
             "EagleDecodingConfig",

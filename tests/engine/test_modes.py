@@ -35,7 +35,8 @@ from trtspec.workers import (
     create_worker,
 )
 
-ONE_ENGINE = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL}
+BLOCKS = {Mode.DFLASH, Mode.DSPARK}
+ONE_ENGINE = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL, *BLOCKS}
 DRAFT_MODEL = {Mode.EAGLE3, Mode.DRAFT_TARGET, Mode.MTP_EAGLE}
 DRAFTERS = {*DRAFT_MODEL, Mode.NGRAM, Mode.USER_PROVIDED, Mode.SAVE_HIDDEN_STATES}
 TABLE = {
@@ -45,6 +46,8 @@ TABLE = {
     "is_mtp_eagle_one_model": {Mode.MTP_EAGLE_ONE_MODEL},
     "is_eagle3": {Mode.EAGLE3},
     "is_eagle3_one_model": {Mode.EAGLE3_ONE_MODEL},
+    "is_dflash": {Mode.DFLASH},
+    "is_dspark": {Mode.DSPARK},
     "is_ngram": {Mode.NGRAM},
     "is_draft_target": {Mode.DRAFT_TARGET},
     "is_user_provided": {Mode.USER_PROVIDED},
@@ -70,7 +73,7 @@ TABLE = {
     "drafts_on_host": {Mode.USER_PROVIDED},
     "drafts_with_network": {*ONE_ENGINE, *DRAFT_MODEL},
     "needs_kv_cache_recompute": {Mode.EAGLE3, Mode.MTP_EAGLE},
-    "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL},
+    "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL, *BLOCKS},
     "has_spec_decoder": {*ONE_ENGINE, Mode.MTP_EAGLE, Mode.EAGLE3},
     "has_spec_drafter": DRAFTERS,
     "support_guided_decoder": {Mode.NONE, *DRAFTERS},
@@ -93,7 +96,8 @@ def test_predicates(predicate: str) -> None:
 def test_members_and_names() -> None:
     assert [mode.name for mode in Mode] == [
         "MTP", "MTP_EAGLE", "MTP_EAGLE_ONE_MODEL", "EAGLE3", "EAGLE3_ONE_MODEL", "NGRAM",
-        "DRAFT_TARGET", "USER_PROVIDED", "SAVE_HIDDEN_STATES", "NONE", "AUTO",
+        "DRAFT_TARGET", "USER_PROVIDED", "SAVE_HIDDEN_STATES", "NONE", "AUTO", "DFLASH",
+        "DSPARK",
     ]  # fmt: skip
     assert Mode.from_string(None) is Mode.NONE
     for mode in Mode:

@@ -178,5 +178,6 @@ def test_what_is_too_much_is_left_to_others() -> None:
     assert not rank.exchange.takes(torch.empty(PART_BYTES // 2 + 8, dtype=torch.bfloat16))
     assert not rank.exchange.takes(torch.empty(7, dtype=torch.bfloat16))
     assert not rank.exchange.takes(torch.empty(8, dtype=torch.int32))
+    assert not rank.exchange.takes(torch.empty(12, dtype=torch.bfloat16)[4:])  # at 8 bytes
     with pytest.raises(ValueError, match="more than the ranks' memory holds"):
         rank.exchange.all_reduce(torch.empty(PART_BYTES, dtype=torch.bfloat16, device="cuda"))

@@ -59,7 +59,7 @@ def test_only_heads_and_draft_models_are_watched() -> None:
     watched = {mode for mode in modes if DeadDrafterWatch.for_mode(mode) is not None}
     assert watched == {
         modes.MTP, modes.MTP_EAGLE, modes.MTP_EAGLE_ONE_MODEL, modes.EAGLE3,
-        modes.EAGLE3_ONE_MODEL, modes.DRAFT_TARGET, modes.DFLASH,
+        modes.EAGLE3_ONE_MODEL, modes.DRAFT_TARGET, modes.DFLASH, modes.DSPARK,
     }  # fmt: skip
 
 

@@ -69,6 +69,22 @@ WINDOW = {
         {"head_dim": 16, "block_size": 8, "aux_hidden_state_layer_ids": [8], **ROPE},
         {"head_dim": 8, "num_key_value_heads": 6, "sample_from_anchor": True},
         {"head_dim": 8, **WINDOW},
+        {"head_dim": 8, "name": "dspark", "markov_rank": 12},
+        {
+            "head_dim": 8,
+            "name": "dspark",
+            "markov_rank": 12,
+            "markov_head_type": "gated",
+            "draft_vocab_size": 40,
+        },
+        {"head_dim": 8, "name": "dspark", "markov_rank": 12, "markov_head_type": "rnn"},
+        {
+            "head_dim": 8,
+            "name": "dspark",
+            "markov_rank": 12,
+            "markov_head_type": "rnn",
+            "sample_from_anchor": False,
+        },
     ],
 )
 def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
@@ -82,7 +98,7 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
     head = load_head(
         tmp_path / "head",
         target,
-        HeadRequest(kind="dflash"),
+        HeadRequest(kind=flags.get("name", "dflash")),
         LoadOptions(dtype=torch.float32, device=device, backend=TorchAttention(), kv_group=0),
     )
     assert isinstance(head, DFlashHead)
@@ -103,6 +119,15 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
             step = draft_step_metadata(meta, anchor + torch.arange(block)[None], block)
             out, _ = head(read, step.position_ids, hidden, step, step=0)
             ours = head.compute_logits(out, 0)
+            if head.markov_head is not None:
+                before = ids[anchor : anchor + block]
+                if not head.samples_from_anchor:
+                    before = torch.cat([before[:1], before[:-1]])
+                state, biases = head.markov_head.first_state(out[:1]), []
+                for token, row in zip(before, out, strict=True):
+                    bias, state = head.markov_head(token[None], row[None], state)
+                    biases.append(bias)
+                ours = ours + torch.cat(biases)
         first = 0 if head.samples_from_anchor else 1
         assert isinstance(ours, torch.Tensor) and expected.std() > 0.5
         torch.testing.assert_close(ours[first:], expected[first:], atol=1e-4, rtol=2e-5)
@@ -170,10 +195,11 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3, 8]}}, "8 is no layer"),
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3]}}, "fc.weight"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
-        ({"markov_rank": 256}, "DSpark's bias"),
+        ({"markov_rank": 256}, "a bias like DSpark's"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
         ({"dflash_config": []}, "must be objects"),
+        ({"architectures": "DFlashDraftModel"}, "it must be a list of names"),
         ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
     ],
 )
@@ -186,6 +212,17 @@ def test_what_cannot_be_is_refused(
     config = DFlashDecodingConfig(speculative_model=head)
     with pytest.raises(CheckpointError, match=said):
         LLM(target_dir, config, device="cpu", max_seq_len=48)
+
+
+def test_a_null_says_nothing(target_dir: Path, tmp_path: Path) -> None:
+    head = dflash_dir(tmp_path, block=5, sample_from_anchor=True)
+    raw = json.loads((head / "config.json").read_text())
+    raw |= {"target_layer_ids": None, "sample_from_anchor": None, "mask_token_id": None}
+    (head / "config.json").write_text(json.dumps(raw))
+    config = DFlashDecodingConfig(speculative_model=head)
+    model = LLM(target_dir, config, device="cpu", max_seq_len=48).executor.draft_model
+    assert isinstance(model, DFlashHead)
+    assert model.layers_to_capture == LAYERS and model.samples_from_anchor
 
 
 def test_a_head_is_given_to_its_own_config(target_dir: Path, tmp_path: Path) -> None:

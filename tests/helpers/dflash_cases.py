@@ -12,7 +12,7 @@ from tiny_dflash import LAYERS, dflash_dir
 from tiny_heads import HEAD_DIM, HEADS, KV_HEADS, MASK_TOKEN, NaiveHead, _rotate
 from torch import Tensor
 
-from trtspec import DFlashDecodingConfig
+from trtspec import DFlashDecodingConfig, DSparkDecodingConfig
 
 
 class NaiveDFlash(NaiveHead):
@@ -30,8 +30,29 @@ class NaiveDFlash(NaiveHead):
             x = self.norm(out, f"{p}input_layernorm")
             out = out + self.block_attention(x, i)
             out = out + self.mlp(self.norm(out, f"{p}post_attention_layernorm"), f"{p}mlp")
-        logits = self.norm(out, "norm") @ self.lm_head.T
+        out = self.norm(out, "norm")
+        logits = out @ self.lm_head.T
+        if self.flags.get("markov"):
+            before = [text[-1], *proposals] if anchor else [text[-1], text[-1], *proposals]
+            logits = logits + self.biases(before[: len(out)], out)
         return list(logits if anchor else logits[1:])[: len(proposals)]
+
+    def biases(self, before: list[int], out: Tensor) -> Tensor:
+        """DSpark's, for the tokens before."""
+        found, name = [], "markov_head."
+        state = torch.zeros(self.raw["markov_rank"], dtype=torch.float64)
+        for token, h in zip(before, out, strict=True):
+            e = self.t[f"{name}markov_w1.weight"][token]
+            if self.flags["markov"] == "gated":
+                e = e * torch.sigmoid(self.linear(torch.cat([h, e]), f"{name}gate_proj"))
+            elif self.flags["markov"] == "rnn":
+                joint = self.linear(torch.cat([state, e, h]), f"{name}joint_proj")
+                gate, candidate, e = joint.view(3, -1)
+                gate = torch.sigmoid(gate)
+                state = gate * state + (1 - gate) * torch.tanh(candidate)
+                e = torch.tanh(e)
+            found.append(self.linear(e, f"{name}markov_w2"))
+        return torch.stack(found)
 
     def block_attention(self, x: Tensor, layer: int) -> Tensor:
         name, known = f"layers.{layer}.self_attn", self.known
@@ -63,6 +84,23 @@ WINDOWS = {
     "use_sliding_window": True, "max_window_layers": 0,
 }  # fmt: skip
 DFLASH_CASES = ["dflash", "dflash_vocab", "dflash_causal", "dflash_anchor", "dflash_windows"]
+
+
+DSPARK_CASES = ["dspark", "dspark_gated", "dspark_rnn"]
+
+
+def make_dspark_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
+    kind = name.removeprefix("dspark_") if "_" in name else "vanilla"
+    options: dict[str, Any] = {"markov": kind, "block": max(2, k)}
+    flags: dict[str, Any] = {"theta": 5000.0, "markov": kind, "sample_from_anchor": True}
+    if kind == "gated":
+        options |= {"draft_vocab": 40}
+    if kind == "rnn":  # the last token's row updates the state, though it proposes nothing
+        options |= {"sample_from_anchor": False, "block": k + 1}
+        flags |= {"sample_from_anchor": False}
+    head = dflash_dir(tmp_path, **options)
+    config = DSparkDecodingConfig(max_draft_len=k, speculative_model=head)
+    return Case(target, config, NaiveDFlash(head, target, "dflash", **flags), capture=LAYERS)
 
 
 def make_dflash_case(name: str, target: Path, tmp_path: Path, k: int, block: int = 0) -> Case:

@@ -90,31 +90,38 @@ def build_eagle3(
     return _randomized(Model(config).float().eval(), seed)
 
 
-def build_dflash(seed: int = 0, **flags: Any) -> Any:
-    """A float32 `DFlashDraftModel`; `flags` are fields of the head's config or of its layers'."""
-    package = load_speculators()
-    module = importlib.import_module("speculators.models.dflash")
+def build_dflash(seed: int = 0, *, name: str = "dflash", **flags: Any) -> Any:
+    """A float32 `DFlashDraftModel`; `flags` are fields of the head's config or of its layers'.
+
+    With the name "dspark" it is a `DSparkDraftModel`.
+    """
+    package, kind = load_speculators(), {"dflash": "DFlash", "dspark": "DSpark"}[name]
+    module = importlib.import_module(f"speculators.models.{name}")
     greedy = importlib.import_module("speculators.proposals.greedy").GreedyTokenProposalConfig
     fields = {"draft_vocab_size": DEFAULTS["vocab_size"], "block_size": 5, "mask_token_id": 90}
     fields |= {"aux_hidden_state_layer_ids": [2, 4, 5]}
-    own = (*fields, "sliding_window_non_causal", "sample_from_anchor")
+    own = (*fields, "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
+    own = (*own, "markov_head_type")
     fields |= {name: flags.pop(name) for name in own if name in flags}
     layers = {**DEFAULTS, "num_hidden_layers": 2, "attn_implementation": "eager", **flags}
-    config = module.DFlashSpeculatorConfig(
+    config = getattr(module, f"{kind}SpeculatorConfig")(
         transformer_layer_config=AutoConfig.for_model("qwen3", **layers),
         speculators_config=package.SpeculatorsConfig(
-            algorithm="dflash",
+            algorithm=name,
             proposal_methods=[greedy(speculative_tokens=fields["block_size"] - 1)],
             default_proposal_method="greedy",
             verifier=package.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
         **fields,
     )
-    return _randomized(module.DFlashDraftModel(config).float().eval(), seed)
+    return _randomized(getattr(module, f"{kind}DraftModel")(config).float().eval(), seed)
 
 
 def block_logits(model: Any, hidden: Tensor, token_ids: Tensor, anchor: int) -> Tensor:
-    """A `DFlashDraftModel`'s logits of the block whose first token is at `anchor`, [block, Vd]."""
+    """A `DFlashDraftModel`'s logits of the block whose first token is at `anchor`, [block, Vd].
+
+    A `DSparkDraftModel`'s bias is by the tokens that follow in `token_ids`.
+    """
     ours = torch.zeros_like(token_ids)
     ours[anchor] = 1
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -122,7 +129,13 @@ def block_logits(model: Any, hidden: Tensor, token_ids: Tensor, anchor: int) -> 
             hidden[None], token_ids[None], ours[None], hidden[None, :, : model.norm.weight.numel()],
             torch.zeros_like(token_ids)[None], max_anchors=1,
         )  # fmt: skip
-    return found[1][0]
+        logits, markov = found[1][0], getattr(model, "markov_head", None)
+        if markov is None:
+            return logits
+        before = token_ids[anchor : anchor + model.block_size]
+        if not model.config.sample_from_anchor:
+            before = torch.cat([before[:1], before[:-1]])
+        return logits + markov.block_bias(prev_token_ids=before[None], hidden_states=found[0])[0]
 
 
 def _randomized(model: Any, seed: int) -> Any:

@@ -26,7 +26,8 @@ LAYERS = (1, 3, 4)  # of the target, 0-based outputs
 
 def dflash_dir(
     tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
-    draft_vocab: int | None = None, inner: dict[str, Any] | None = None, **dflash_config: Any,
+    draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
+    inner: dict[str, Any] | None = None, **dflash_config: Any,
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -41,6 +42,19 @@ def dflash_dir(
         shapes |= {f"{p}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, SIZE)
+    if markov is not None:
+        shapes |= {
+            "markov_head.markov_w1.weight": (VOCAB, rank),
+            "markov_head.markov_w2.weight": (draft_vocab or VOCAB, rank),
+            "confidence_head.proj.weight": (1, SIZE + rank),
+            "confidence_head.proj.bias": (1,),
+        }
+        name, columns, rows = "gate_proj", SIZE + rank, rank
+        if markov == "rnn":
+            name, columns, rows = "joint_proj", SIZE + 2 * rank, 3 * rank
+        if markov != "vanilla":
+            shapes[f"markov_head.{name}.weight"] = (rows, columns)
+            shapes[f"markov_head.{name}.bias"] = (rows,)
     tensors = _weights(shapes, seed)
     if draft_vocab is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -48,7 +62,8 @@ def dflash_dir(
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
     raw = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": VOCAB,
+        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+        "model_type": "qwen3", "vocab_size": VOCAB,
         "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
@@ -57,6 +72,7 @@ def dflash_dir(
             "mask_token_id": MASK_TOKEN, "target_layer_ids": list(LAYERS), **dflash_config
         },
         **({} if draft_vocab is None else {"draft_vocab_size": draft_vocab}),
+        **({"markov_rank": rank, "markov_head_type": markov} if markov else {}),
         **(inner or {}),
     }  # fmt: skip
     return _save(tmp_path, "dflash", tensors, raw, pickle=False)

@@ -9,7 +9,7 @@ import torch
 from dflash_cases import DFLASH_CASES, make_dflash_case
 from tiny import tiny_model_dir
 from torch import Tensor
-from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, load_target, padded_texts
+from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
 from trtspec import LLM, DFlashDecodingConfig, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
@@ -20,6 +20,7 @@ from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train.blocks import Anchors
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.trainer import TrainConfig, Trainer
 from trtspec.train.unroll import Use, score, teach, unroll
 
 EVERY = Anchors(count=1000)
@@ -127,9 +128,17 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> 
     assert all(p.grad is None for p in target.parameters())
 
 
-def test_a_mask_token_must_be_a_token(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=6))
     with pytest.raises(ConfigError, match=f"mask_token_id={VOCAB + 1} is not in the target's"):
         create_head(NewHead(kind="dflash", mask_token_id=VOCAB + 1), target, None, F32, seed=3)
+    latent = load_target(tiny_model_dir(tmp_path, "deepseek_v3"))
+    with pytest.raises(ConfigError, match="latent attention"):
+        create_head(NewHead(kind="dflash", layers_to_capture=(1,)), latent, None, F32, seed=3)
+    with pytest.raises(ConfigError, match="needs a target of 7 layers; it has 6"):
+        create_head(NewHead(kind="dflash", num_layers=4), target, None, F32, seed=3)
+    head = create_head(NewHead(kind="dflash", block_size=8), target, None, F32, seed=3)
+    with pytest.raises(ConfigError, match="num_steps=6, but the head's block has 7"):
+        Trainer(target, head, GreedyTexts.__new__(GreedyTexts), [], TrainConfig(), tmp_path)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)

@@ -70,7 +70,8 @@ def _check_companions(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
             "with --speculative how it drafts: eagle3, dflash, mtp or mtp_eagle."
         )
-    if options.two_engine and (mode.is_mtp_vanilla() or mode.is_dflash() or not reads_head):
+    has_two = mode.is_eagle3() or mode.is_eagle3_one_model() or mode.is_mtp_eagle()
+    if options.two_engine and not (has_two or mode.is_mtp_eagle_one_model()):
         raise CliError(
             f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
             "have."

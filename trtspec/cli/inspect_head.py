@@ -98,7 +98,7 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
             f"{moe.num_experts} of intermediate_size {moe.intermediate_size}, "
             f"{moe.experts_per_token} to a token"
         )
-    if head.kind == "dflash":
+    if head.kind in ("dflash", "dspark"):
         facts["Captured layers"] = _captured(report)
         facts["Block"] = _block(head)
     elif head.kind == "eagle3":

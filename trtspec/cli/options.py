@@ -46,8 +46,8 @@ class EngineOptions:
         str,
         typer.Option(
             "--speculative",
-            help="none, ngram, draft_target, auto, eagle3, dflash, mtp (one layer per draft token) "
-            "or mtp_eagle (one layer for all). The last four draft inside the step; eagle3 is the "
+            help="none, ngram, draft_target, auto, eagle3, dflash, dspark, mtp (a layer per draft) "
+            "or mtp_eagle (one layer for all). The last five draft inside the step; eagle3 is the "
             "mode EAGLE3_ONE_MODEL, mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
         ),
     ] = "none"
@@ -56,8 +56,8 @@ class EngineOptions:
         typer.Option(
             "--max-draft-len",
             help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with "
-            "the package's head), dflash what fills its block, the others 4; an EAGLE head may say "
-            "its own; demo 3.",
+            "the package's head), dflash and dspark what fills a block, the others 4; an EAGLE "
+            "head may say its own; demo 3.",
         ),
     ] = None
     draft_model: Annotated[
@@ -68,7 +68,7 @@ class EngineOptions:
         str | None,
         typer.Option(
             "--head",
-            help="Directory of the EAGLE or DFlash head or MTP layers, or a name: "
+            help="Directory of the EAGLE, DFlash or DSpark head or MTP layers, or a name: "
             "smollm2-135m-eagle3, smollm2-135m-mtp. Default: for smollm2-135m the package's, for "
             "other models their own MTP layers.",
         ),
@@ -266,7 +266,7 @@ class TrainOptions:
     num_steps: Annotated[
         int,
         typer.Option(
-            "--unroll", min=1, help="Draft steps trained at each position (dflash: its block's)."
+            "--unroll", min=1, help="Draft steps trained at each position. Not for dflash."
         ),
     ] = 6
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3

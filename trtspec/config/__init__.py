@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .decoding import DFlashDecodingConfig as DFlashDecodingConfig
     from .decoding import Drafter as Drafter
     from .decoding import DraftTargetDecodingConfig as DraftTargetDecodingConfig
+    from .decoding import DSparkDecodingConfig as DSparkDecodingConfig
     from .decoding import EagleDecodingConfig as EagleDecodingConfig
     from .decoding import HeadDecodingConfig as HeadDecodingConfig
     from .decoding import MTPDecodingConfig as MTPDecodingConfig
@@ -51,6 +52,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "CONFIG_OF_MODE",
             "DecodingBaseConfig",
             "DFlashDecodingConfig",
+            "DSparkDecodingConfig",
             "DraftTargetDecodingConfig",
             "Drafter",
             "EagleDecodingConfig",

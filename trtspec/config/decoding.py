@@ -222,7 +222,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
 
-    head_kind: ClassVar[str]  # what the checkpoint must hold: "dflash", "eagle" or "mtp"
+    head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle", "mtp", …
     head_name: ClassVar[str]  # what the names of the package's heads end in
     target_may_hold_head: ClassVar[bool] = False  # then speculative_model may be left out
     one_model_field: ClassVar[str | None] = None  # False there: it drafts in passes of its own
@@ -309,6 +309,16 @@ class DFlashDecodingConfig(HeadDecodingConfig):
     @property
     def head_options(self) -> dict[str, Any]:
         return {"layers_to_capture": self.target_layer_ids}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkDecodingConfig(DFlashDecodingConfig):
+    """A DSpark head drafts as a DFlash head does, each draft with a bias by the one before it."""
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DSPARK
+    decoding_type: ClassVar[str] = "DSpark"
+    head_kind: ClassVar[str] = "dspark"
+    head_name: ClassVar[str] = "dspark"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,6 +481,7 @@ CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: EagleDecodingConfig,
     SpeculativeDecodingMode.EAGLE3: EagleDecodingConfig,
     SpeculativeDecodingMode.DFLASH: DFlashDecodingConfig,
+    SpeculativeDecodingMode.DSPARK: DSparkDecodingConfig,
     SpeculativeDecodingMode.MTP: MTPDecodingConfig,
     SpeculativeDecodingMode.MTP_EAGLE: MTPDecodingConfig,
     SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL: MTPDecodingConfig,

@@ -52,9 +52,8 @@ class Exchange:
     def takes(x: Tensor) -> bool:
         """Whether x can be sent."""
         size = x.numel() * x.element_size()
-        return (
-            x.dtype in _FLOATS and x.is_contiguous() and size % PACKET == 0 and size <= PART_BYTES
-        )
+        is_whole = x.is_contiguous() and size % PACKET == 0 and x.data_ptr() % PACKET == 0
+        return x.dtype in _FLOATS and is_whole and size <= PART_BYTES
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As `Communicator.all_reduce`, in x's memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class ShardedLogits:
     @property
     def dtype(self) -> torch.dtype:
         return self.part.dtype
+
+    def __add__(self, other: ShardedLogits) -> ShardedLogits:
+        """Adds logits that are cut alike."""
+        return replace(self, part=self.part + other.part)
 
     def gathered(self) -> Tensor:
         """Returns the logits of all tokens, [R, V], the same on every rank."""

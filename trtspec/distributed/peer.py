@@ -165,8 +165,14 @@ def gpu_communicator(
     if comm is None or reasons:
         logger.warning("All-reduces use NCCL alone; there is no peer memory: %s", reasons[0])
         return GroupCommunicator(group)
-    if None in all_of(comm.exchange and comm.exchange.size):
+    lacking = [r for r, size in enumerate(all_of(comm.exchange and comm.exchange.size)) if not size]
+    if lacking or forced not in (None, PUSH):
         comm.exchange = None
+    if lacking and forced == PUSH:
+        raise ConfigError(
+            f"{ALL_REDUCE_ENV_VAR}=push, but rank {lacking[0]} has no kernels that push: they need "
+            f"Hopper or newer, nvcc and at most {MAX_RANKS} ranks. Leave the variable out."
+        )
     if forced is None:
         comm.choose(all_of, device)
     return comm

@@ -29,7 +29,7 @@ from ..checkpoints.tensors import open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_head
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..train.records import Sequences
@@ -99,6 +99,11 @@ def diagnose(
     diagnosis.problems = report.problems
     if report.problems or report.kind is None:
         return diagnosis
+    if report.config is not None and report.config.markov_rank:
+        raise ConfigError(
+            f"{head_dir} is a DSpark head, whose drafts depend on each other: the doctor does not "
+            "examine these yet. inspect-head shows what it holds."
+        )
     num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))
     head = load_head(
         head_dir,

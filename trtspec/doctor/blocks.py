@@ -61,8 +61,7 @@ def _sight(head: DFlashHead) -> list[Trial]:
         trials.append(
             Trial(
                 f"rows of a block should see {what}",
-                f'"is_causal": {str(not sees).lower()} in config.json (sliding layers: '
-                f'"sliding_window_non_causal": {str(sees).lower()})',
+                f'"is_causal": {str(not sees).lower()} in config.json',
                 look,
             )
         )
@@ -83,6 +82,7 @@ def _lengths(head: DFlashHead) -> list[Trial]:
             f"the last token's row should {'not ' if anchor else ''}propose",
             f'"sample_from_anchor": {str(not anchor).lower()} in config.json',
             other_anchor,
+            sets={"block": now},
         ),
         *(
             Trial(

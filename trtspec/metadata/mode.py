@@ -62,6 +62,7 @@ class _Predicates:
     is_ngram = _is("NGRAM")
     is_draft_target = _is("DRAFT_TARGET")
     is_dflash = _is("DFLASH")
+    is_dspark = _is("DSPARK")
     is_user_provided = _is("USER_PROVIDED")
     is_save_hidden_states = _is("SAVE_HIDDEN_STATES")
     is_none = _is("NONE")
@@ -97,6 +98,7 @@ class SpeculativeDecodingMode(_Predicates, IntEnum):
     NONE = auto()
     AUTO = auto()
     DFLASH = auto()
+    DSPARK = auto()
 
     @property
     def traits(self) -> ModeTraits:
@@ -198,6 +200,9 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         captures_contexts=True,
     ),
     SpeculativeDecodingMode.DFLASH: replace(
+        _ONE_ENGINE, load_draft_weights=True, captures_contexts=True
+    ),
+    SpeculativeDecodingMode.DSPARK: replace(
         _ONE_ENGINE, load_draft_weights=True, captures_contexts=True
     ),
     # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).

@@ -29,7 +29,7 @@ class Anchors:
         """Returns anchors [N, A] int64 on the sequences' device, in the order of rows.
 
         They are before tokens that the target wrote, `num_steps` of them where there are enough.
-        A sequence with fewer has some of them twice.
+        A sequence with fewer has some that no step judges.
         """
         source = sequences.on_host or sequences
         following = [_ahead(source, s + 1) for s in range(num_steps)]

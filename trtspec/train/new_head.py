@@ -239,11 +239,6 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
 def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | None) -> HeadConfig:
     if draft_ids is None:
         raise ConfigError("An EAGLE-3 head needs the tokens it drafts among: give draft_ids.")
-    if target.mla is not None:
-        raise ConfigError(
-            "An EAGLE-3 head takes over its target's attention, and this target's is latent "
-            "attention, which such heads have not. Train MTP layers (kind 'mtp')."
-        )
     layers = spec.layers_to_capture
     if layers is None:
         if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
@@ -266,6 +261,12 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
 def _dflash_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
     layers = spec.layers_to_capture
     if layers is None:
+        if target.num_layers < spec.num_layers + 3:
+            raise ConfigError(
+                f"The default capture (evenly from 1 to L-3) of {spec.num_layers} draft layers "
+                f"needs a target of {spec.num_layers + 3} layers; it has {target.num_layers}. Give "
+                "layers_to_capture."
+            )
         layers = default_target_layers(spec.num_layers, target.num_layers)
     if spec.mask_token_id >= target.vocab_size:
         raise ConfigError(
@@ -294,7 +295,16 @@ def _checked_layers(layers: tuple[int, ...], target: DecoderConfig) -> tuple[int
 
 
 def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
-    """Returns a Llama's layers of the target's sizes, whatever the target's have."""
+    """Returns a Llama's layers of the target's sizes, whatever the target's have.
+
+    Raises:
+        ConfigError: the target's attention is latent.
+    """
+    if target.mla is not None:
+        raise ConfigError(
+            f"A head of kind {spec.kind!r} takes over its target's attention, and this target's is "
+            "latent attention, which such heads have not. Train MTP layers (kind 'mtp')."
+        )
     return DecoderConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,

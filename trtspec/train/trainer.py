@@ -178,6 +178,12 @@ class Trainer:
         head_format: str = "raw",
         notes: dict[str, Any] | None = None,
     ):
+        trained = head.config.trained_draft_len
+        if head.config.kind == "dflash" and config.num_steps != trained:
+            raise ConfigError(
+                f"TrainConfig.num_steps={config.num_steps}, but the head's block has {trained} "
+                "tokens to be drafted: give the same number, block_size - 1."
+            )
         self.target, self.head, self.data, self.held_out = target, head, data, held_out
         self.config, self.out, self.head_format = config, Path(out), head_format
         self.notes = dict(notes or {})
@@ -368,6 +374,7 @@ class Trainer:
             "data": self.data.fingerprint,
             "head": config.kind,
             "captured layers": list(config.layers_to_capture),
+            **({} if config.mask_token_id is None else {"mask token": config.mask_token_id}),
             "dtype": str(weight.dtype),
             "target or draft vocabulary": digest.hexdigest()[:16],
         }

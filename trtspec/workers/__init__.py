@@ -44,6 +44,7 @@ MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: MaskedEagle3Worker,
     SpeculativeDecodingMode.DRAFT_TARGET: MaskedDraftTargetWorker,
     SpeculativeDecodingMode.DFLASH: DFlashWorker,
+    SpeculativeDecodingMode.DSPARK: DFlashWorker,
 }
 
 

@@ -11,19 +11,20 @@ block's own keys and values are overwritten in turn, by the next step's context.
 the target's states of the text, and its own block.
 
 A head that samples from the anchor has one mask less: a row then proposes the token after its own,
-and the last token's proposes too. With K = 0 the context is read and nothing else.
+and the last token's proposes too. A DSpark head chooses the drafts in turn: a bias by the token
+before is added to each row's logits. With K = 0 the context is read and nothing else.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import MaskedRows, draft_step, gather_rows
+from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows
 from ..ops.tokens.accept import last_accepted
 from .heads import draft_source
 from .masked import MaskedWorker
@@ -31,9 +32,11 @@ from .protocols import BlockDraftModel, DraftInputs, both_outputs
 
 
 class DFlashWorker(MaskedWorker):
-    """Mode DFLASH."""
+    """Modes DFLASH and DSPARK."""
 
-    first_row_offset = 1
+    def num_proposals(self, inputs: DraftInputs) -> int:
+        """Returns P, perhaps 0: the context is read in any case."""
+        return inputs.step.draft_len
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -43,19 +46,45 @@ class DFlashWorker(MaskedWorker):
         model, meta, hidden_states = draft_source(inputs)
         head = cast(BlockDraftModel, model)
         head.read_context(hidden_states, meta.position_ids, meta)
-        if not inputs.step.draft_len:
+        if not self.num_proposals(inputs):
             return self.no_drafts(inputs)
         rows = self.rows_of_block(inputs, meta, head.samples_from_anchor)
         ids, step = draft_step(meta, rows.tokens, rows.positions, self.num_extra_kv_tokens)
         out, _ = both_outputs(head(ids, step.position_ids, hidden_states, step, step=0))
+        if head.markov_head is not None:
+            return self.drafts_in_turn(inputs, meta, rows, head, out)
         (proposing,) = gather_rows(rows.proposing, out)
         return self.drafts(inputs, meta, rows, head.compute_logits(proposing, 0), head.d2t)
+
+    def drafts_in_turn(
+        self,
+        inputs: DraftInputs,
+        meta: AttentionMetadata,
+        rows: MaskedRows,
+        head: BlockDraftModel,
+        out: Tensor,
+    ) -> Tensor:
+        """Draws DSpark's drafts, each with a bias by the one before: out [B * R, H] -> [B, K]."""
+        markov, sampler = head.markov_head, self.draft_sampler(inputs)
+        assert markov is not None
+        by_row = out.view(*rows.tokens.shape, -1).transpose(0, 1)  # [R, B, H]
+        before, state = rows.tokens[:, 0], markov.first_state(by_row[0])
+        if not head.samples_from_anchor:
+            _, state = markov(before, by_row[0], state)
+        proposals: list[Tensor] = []
+        for hidden in by_row[-self.num_proposals(inputs) :]:
+            bias, state = markov(before, hidden, state)
+            logits: Any = head.compute_logits(hidden, 0)
+            depth = len(proposals)
+            before = self.propose(logits + bias, head.d2t, sampler, rows.last_positions, depth)
+            proposals.append(before)
+        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 
     def rows_of_block(
         self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool
     ) -> MaskedRows:
         """Returns the blocks' rows."""
-        proposals = inputs.step.draft_len
+        proposals = self.num_proposals(inputs)
         count = proposals if samples_from_anchor else proposals + 1
         last = inputs.path.next_positions(meta.position_ids[certain_rows(meta)])
         batch, device = last.shape[0], last.device

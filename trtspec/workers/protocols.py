@@ -22,6 +22,7 @@ __all__ = [
     "DraftModel",
     "GuidedDecoder",
     "LanguageModel",
+    "MarkovBias",
     "MaskedDraftModel",
 ]
 
@@ -71,6 +72,16 @@ class MaskedDraftModel(DraftModel, Protocol):
     mask_hidden: Tensor | None  # [H], read in place of a target's state that is not known yet
 
 
+class MarkovBias(Protocol):
+    """A bias of a draft's logits by the token before it."""
+
+    def first_state(self, hidden: Tensor) -> Tensor: ...
+
+    def __call__(
+        self, before: Tensor, hidden: Tensor, state: Tensor
+    ) -> tuple[Tensor | ShardedLogits, Tensor]: ...
+
+
 class BlockDraftModel(DraftModel, Protocol):
     """A head that drafts a block in one pass, over keys and values of the target's states (DFlash).
 
@@ -78,6 +89,7 @@ class BlockDraftModel(DraftModel, Protocol):
     """
 
     samples_from_anchor: bool  # the last token's row proposes too
+    markov_head: MarkovBias | None  # DSpark's; None proposes all rows at once
 
     def read_context(
         self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata

@@ -24,7 +24,7 @@ __global__ void exchange(const __grid_constant__ CollectiveParams p) {
     const uint4 own = sendable(p.x[i]);
     for (int r = 1; r < p.peers.size; ++r) {
       const int to = (p.peers.rank + r) % p.peers.size;  // not all to one rank at first
-      send(part_of(p.peers, to, round.number, p.peers.rank) + i, own);
+      send(place_of(p.peers, to, round.part, p.peers.rank) + i, own);
     }
   }
   empty_last_round(p.peers, round, index, count);
@@ -34,7 +34,7 @@ __global__ void exchange(const __grid_constant__ CollectiveParams p) {
     float sums[kVector] = {};
     for (int r = 0; r < p.peers.size; ++r) {
       uint4 packet = sendable(own);
-      if (r != p.peers.rank) packet = receive(part_of(p.peers, p.peers.rank, round.number, r) + i);
+      if (r != p.peers.rank) packet = receive(place_of(p.peers, p.peers.rank, round.part, r) + i);
       if constexpr (kSums) {
         const T* values = reinterpret_cast<const T*>(&packet);
 #pragma unroll

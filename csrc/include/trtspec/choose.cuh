@@ -205,8 +205,8 @@ __device__ inline ChunkBest join_ranks(const ChooseParams& p, const Round& round
   const uint4 own = {__float_as_uint(value), static_cast<uint32_t>(best.index),
                      static_cast<uint32_t>(best.has_nan), 0};
   if (lane < peers.size && lane != peers.rank) {
-    send(part_of(peers, lane, round.number, peers.rank) + row, own);
-    const uint4 other = receive(part_of(peers, peers.rank, round.number, lane) + row);
+    send(place_of(peers, lane, round.part, peers.rank) + row, own);
+    const uint4 other = receive(place_of(peers, peers.rank, round.part, lane) + row);
     best.value = __uint_as_float(other.x);
     best.index = static_cast<int>(other.y), best.has_nan = static_cast<int>(other.z);
   } else if (lane >= peers.size) {

@@ -18,7 +18,7 @@ constexpr uint32_t kOtherNaN = 0x7fff7fffu;  // the same, sent in its place
 
 // This rank's own, zero at first.
 struct ExchangeState {
-  unsigned round;
+  int part;  // of the memory that the round uses: 0, 1, 2, 0 …
   int tickets;
   int packets;  // from each rank in the round before
 };
@@ -32,12 +32,14 @@ struct Peers {
 };
 
 struct Round {
-  unsigned number;
+  int part;
   int packets_before;
 };
 
-__device__ inline uint4* part_of(const Peers& p, int owner, unsigned round, int sender) {
-  return p.memory[owner] + ((round % 3) * p.size + sender) * p.part_packets;
+__device__ inline int after(int part) { return part == 2 ? 0 : part + 1; }
+
+__device__ inline uint4* place_of(const Peers& p, int owner, int part, int sender) {
+  return p.memory[owner] + (part * p.size + sender) * p.part_packets;
 }
 
 __device__ inline uint4 sendable(uint4 packet) {
@@ -67,7 +69,7 @@ __device__ inline uint4 receive(const uint4* source) {
 
 // After `wait_for_previous`, before the first packet.
 __device__ inline Round begin_round(const Peers& p) {
-  return {__ldcg(&p.state->round), __ldcg(&p.state->packets)};
+  return {__ldcg(&p.state->part), __ldcg(&p.state->packets)};
 }
 
 // Empties what the round before received; thread `index` of `count` in the grid.
@@ -75,8 +77,8 @@ __device__ inline void empty_last_round(const Peers& p, const Round& round, int 
   const uint4 empty = {kEmpty, kEmpty, kEmpty, kEmpty};
   for (int sender = 0; sender < p.size; ++sender) {
     if (sender == p.rank) continue;
-    uint4* part = part_of(p, p.rank, round.number + 2, sender);
-    for (int i = index; i < round.packets_before; i += count) part[i] = empty;
+    uint4* place = place_of(p, p.rank, after(after(round.part)), sender);
+    for (int i = index; i < round.packets_before; i += count) place[i] = empty;
   }
 }
 
@@ -84,7 +86,7 @@ __device__ inline void empty_last_round(const Peers& p, const Round& round, int 
 // it.
 __device__ inline void end_round(const Peers& p, const Round& round, int packets, int blocks) {
   if (atomicAdd(&p.state->tickets, 1) != blocks - 1) return;
-  *p.state = {round.number + 1, 0, packets};
+  *p.state = {after(round.part), 0, packets};
 }
 
 }  // namespace trtspec

@@ -1,4 +1,4 @@
-"""Reading a DFlash head: z-lab's format and that of speculators.
+"""Reading a DFlash or a DSpark head: z-lab's format and that of speculators.
 
 z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
 0-based outputs. The speculators format (`speculators_model_type: "dflash"`) counts them as inputs.
@@ -7,6 +7,8 @@ The network is in `models/drafters/dflash.py`.
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.dflash import DFlashHead
+from ...models.drafters.markov import MARKOV_TYPES
 from ..hf_config import refuse_quantized
 from .config import (
     canonical_eagle_names,
@@ -32,12 +35,17 @@ from .config import (
 )
 from .eagle import check_ends, check_vocabulary_map
 from .masked import mask_token
-from .records import HeadFiles, HeadKind, HeadReport, HeadRequest
+from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = (
+    "DFlashDraftModel",
+    "DFlashSpeculator",
+    "DSparkDraftModel",
+    "DSparkSpeculator",
+    "Qwen3DSparkModel",
+)
+logger = logging.getLogger(__name__)
 _RELATIVES = {
-    "markov_rank": "DSpark's bias by the token before",
-    "enable_confidence_head": "DSpark's confidences",
     "conv_kernel_size": "DFlash2's convolutions",
     "selector_rank": "DFlash2's choice among candidates",
     "projector_type": "Domino's correction of the logits",
@@ -67,6 +75,14 @@ def _is_dflash(files: HeadFiles, asked: str | None) -> bool:
     return named or "dflash_config" in raw
 
 
+def _is_dspark(files: HeadFiles, asked: str | None) -> bool:
+    raw = files.raw
+    if raw.get("speculators_model_type") is not None:
+        return raw["speculators_model_type"] == "dspark"
+    names = raw.get("architectures") or ()
+    return _is_dflash(files, asked) and any("DSpark" in str(name) for name in names)
+
+
 def _read(
     report: HeadReport, files: HeadFiles, request: HeadRequest, target: DecoderConfig | None
 ) -> HeadConfig:
@@ -76,6 +92,8 @@ def _read(
         for name, source in report.tensors.items()
         if not name.startswith(("verifier_norm.", "verifier_lm_head."))  # of training alone
     }
+    if _is_dspark(files, None):
+        report.tensors = _dspark_tensors(report.tensors)
     if "fc.weight" not in report.tensors:
         raise CheckpointError(
             f"{files.head_dir} has no fc.weight, which every DFlash head has: these are not a "
@@ -85,6 +103,19 @@ def _read(
     check_ends(report, config, target)
     check_vocabulary_map(report, config)
     return config
+
+
+def _dspark_tensors(sources: Sources) -> Sources:
+    """Returns the tensors under their names in `MarkovHead`, without the confidence head's."""
+    renamed: Sources = {}
+    for name, source in sources.items():
+        if name.startswith(("confidence_head.", "confidence_proj.")):
+            continue
+        new = re.sub(r"^(markov_w[12]|gate_proj|joint_proj)\.", r"markov_head.\1.", name)
+        renamed[new] = source
+    if len(renamed) < len(sources):
+        logger.info("The confidence head is not used: K does not depend on it.")
+    return renamed
 
 
 def parse_dflash(
@@ -104,6 +135,12 @@ def parse_dflash(
         CheckpointError: a field is missing, or is not what it can be; another kind of head.
     """
     raw, where = files.raw, files.config_path
+    names = raw.get("architectures")
+    if names is not None and (not isinstance(names, list) or not names):
+        raise CheckpointError(
+            f"{where}: architectures={names!r}; it must be a list of names, "
+            f'["{ARCHITECTURES[0]}"] for one. Correct it.'
+        )
     speculators = raw.get("speculators_model_type")
     nested = {} if raw.get("dflash_config") is None else raw["dflash_config"]
     inner = raw.get("transformer_layer_config") if speculators else raw
@@ -112,24 +149,36 @@ def parse_dflash(
             f"{where}: dflash_config and transformer_layer_config must be objects. Copy the file "
             "again from the head's source."
         )
-    _refuse_relatives(raw, nested, where)
+    is_dspark = _is_dspark(files, None)
+    _refuse_relatives(raw, nested, is_dspark, where)
     refuse_quantized(raw, where)
     decoder = head_layers({"model_type": "qwen3", **inner}, report.tensors, where)
     refuse_other_layers(decoder, f"{where}: DFlash heads")
-    anchor = flag_field({**nested, **raw}, "sample_from_anchor", where)
-    block = _required(raw, nested, "block_size", where)
+    flags = {**nested, **{name: value for name, value in raw.items() if value is not None}}
+    if is_dspark and flags.get("sample_from_anchor") is None:
+        flags["sample_from_anchor"] = True
+    anchor = flag_field(flags, "sample_from_anchor", where)
+    block = _required(flags, "block_size", where)
     block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
-    mask = _required(raw, nested, "mask_token_id", where)
-    layers, origin = _target_layers(raw, nested, where, decoder.num_layers, target, asked)
+    mask = _required(flags, "mask_token_id", where)
+    layers, origin = _target_layers(flags, where, decoder.num_layers, target, asked)
     trained = block if anchor else block - 1
+    name, rank = "DSpark" if is_dspark else "DFlash", 0
+    if is_dspark:
+        rank = size_field(flags, "markov_rank", 256, where)
+        if flags.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
+            raise CheckpointError(
+                f"{where}: markov_head_type={flags['markov_head_type']!r}; allowed are "
+                f"{', '.join(MARKOV_TYPES)}. Use a head of one of these."
+            )
     return HeadConfig(
-        kind="dflash",
-        format="DFlash, speculators format" if speculators else "DFlash, z-lab's format",
+        kind=name.lower(),
+        format=f"{name}, speculators format" if speculators else f"{name}, z-lab's format",
+        markov_rank=rank,
+        markov_kind=flags.get("markov_head_type", "vanilla"),
         decoder=_wider_windows(decoder, sees_ahead, block),
-        target_hidden_size=size_field(
-            {**nested, **raw}, "target_hidden_size", decoder.hidden_size, where
-        ),
+        target_hidden_size=size_field(flags, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=size_field(raw, "draft_vocab_size", decoder.vocab_size, where),
         own_embedding="embed_tokens.weight" in report.tensors,
         own_lm_head="lm_head.weight" in report.tensors,
@@ -144,21 +193,24 @@ def parse_dflash(
     )
 
 
-def _refuse_relatives(raw: dict[str, Any], nested: dict[str, Any], where: Path) -> None:
+def _refuse_relatives(
+    raw: dict[str, Any], nested: dict[str, Any], is_dspark: bool, where: Path
+) -> None:
     """Heads that look like DFlash's and compute more."""
     kind = raw.get("speculators_model_type") or "dflash"
-    names = raw.get("architectures") or [ARCHITECTURE]
-    found = [what for name, what in _RELATIVES.items() if raw.get(name) or nested.get(name)]
-    is_other = kind != "dflash" or names[0] not in (ARCHITECTURE, "DFlashSpeculator")
+    names = raw.get("architectures") or [ARCHITECTURES[0]]
+    relatives = _RELATIVES if is_dspark else {**_RELATIVES, "markov_rank": "a bias like DSpark's"}
+    found = [what for name, what in relatives.items() if raw.get(name) or nested.get(name)]
+    is_other = kind not in ("dflash", "dspark") or names[0] not in ARCHITECTURES
     if found or is_other:
         raise CheckpointError(
-            f"{where} is a head of {names[0]} ({', '.join(found) or kind}), of whose kind only "
-            "DFlash is supported. Use a DFlash head."
+            f"{where} is a head of {names[0]} ({', '.join(found) or kind}). Of its relatives "
+            "DFlash and DSpark are supported: use a head of one of these."
         )
 
 
-def _required(raw: dict[str, Any], nested: dict[str, Any], name: str, where: Path) -> Any:
-    value = raw.get(name, nested.get(name))
+def _required(fields: dict[str, Any], name: str, where: Path) -> Any:
+    value = fields.get(name)
     if value is None:
         raise CheckpointError(
             f"{where} does not say {name}, which a DFlash head cannot do without. Copy the file "
@@ -199,16 +251,14 @@ def _wider_windows(
 
 
 def _target_layers(
-    raw: dict[str, Any],
-    nested: dict[str, Any],
+    fields: dict[str, Any],
     where: Path,
     num_draft_layers: int,
     target: DecoderConfig | None,
     asked: Any,
 ) -> tuple[tuple[int, ...], str]:
     """Returns 0-based layers whose output is captured, and where that comes from."""
-    inputs = raw.get("aux_hidden_state_layer_ids")
-    outputs = raw.get("target_layer_ids", nested.get("target_layer_ids"))
+    inputs, outputs = fields.get("aux_hidden_state_layer_ids"), fields.get("target_layer_ids")
     if asked is not None:
         layers, origin = layer_ids(asked, "target_layer_ids", where), "target_layer_ids"
     elif inputs is not None:
@@ -217,9 +267,9 @@ def _target_layers(
         origin = f"aux_hidden_state_layer_ids {list(ids)} (inputs)"
     elif outputs is not None:
         layers = layer_ids(outputs, "target_layer_ids", where)
-        origin = "dflash_config (outputs)"
+        origin = "config.json's target_layer_ids (outputs)"
     else:
-        total = raw.get("num_target_layers") or (None if target is None else target.num_layers)
+        total = fields.get("num_target_layers") or (target.num_layers if target else None)
         if not isinstance(total, int):
             raise CheckpointError(f"{where} does not say target_layer_ids. Give target_layer_ids.")
         layers, origin = default_target_layers(num_draft_layers, total), "default"
@@ -254,4 +304,13 @@ DFLASH = HeadKind(
     read=_read,
     network=_network,
     attach=_attach,
+)
+DSPARK = replace(
+    DFLASH,
+    asked_as="dspark",
+    description="is a DSpark head",
+    how_to_give=(
+        "DSparkDecodingConfig(speculative_model=…), on the command line with --speculative dspark"
+    ),
+    recognizes=_is_dspark,
 )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from ...errors import CheckpointError
-from .dflash import DFLASH
+from .dflash import DFLASH, DSPARK
 from .eagle import EAGLE
 from .gemma_assistant import GEMMA_ASSISTANT
 from .mtp import MTP
 from .records import HeadFiles, HeadKind
 
-HEAD_KINDS: tuple[HeadKind, ...] = (GEMMA_ASSISTANT, DFLASH, MTP, EAGLE)
+HEAD_KINDS: tuple[HeadKind, ...] = (GEMMA_ASSISTANT, DSPARK, DFLASH, MTP, EAGLE)
 """The first row that recognizes a directory reads it."""
 
-_ASKED = {"dflash": "not a DFlash head", "eagle": "not an EAGLE head", "mtp": "not MTP layers"}
+_ASKED = {
+    "dflash": "not a DFlash head",
+    "dspark": "not a DSpark head",
+    "eagle": "not an EAGLE head",
+    "mtp": "not MTP layers",
+}
 
 
 def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:

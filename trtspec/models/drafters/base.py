@@ -33,7 +33,7 @@ from .clustered_head import ClusteredHead
 class HeadConfig:
     """A draft head as plain numbers and flags; `checkpoints/heads` reads it."""
 
-    kind: str  # "eagle3", "eagle", "mtp", "gemma4_assistant" or "dflash"
+    kind: str  # "eagle3", "eagle", "mtp", "gemma4_assistant", "dflash" or "dspark"
     format: str  # how the checkpoint is written, for people
     decoder: DecoderConfig  # the head's layers; vocab_size is the target's
     target_hidden_size: int
@@ -58,6 +58,8 @@ class HeadConfig:
         bool, ...
     ] = ()  # DFlash: of each layer, whether rows see later ones of a block
     samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
+    markov_rank: int = 0  # DSpark: of the bias by the token before; 0 is none
+    markov_kind: str = "vanilla"  # "gated", "rnn"
 
 
 class HeadTarget(Protocol):

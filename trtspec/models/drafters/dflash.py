@@ -8,6 +8,7 @@
 
 No attention and no MLP runs over the context: its keys and values need the target's states alone.
 Inside a block rows see each other both ways, in layers for which the head's config says so.
+DSpark heads add a bias by the token before (`markov.py`).
 Source: DFlash (z-lab), https://github.com/z-lab/dflash.
 """
 
@@ -27,6 +28,7 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import CacheWrite, apply_rope, rope_and_write
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
+from .markov import MarkovHead
 
 
 class DFlashHead(DraftHead):
@@ -45,6 +47,12 @@ class DFlashHead(DraftHead):
         )
         self.norm = RMSNorm(*norm)
         self.embedding_scale: float | None = None  # the target's
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            sizes = decoder.vocab_size, config.draft_vocab_size, config.markov_rank
+            self.markov_head = MarkovHead(
+                config.markov_kind, (*sizes, decoder.hidden_size), decoder.parallel
+            )
         self.context_kv: Linear | None = None  # copies, made by `prepare_context`
 
     def share(self, target: HeadTarget) -> None:
@@ -53,7 +61,9 @@ class DFlashHead(DraftHead):
 
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         hidden = super().embed(input_ids, inputs_embeds)
-        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+        if self.embedding_scale is None or not self.shares_embedding:
+            return hidden
+        return hidden * self.embedding_scale
 
     def _attention(self, layer: int) -> Attention:
         attention = self.layers[layer].self_attn

@@ -1,0 +1,67 @@
+"""DSpark heads: drafts chosen in turn from one pass, against float64, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dflash_cases import DSPARK_CASES, make_dspark_case
+from drafting import Script, cases_by_k, run_random_schedule, run_with_changing_draft_len
+from matrix import cpu_engine
+from oracle import Oracle, random_prompts
+from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
+from unrolled import load_target, padded_texts
+
+from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
+from trtspec.doctor import diagnose
+from trtspec.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_hidden_layers=8)
+
+
+@pytest.mark.parametrize(("name", "k"), cases_by_k(DSPARK_CASES, ["dspark"]))
+def test_draft_logits_equal_recomputation(
+    target_dir: Path, tmp_path: Path, name: str, k: int
+) -> None:
+    case = make_dspark_case(name, target_dir, tmp_path, k)
+    compared, executor = run_random_schedule(case, k, k, Script)
+    assert compared > 30
+    assert set(executor.statistics.accepted_lens) == set(range(k + 1))
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark_rnn"])
+def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
+    run_with_changing_draft_len(make_dspark_case(name, target_dir, tmp_path, 3), Script)
+
+
+@pytest.mark.parametrize("rule", ["strict", "exact_match", "rejection", "block"])
+def test_texts_are_right_under_every_rule(target_dir: Path, tmp_path: Path, rule: str) -> None:
+    head = dflash_dir(tmp_path, markov="gated", block=4)
+    config = DSparkDecodingConfig(speculative_model=head, acceptance=rule)
+    prompts, oracle = random_prompts(5), Oracle(target_dir)
+    llm = cpu_engine(target_dir, config, chunk=24, pool=112)
+    greedy = llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    for prompt, output in zip(prompts, greedy, strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+    sampled = llm.generate(prompts, params)
+    if rule in ("strict", "exact_match"):  # whose seeded texts are those without speculation
+        plain = cpu_engine(target_dir, None).generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_what_is_of_another_kind_is_refused(target_dir: Path, tmp_path: Path) -> None:
+    dspark, dflash = dflash_dir(tmp_path, markov="vanilla"), dflash_dir(tmp_path)
+    with pytest.raises(CheckpointError, match="is a DSpark head, not a DFlash head"):
+        cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=dspark))
+    with pytest.raises(CheckpointError, match="is a DFlash head, not a DSpark head"):
+        cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=dflash))
+    odd = dflash_dir(tmp_path, markov="vanilla", inner={"markov_head_type": "lstm"})
+    with pytest.raises(CheckpointError, match="markov_head_type='lstm'; allowed are vanilla"):
+        cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=odd))
+    with pytest.raises(ConfigError, match="doctor does not examine"):
+        diagnose(load_target(target_dir), dspark, None, padded_texts([[12]], 12))
