@@ -19,6 +19,7 @@ from trtspec import (
     LLM,
     DFlashDecodingConfig,
     DraftTargetDecodingConfig,
+    DSparkDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
     MTPDecodingConfig,
@@ -37,7 +38,11 @@ MTP: dict[str, dict[str, bool]] = {
     "mtp_eagle": {},
     "mtp_eagle_two_engine": {"mtp_eagle_one_model": False},
 }
-MASKED = ["p_eagle", "pard", "dflash"]
+BLOCKS: dict[str, type[DFlashDecodingConfig]] = {
+    "dflash": DFlashDecodingConfig,
+    "dspark": DSparkDecodingConfig,
+}
+MASKED = ["p_eagle", "pard", *BLOCKS]
 """Modes that draft from mask tokens in one pass."""
 NETWORKS = ["draft_target", *EAGLE3, *MTP, *MASKED]
 MODES = ["none", "ngram", "user_provided", *NETWORKS]
@@ -52,6 +57,7 @@ class Drafters:
     masked_head: Path | None = None
     masked_draft: Path | None = None
     block_head: Path | None = None  # of DFlash
+    markov_head: Path | None = None  # of DSpark
     layers: Sequence[int] = (0, 1, 2)  # of the target, that heads read
     oracle: Oracle | None = None  # whose texts a drafter on the host proposes
 
@@ -61,7 +67,8 @@ def make_drafters(folder: Path, oracle: Oracle | None = None) -> Drafters:
     return Drafters(
         draft=tiny_model_dir(folder, seed=2), head=eagle3_dir(folder),
         masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder),
-        block_head=dflash_dir(folder), oracle=oracle,
+        block_head=dflash_dir(folder), markov_head=dflash_dir(folder, markov="gated"),
+        oracle=oracle,
     )  # fmt: skip
 
 
@@ -81,9 +88,10 @@ def config_of(mode: str, k: int, drafters: Drafters, **fields: Any) -> DecodingB
     if mode in ("draft_target", "pard"):
         model = drafters.draft if mode == "draft_target" else drafters.masked_draft
         return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=model, **fields)
-    if mode == "dflash":
-        return DFlashDecodingConfig(
-            max_draft_len=k, speculative_model=drafters.block_head,
+    if mode in BLOCKS:
+        return BLOCKS[mode](
+            max_draft_len=k,
+            speculative_model=drafters.block_head if mode == "dflash" else drafters.markov_head,
             target_layer_ids=list(drafters.layers), **fields,
         )  # fmt: skip
     head = drafters.head if mode in EAGLE3 else drafters.masked_head

@@ -43,6 +43,10 @@ class ShardedLogits:
     def dtype(self) -> torch.dtype:
         return self.part.dtype
 
+    def split(self, rows: int) -> tuple[ShardedLogits, ...]:
+        """Returns parts of `rows` rows each, as `Tensor.split` does."""
+        return tuple(replace(self, part=part) for part in self.part.split(rows))
+
     def __add__(self, other: ShardedLogits) -> ShardedLogits:
         """Adds logits that are cut alike."""
         return replace(self, part=self.part + other.part)

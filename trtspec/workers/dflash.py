@@ -67,16 +67,18 @@ class DFlashWorker(MaskedWorker):
         """Draws DSpark's drafts, each with a bias by the one before: out [B * R, H] -> [B, K]."""
         markov, sampler = head.markov_head, self.draft_sampler(inputs)
         assert markov is not None
-        by_row = out.view(*rows.tokens.shape, -1).transpose(0, 1)  # [R, B, H]
-        before, state = rows.tokens[:, 0], markov.first_state(by_row[0])
+        batch = rows.last_positions.shape[0]
+        before, first = rows.tokens[:, 0], out.view(batch, -1, out.shape[-1])[:, 0]
+        state = markov.first_state(first)
         if not head.samples_from_anchor:
-            _, state = markov(before, by_row[0], state)
+            _, state = markov(before, first, state)
+        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
+        logits: Any = head.compute_logits(proposing, 0)
         proposals: list[Tensor] = []
-        for hidden in by_row[-self.num_proposals(inputs) :]:
+        for hidden, own in zip(proposing.split(batch), logits.split(batch), strict=True):
             bias, state = markov(before, hidden, state)
-            logits: Any = head.compute_logits(hidden, 0)
             depth = len(proposals)
-            before = self.propose(logits + bias, head.d2t, sampler, rows.last_positions, depth)
+            before = self.propose(own + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
         return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 
