@@ -84,7 +84,9 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str) -> None
     """What the loader reads back proposes what the head proposed in training, and in serving."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
     target = load_target(target_dir)
-    spec = NewHead(kind="dflash", num_layers=2, layers_to_capture=CAPTURED, block_size=4)
+    spec = NewHead(
+        kind="dflash", num_layers=2, layers_to_capture=CAPTURED, block_size=4, mask_token_id=VOCAB
+    )
     head = create_head(spec, target, None, F32, seed=3)
     for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
         parameter.data = parameter.data.bfloat16().float()
@@ -115,7 +117,9 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str) -> None
 
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    head = create_head(NewHead(kind="dflash", num_layers=2), target, None, F32, seed=3)
+    head = create_head(
+        NewHead(kind="dflash", num_layers=2, mask_token_id=0), target, None, F32, seed=3
+    )
     texts = padded_texts([[12], [12]], 12)
     teacher = teach(target, head, texts)
     loss = sum(score(head, s, teacher).loss for s in unroll(head, texts, teacher.hidden, 3))
@@ -130,14 +134,23 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=6))
-    with pytest.raises(ConfigError, match=f"mask_token_id={VOCAB + 1} is not in the target's"):
-        create_head(NewHead(kind="dflash", mask_token_id=VOCAB + 1), target, None, F32, seed=3)
+    for token in (None, VOCAB + 1):
+        with pytest.raises(ConfigError, match=f"mask_token_id={token} is not in the target's"):
+            create_head(NewHead(kind="dflash", mask_token_id=token), target, None, F32, seed=3)
     latent = load_target(tiny_model_dir(tmp_path, "deepseek_v3"))
     with pytest.raises(ConfigError, match="latent attention"):
-        create_head(NewHead(kind="dflash", layers_to_capture=(1,)), latent, None, F32, seed=3)
+        create_head(
+            NewHead(kind="dflash", layers_to_capture=(1,), mask_token_id=0),
+            latent,
+            None,
+            F32,
+            seed=3,
+        )
     with pytest.raises(ConfigError, match="needs a target of 7 layers; it has 6"):
-        create_head(NewHead(kind="dflash", num_layers=4), target, None, F32, seed=3)
-    head = create_head(NewHead(kind="dflash", block_size=8), target, None, F32, seed=3)
+        create_head(
+            NewHead(kind="dflash", num_layers=4, mask_token_id=0), target, None, F32, seed=3
+        )
+    head = create_head(NewHead(kind="dflash", mask_token_id=0), target, None, F32, seed=3)
     with pytest.raises(ConfigError, match="num_steps=6, but the head's block has 7"):
         Trainer(target, head, GreedyTexts.__new__(GreedyTexts), [], TrainConfig(), tmp_path)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):

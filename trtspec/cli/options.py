@@ -237,20 +237,27 @@ class TrainOptions:
         int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
     ] = 1
     block_size: Annotated[
-        int,
-        typer.Option("--block-size", min=2, help="dflash: the last token and those to be drafted."),
-    ] = 8
+        int | None,
+        typer.Option(
+            "--block-size",
+            min=2,
+            help="dflash: the last token and those to be drafted. Default: 8.",
+        ),
+    ] = None
     mask_token_id: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--mask-token-id",
             min=0,
-            help="dflash: a token that texts do not have, read in place of those to be drafted.",
+            help="dflash needs it: a token that texts do not have, read in place of drafts.",
         ),
-    ] = 0
+    ] = None
     num_anchors: Annotated[
-        int, typer.Option("--anchors", min=1, help="dflash: blocks trained in each row of text.")
-    ] = 64
+        int | None,
+        typer.Option(
+            "--anchors", min=1, help="dflash: blocks trained in each row of text. Default: 64."
+        ),
+    ] = None
     draft_vocab_size: Annotated[
         int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
     ] = 16384
@@ -264,11 +271,11 @@ class TrainOptions:
     epochs: Annotated[float, typer.Option("--epochs", min=0.01)] = 3.0
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 48
     num_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--unroll", min=1, help="Draft steps trained at each position. Not for dflash."
+            "--unroll", min=1, help="eagle3, mtp: draft steps trained at each position. Default: 6."
         ),
-    ] = 6
+    ] = None
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3
     head_format: Annotated[
         str, typer.Option("--format", help="raw, or for eagle3 and dflash speculators.")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GENERATED = "text.jsonl"
 HELD_OUT = 0.02
 HELD_OUT_BATCHES = 4
+DEFAULT_BLOCK, DEFAULT_ANCHORS, DEFAULT_STEPS = 8, 64, 6
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ def run_train(options: TrainOptions) -> int:
 
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
+    _check_kind(options)
     spec = NewHead(
         kind=options.kind,
         num_layers=options.num_layers,
-        block_size=options.block_size,
+        block_size=options.block_size or DEFAULT_BLOCK,
         mask_token_id=options.mask_token_id,
     )
     with Progress() as progress:
@@ -124,6 +126,23 @@ def _say(text: str) -> None:
     make_console(stderr=True).print(Text(text), soft_wrap=True)
 
 
+def _check_kind(options: TrainOptions) -> None:
+    """Raises CliError for options of another kind of head, and for one that is missing."""
+    of_blocks = {
+        "--block-size": options.block_size,
+        "--mask-token-id": options.mask_token_id,
+        "--anchors": options.num_anchors,
+    }
+    others = of_blocks if options.kind != "dflash" else {"--unroll": options.num_steps}
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise CliError(f"{given[0]} was given, but is not for {options.kind}: leave it out.")
+    if options.kind == "dflash" and options.mask_token_id is None:
+        raise CliError(
+            "dflash needs --mask-token-id: a token that texts do not have, a reserved one at best."
+        )
+
+
 def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
     """Raises CliError, ConfigError for what the target does not allow, before hours of work."""
     from ..train.new_head import check_format
@@ -140,7 +159,8 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
             f"{config.vocab_size}: lower it."
         )
-    TrainConfig(learning_rate=options.learning_rate, num_steps=options.num_steps, seed=options.seed)
+    num_steps = options.num_steps or DEFAULT_STEPS
+    TrainConfig(learning_rate=options.learning_rate, num_steps=num_steps, seed=options.seed)
 
 
 def _train_config(options: TrainOptions, num_rows: int) -> TrainConfig:
@@ -148,14 +168,14 @@ def _train_config(options: TrainOptions, num_rows: int) -> TrainConfig:
 
     batch_size = min(options.batch_size, num_rows)
     max_steps = options.max_steps or max(1, round(options.epochs * num_rows / batch_size))
-    num_steps = options.num_steps
+    num_steps = options.num_steps or DEFAULT_STEPS
     if options.kind == "mtp" and options.num_layers > 1:
         num_steps = options.num_layers
     elif options.kind == "dflash":
-        num_steps = options.block_size - 1
+        num_steps = (options.block_size or DEFAULT_BLOCK) - 1
     return TrainConfig(
         num_steps=num_steps,
-        num_anchors=options.num_anchors,
+        num_anchors=options.num_anchors or DEFAULT_ANCHORS,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,

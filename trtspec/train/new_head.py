@@ -44,14 +44,15 @@ class NewHead:
     layers_to_capture: tuple[int, ...] | None = None  # not of MTP; None is the kind's default
     intermediate_size: int | None = None  # None is the target's
     block_size: int = 8  # DFlash: the last token and those to be drafted
-    mask_token_id: int = 0  # DFlash: what a block reads in place of tokens; rare in texts, at best
+    mask_token_id: int | None = None  # DFlash: in place of tokens to be drafted; not one of texts
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"kind={self.kind!r}; allowed are {', '.join(KINDS)}.")
         require_int(self, "num_layers", 1, MAX_DRAFT_LEN)
         require_int(self, "block_size", 2, MAX_DRAFT_LEN)
-        require_int(self, "mask_token_id", 0, None)
+        if self.mask_token_id is not None:
+            require_int(self, "mask_token_id", 0, None)
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
@@ -268,10 +269,11 @@ def _dflash_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
                 "layers_to_capture."
             )
         layers = default_target_layers(spec.num_layers, target.num_layers)
-    if spec.mask_token_id >= target.vocab_size:
+    mask = spec.mask_token_id
+    if mask is None or mask >= target.vocab_size:
         raise ConfigError(
-            f"mask_token_id={spec.mask_token_id} is not in the target's vocabulary 0 … "
-            f"{target.vocab_size - 1}: give a token that texts do not have."
+            f"mask_token_id={mask} is not in the target's vocabulary 0 … {target.vocab_size - 1}: "
+            "give a token that texts do not have, a reserved one at best."
         )
     return HeadConfig(
         kind="dflash",
