@@ -14,6 +14,7 @@ from ._moved import MovedModules
 
 if TYPE_CHECKING:
     from .api.embeds_prompt import EmbedsPrompt as EmbedsPrompt
+    from .api.guided_decoding import GuidedDecodingParams as GuidedDecodingParams
     from .api.outputs import CompletionOutput as CompletionOutput
     from .api.outputs import EngineStats as EngineStats
     from .api.outputs import Logprob as Logprob
@@ -52,6 +53,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "api.embeds_prompt": ("EmbedsPrompt",),
         "api.outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
+        "api.guided_decoding": ("GuidedDecodingParams",),
         "api.sampling_params": ("SamplingParams",),
         "config": (
             "AutoDecodingConfig",

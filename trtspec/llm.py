@@ -46,6 +46,7 @@ class LLM:
         """HF-format directory in use; `AutoModelForCausalLM.from_pretrained` loads it."""
         self.executor = build_executor(replace(engine, model=self.model_dir))
         self._texts = RequestTexts(load_tokenizer(self.model_dir))
+        self.executor.set_tokenizer(self.tokenizer)
         self.executor.stop_check = self._texts.hit_stop_string
         self.device = self.executor.device
         self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
@@ -73,6 +74,7 @@ class LLM:
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._texts.tokenizer = tokenizer
+        self.executor.set_tokenizer(tokenizer)
 
     @property
     def mode(self) -> SpeculativeDecodingMode:

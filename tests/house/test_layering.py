@@ -14,6 +14,7 @@ LAYERS = [
     ["ops"],
     ["config"],
     ["state", "acceptance", "api", "data"],
+    ["guided"],
     ["layers"],
     ["attention"],
     ["models", "workers"],

@@ -1,6 +1,6 @@
 """The half of a worker that chooses the target's tokens and accepts drafts.
 
-    logits -> (guided mask) -> (penalties …) -> rule -> tokens, lens
+    logits -> (grammar's mask) -> (penalties …) -> rule -> tokens, lens
 
 The rule (`rules.py`) does the last part, by a kernel where one serves. A subclass may override
 `sample_target_tokens`, `accept` or `apply_forced_acceptance`. These three are then called one by
@@ -28,6 +28,7 @@ from ..metadata.step import StepNeeds, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
+from .guided import mask_target
 from .rule import Candidates, Judged
 from .rules import rule_of
 from .target import sample_target_tokens
@@ -104,8 +105,10 @@ class Verification(nn.Module):
         Raises:
             ConfigError: the sizes do not fit each other.
         """
-        sharded = None
+        sharded, guided = None, spec_metadata.guided
         if isinstance(logits, ShardedLogits):
+            if guided is not None:
+                guided.comm = logits.comm
             if self._needs_best_tokens_alone(spec_metadata):
                 sharded, logits = logits, logits.part
             else:
@@ -115,6 +118,8 @@ class Verification(nn.Module):
         if self.guided_decoder is not None and not is_guided:
             logits = logits.clone()  # the caller's stay raw
             self.execute_guided_decoder(logits)
+        if guided is not None:
+            logits = mask_target(guided, logits)
         with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
             candidates.step.require(self.step_needs)
             if candidates.step.logits_state is not None:
@@ -171,7 +176,8 @@ class Verification(nn.Module):
 
     def _needs_best_tokens_alone(self, spec: SpecMetadata) -> bool:
         """Whether nothing but the target's best tokens matters to this step."""
-        is_changed = self.guided_decoder is not None or spec.logits_state is not None
+        changes = self.guided_decoder, spec.guided, spec.logits_state
+        is_changed = any(change is not None for change in changes)
         is_greedy = spec.sampling is None or spec.sampling.all_greedy
         decides = not self.judges_itself and not self.forces_itself
         return is_greedy and not is_changed and decides and self.rule.needs_best_tokens_alone

@@ -12,6 +12,7 @@ from ..checks import is_int, is_number
 from ..errors import RequestError, shown
 from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from ..metadata.sampling import MAX_TOP_K
+from .guided_decoding import GuidedDecodingParams
 
 MAX_SEED = MAX_TOKENS = 2**63 - 1
 MAX_TEMPERATURE = 1e4
@@ -55,6 +56,8 @@ class SamplingParams:
         logprobs: also return each output token's log probability and rank, and those of this many
             likeliest tokens at its position (0 … 20). All are of the model's distribution:
             temperature 1, before filters. None: no log probabilities.
+        guided_decoding: the grammar that the output follows, with any drafter and acceptance rule.
+            Needs the extra `guided`. Not with `min_tokens`, since a grammar may end before.
 
     Raises:
         RequestError: a value is out of range.
@@ -78,6 +81,7 @@ class SamplingParams:
     bad_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] | None = None
     min_tokens: int = 0
+    guided_decoding: GuidedDecodingParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
@@ -166,6 +170,17 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias_items", tuple(sorted(bias.items())))
         self._check_ids("bad_token_ids")
         self._check_words()
+        _check(
+            self.guided_decoding is None or isinstance(self.guided_decoding, GuidedDecodingParams),
+            "guided_decoding",
+            self,
+            "None or GuidedDecodingParams",
+        )
+        if self.guided_decoding is not None and self.min_tokens:
+            raise RequestError(
+                f"SamplingParams.min_tokens={self.min_tokens} with guided_decoding: a grammar may "
+                "end before. Say in the grammar how long the output is."
+            )
         _check(
             is_int(self.min_tokens, 0, self.max_tokens),
             "min_tokens",

@@ -6,7 +6,8 @@ import logging
 from dataclasses import replace
 
 from ..errors import RankError
-from .request import Request, ScheduledBatch, StopCheck
+from .guide import GuidedBatch
+from .request import Request, RequestState, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
 from .runner import StepRunner
 from .saving import NOT_WHOLE, HiddenStatesSaver
@@ -31,6 +32,7 @@ class RequestBook:
     ):
         self.scheduler, self.eos_token_ids, self.saver = scheduler, eos_token_ids, saver
         self.live: dict[int, Request] = {}
+        self.held: dict[int, Request] = {}  # live, not scheduled: their grammar is not compiled yet
         self.finished: list[Request] = []
 
     def add(self, request: Request) -> None:
@@ -38,11 +40,23 @@ class RequestBook:
         self.scheduler.waiting.append(request)
         self.live[request.request_id] = request
 
+    def hold(self, request: Request) -> None:
+        """Adds a request that is not scheduled before `release`."""
+        self.live[request.request_id] = self.held[request.request_id] = request
+
+    def release(self, request: Request) -> None:
+        """Schedules a request that was held."""
+        if request.request_id in self.held:
+            self.scheduler.waiting.append(request)
+            self.held.pop(request.request_id)
+
     def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
         """Gives new requests their slots. Returns the batch without those that failed admission."""
         for chunk in batch.contexts:
             if chunk.start == 0:
                 try:
+                    if chunk.request.grammar is not None:
+                        chunk.request.grammar.rewind(len(chunk.request.output_token_ids))
                     runner.admit(chunk.request)
                 except RankError:  # the engine's end, not the request's
                     raise
@@ -105,8 +119,11 @@ class RequestBook:
         request.finish_reason = reason
         if self.saver is not None:
             self.saver.finish(request)
-        self.scheduler.finish(request)
-        request.embeds = None
+        if self.held.pop(request.request_id, None) is not None:
+            request.state = RequestState.FINISHED
+        else:
+            self.scheduler.finish(request)
+        request.embeds = request.grammar = None
         self.finished.append(request)
         self.live.pop(request.request_id, None)
 
@@ -125,6 +142,14 @@ class RequestBook:
             "blocks are cleared; other requests go on. Check the weights and dtype, or what "
             "bans tokens (bad_token_ids, logit_bias, min_tokens, a guided decoder).",
         )
+
+    def end_by_grammar(self, request: Request, guided: GuidedBatch) -> None:
+        """Ends a request whose grammar ended, or failed, with the tokens of this step."""
+        error = guided.error.get(request.request_id)
+        if error is not None:
+            self.fail(request, error)
+        elif guided.is_complete.get(request.request_id):
+            self.finish(request, "stop")
 
     def take_finished(self) -> list[Request]:
         finished, self.finished = self.finished, []
@@ -150,10 +175,12 @@ class RequestBook:
                 if request.request_id in dropped:
                     request.finish_reason = "error"
                     request.error = "interrupted: its sample is not whole and is dropped"
-        self.scheduler.start_over([r for r in live if r.finish_reason is None])
+        waiting = [r for r in live if r.finish_reason is None and r.request_id not in self.held]
+        self.scheduler.start_over(waiting)
         for request in live:
             if request.finish_reason is not None:
                 request.end()
+                self.held.pop(request.request_id, None)
                 if request not in self.finished:
                     self.finished.append(request)
                 del self.live[request.request_id]

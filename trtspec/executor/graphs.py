@@ -3,7 +3,8 @@
 A graph is captured for a batch size (a bucket), the numbers of drafts verified and proposed, and
 greedy or sampled. It holds everything between the host's two copies: gathering inputs from the
 slots, the target, acceptance, all draft passes, and writing the next step's inputs to the slots.
-The host sends slot ids and block tables, and only those that changed.
+The host sends slot ids and block tables, and only those that changed. A step with grammars is
+several graphs, for the host writes masks in between (`metadata/guided.py`).
 
 Rows that fill a bucket are inert. They use the scratch slot, which has no blocks: their keys go to
 the scratch block, and their tokens are never read.
@@ -13,20 +14,22 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
+from ..metadata.guided import Point
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep
 from .forward_step import StepOutputs
+from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
 from .request import ContextChunk, Request, StepPlan
 
@@ -44,10 +47,18 @@ class GraphKey(NamedTuple):
     context_tokens: int = 0  # of a context pass
     num_logprobs: int | None = None
     shapes_logits: bool = False
+    is_guided: bool = False
+
+
+class _Part(NamedTuple):
+    """A graph, and what the host does after it."""
+
+    graph: torch.cuda.CUDAGraph
+    point: Point | None
 
 
 class _Captured(NamedTuple):
-    graphs: list[torch.cuda.CUDAGraph]  # the step; in two-engine modes also each draft pass
+    parts: list[_Part]  # of the step; in two-engine modes also of each draft pass
     outputs: StepOutputs
 
 
@@ -79,6 +90,8 @@ class CudaGraphs:
             for n in graph_config.context_sizes(config.max_num_tokens, most_worth)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
+        self.masks: GuidedMasks | None = None  # set once a request has a grammar
+        self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
@@ -98,7 +111,7 @@ class CudaGraphs:
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         self._send(requests, bucket)
-        return self._replay(key, len(requests))
+        return self._replay(key, len(requests), plan.reach)
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
@@ -115,7 +128,7 @@ class CudaGraphs:
         if key not in self._graphs and not self._capture_contexts(inputs, key):
             return None
         inputs.fill(chunks)
-        return self._replay(key, len(chunks))
+        return self._replay(key, len(chunks), plan.reach)
 
     def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
         """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
@@ -130,10 +143,14 @@ class CudaGraphs:
             return False
         return True
 
-    def _replay(self, key: GraphKey, num_requests: int) -> StepOutputs:
+    def _replay(
+        self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
+    ) -> StepOutputs:
         captured = self._graphs[key]
-        for graph in captured.graphs:
+        for graph, point in captured.parts:
             graph.replay()
+            if point is not None and reach is not None:
+                reach(point)
         rows = 1 if key.context_tokens else key.num_drafts + 1
         return first_rows(captured.outputs, num_requests, rows)
 
@@ -195,20 +212,28 @@ class CudaGraphs:
             for _ in range(2):
                 num_passes = sum(1 for _ in self.step.draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
-        graphs = [torch.cuda.CUDAGraph() for _ in range(1 + num_passes)]
-        with _no_garbage_collection():
-            with torch.cuda.graph(graphs[0], pool=self._pool, stream=self._stream):
-                outputs = self._run_step(key)
-            passes = self.step.draft_passes(outputs)
-            for graph in graphs[1:]:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    next(passes)
-        return _Captured(graphs=graphs, outputs=outputs)
+        recorder = _Recorder(self._pool, self._stream)
+        self._reach = recorder.cut
+        try:
+            with _no_garbage_collection():
+                with recorder.recording():
+                    outputs = self._run_step(key)
+                passes = self.step.draft_passes(outputs)
+                for _ in range(num_passes):
+                    with recorder.recording():
+                        next(passes)
+        finally:
+            self._reach = None
+        return _Captured(parts=recorder.parts, outputs=outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs:
         # The scratch slot's length would grow with every step.
         self.step.state.past_lens[self.scratch_slot :].zero_()
-        return self.step.run(replace(self._step_inputs(key), is_cuda_graph=True), key.draft_len)
+        inputs = replace(self._step_inputs(key), is_cuda_graph=True)
+        if key.is_guided:
+            assert self.masks is not None
+            inputs = replace(inputs, guided=self.masks.step(self._reach))
+        return self.step.run(inputs, key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:
         if key.context_tokens:
@@ -252,6 +277,7 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
         context_tokens=context_tokens,
         num_logprobs=plan.batch.num_logprobs,
         shapes_logits=plan.batch.shapes_logits,
+        is_guided=plan.batch.is_guided,
     )
 
 
@@ -268,6 +294,45 @@ def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) ->
         )
         for all_greedy in (True, False)
     ]
+
+
+class _Recorder:
+    """Captures a function as one graph, or as several where it is cut."""
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream):
+        self._pool, self._stream = pool, stream
+        self.parts: list[_Part] = []
+        self._open: tuple[torch.cuda.CUDAGraph, torch.cuda.graph] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Captures what is launched inside."""
+        self._begin()
+        try:
+            yield
+        except BaseException as error:
+            if self._open is not None:
+                self._open[1].__exit__(type(error), error, error.__traceback__)
+            raise
+        self._end(None)
+
+    def cut(self, point: Point) -> None:
+        """Ends a graph where the host does its part, and begins the next one."""
+        self._end(point)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
+        capture.__enter__()
+        self._open = graph, capture
+
+    def _end(self, point: Point | None) -> None:
+        assert self._open is not None
+        graph, capture = self._open
+        self._open = None
+        capture.__exit__(None, None, None)
+        self.parts.append(_Part(graph, point))
 
 
 @cache

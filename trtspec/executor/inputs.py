@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..metadata.attention import NULL_BLOCK, AttentionMetadata, ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
+from ..metadata.guided import GuidedStep
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata
 from ..metadata.spec import SpecMetadata
@@ -80,6 +81,7 @@ class StepInputs:
     num_logprobs: int | None = None
     shapes_logits: bool = False
     is_cuda_graph: bool = False
+    guided: GuidedStep | None = None  # where a request has a grammar
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def assemble(
         ),
         captured=state.captured,
         logits_state=state.logits if inputs.shapes_logits else None,
+        guided=inputs.guided,
         runtime_draft_len=runtime_draft_len,
         state=state.worker,
         device=inputs.slot_ids.device,

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -26,9 +27,10 @@ from ..errors import RequestError
 from .admission import Admission
 from .book import RequestBook
 from .draft_len import DraftLen
+from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
 from .request import Request, ScheduledBatch, StepPlan, StopCheck
-from .results import LaunchedStep, RequestResult, StepReader
+from .results import GuidedDrafts, LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
 from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
@@ -79,6 +81,7 @@ class PyExecutor:
         )
         self.book = RequestBook(self.scheduler, target.config.eos_token_ids, saver)
         self.reader = StepReader(self.device)
+        self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
         limit = None if worker.config is None else worker.config.max_concurrency
         self._draft_len = DraftLen(self.max_draft_len, max_concurrency=limit)
@@ -110,7 +113,12 @@ class PyExecutor:
             )
         request = admission.make_request(prompt, params)
         request.steps = [] if self.record_steps else None
-        self.book.add(request)
+        if params.guided_decoding is None:
+            self.book.add(request)
+        else:
+            self.guide.check(params)
+            self.book.hold(request)
+            self.guide.start(request)
         return request
 
     @property
@@ -123,6 +131,7 @@ class PyExecutor:
     def check_params(self, params: SamplingParams) -> None:
         """Raises RequestError where the model or the executor cannot do what is asked."""
         self.admission.check_params(params)
+        self.guide.check(params)
 
     def check_prompt(self, prompt: Sequence[int] | EmbedsPrompt, max_tokens: int = 1) -> list[int]:
         """Returns the prompt's tokens as ints. Raises RequestError as `enqueue` does."""
@@ -188,7 +197,8 @@ class PyExecutor:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self._pending)
+        waiting = self.book.held or self.scheduler.waiting
+        return bool(waiting or self.scheduler.running or self._pending)
 
     def run_until_done(self) -> list[Request]:
         """Steps until no request is left. Returns the requests that finished."""
@@ -218,6 +228,7 @@ class PyExecutor:
     def _launch_and_read(self) -> list[Request]:
         started = time.perf_counter()
         self._cancel_marked()
+        self._take_compiled()
         batch = self.book.admit_new(self._schedule(), self.runner)
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
@@ -276,21 +287,62 @@ class PyExecutor:
         Args:
             draft_len: drafts to propose for the next step; None: as many as for any such batch.
         """
+        num_drafts = self.runner.num_drafts_to_verify(batch.generations)
+        guided = self._guided(batch, num_drafts) if batch.is_guided else None
         plan = StepPlan(
             batch=batch,
-            num_drafts=self.runner.num_drafts_to_verify(batch.generations),
+            num_drafts=num_drafts,
             draft_len=self._draft_len.of(batch) if draft_len is None else draft_len,
+            reach=None if guided is None else guided.reach,
         )
         num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
         outputs = self.runner.run(plan)
-        launched = self.reader.copy(plan, outputs, num_proposed)
+        drafts = None
+        if guided is not None:
+            drafts = GuidedDrafts(guided, self.runner.drafts_of(batch))
+        launched = self.reader.copy(plan, outputs, num_proposed, drafts)
         plan.count_as_launched()
         return launched
+
+    # -- grammars ------------------------------------------------------------------------------
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Sets the tokenizer of transformers that grammars are compiled for, or None."""
+        self.guide.set_tokenizer(tokenizer)
+
+    def _take_compiled(self) -> None:
+        """Schedules requests whose grammar is compiled, and ends those whose is wrong."""
+        is_idle = not (self.scheduler.waiting or self.scheduler.running or self._pending)
+        for request, error in self.guide.compiled(waits=is_idle):
+            if request.is_finished:  # cancelled meanwhile
+                continue
+            if error is not None:
+                self.book.fail(request, error)
+            else:
+                self.book.release(request)
+
+    def _guided(self, batch: ScheduledBatch, num_drafts: int) -> GuidedBatch:
+        """Returns the host's part of a step, which is about to be launched."""
+        members = {request.request_id for request in batch.requests}
+
+        def read_before() -> None:
+            for launched in self._pending:
+                if any(request.request_id in members for request in launched.batch.requests):
+                    with self.runner.waiting():
+                        self.reader.follow(launched)
+
+        return GuidedBatch(
+            batch=batch,
+            num_drafts=num_drafts,
+            masks=self.runner.masks,
+            read_before=read_before,
+            waiting=self.runner.waiting,
+        )
 
     # -- read ----------------------------------------------------------------------------------
     def _read(self, launched: LaunchedStep) -> None:
         with self.runner.waiting():
             results = self.reader.read(launched)
+            self.reader.follow(launched)
         for result in results:
             request = result.request
             request.num_in_flight -= 1
@@ -301,6 +353,8 @@ class PyExecutor:
         for result in results:
             if not result.request.is_finished:  # else it stopped while this step ran
                 self._apply(result, num_rows, is_forced)
+            if launched.guided is not None and not result.request.is_finished:
+                self.book.end_by_grammar(result.request, launched.guided)
         if self.saver is not None:
             self.saver.write_full_shard()
         if self._drafts_on_host:
@@ -322,7 +376,11 @@ class PyExecutor:
         config = self.worker.config
         assert isinstance(config, UserProvidedDecodingConfig)
         vocab_size = self.target.config.vocab_size
-        self.runner.set_drafts(draft_on_host(config.drafter, requests, vocab_size, self.book))
+        drafts = draft_on_host(config.drafter, requests, vocab_size, self.book)
+        self.runner.set_drafts(drafts)
+        for request in requests:
+            if request.grammar is not None and request.slot in drafts:
+                request.next_drafts = drafts[request.slot]
 
     # -- statistics ----------------------------------------------------------------------------
     def stats(self) -> EngineStats:

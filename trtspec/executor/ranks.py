@@ -200,7 +200,7 @@ def compare_outputs(world: World, outputs: StepOutputs) -> None:
 
 def _without_host_state(request: Request) -> Request:
     """Returns a copy with what a runner reads of a request."""
-    return replace(request, text=None, steps=None, logprobs=None)
+    return replace(request, text=None, steps=None, logprobs=None, grammar=None)
 
 
 def _drop(link: EngineLink) -> None:

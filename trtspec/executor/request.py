@@ -13,6 +13,8 @@ from ..api.embeds_prompt import EmbedsPrompt
 from ..api.outputs import Logprob
 from ..api.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..api.text_stream import TextStream
+from ..guided.grammar import Grammar
+from ..metadata.guided import Point
 
 
 class RequestState(Enum):
@@ -50,6 +52,8 @@ class Request:
     error: str | None = None
     is_poisoned: bool = False  # its KV holds NaN: cleared before the blocks go to another
     text: TextStream | None = None  # set by `LLM`, which checks stop strings
+    grammar: Grammar | None = None  # once it is compiled, of a request that has one
+    next_drafts: list[int] = field(default_factory=list)  # [K] in its slot, if it has a grammar
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
     num_read: int = 0  # output tokens whose step is read to its end
@@ -110,7 +114,7 @@ class Request:
     def end(self) -> None:
         """Forgets slot, positions and steps in flight."""
         self.state, self.slot = RequestState.FINISHED, -1
-        self.embeds, self.num_in_flight = None, 0
+        self.embeds, self.grammar, self.num_in_flight = None, None, 0
 
     def append(
         self, tokens: Sequence[int], ends: frozenset[int], stop_check: StopCheck | None
@@ -183,6 +187,11 @@ class ScheduledBatch:
     def shapes_logits(self) -> bool:
         return any(request.sampling_params.shapes_logits for request in self.requests)
 
+    @cached_property
+    def is_guided(self) -> bool:
+        """Whether a request has a grammar."""
+        return any(r.sampling_params.guided_decoding is not None for r in self.requests)
+
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)
 
@@ -193,6 +202,7 @@ class StepPlan(NamedTuple):
     batch: ScheduledBatch
     num_drafts: int  # K', drafts that each generation verifies
     draft_len: int  # drafts to propose for the next step
+    reach: Callable[[Point], None] | None = None  # does the host's part, where there are grammars
 
     def count_as_launched(self) -> None:
         """Updates the requests' upper bounds for a step that is launched."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
 from .forward_step import StepOutputs
+from .guide import GuidedBatch, tokens_of
 from .request import Request, ScheduledBatch, StepPlan
 
 
@@ -31,7 +32,16 @@ class LaunchedStep(NamedTuple):
     bad_requests: Tensor
     hidden_states: Tensor | None
     logprobs: TokenLogprobs | None
+    drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
+    guided: GuidedBatch | None  # where there are grammars
     ready: torch.cuda.Event | None  # None on CPU
+
+
+class GuidedDrafts(NamedTuple):
+    """The host's part of a step with grammars, and the drafts that the step proposed."""
+
+    batch: GuidedBatch
+    drafts: Tensor  # [B, K] int32
 
 
 class HiddenRows(NamedTuple):
@@ -62,13 +72,18 @@ class StepReader:
         self.on_gpu = device.type == "cuda"
 
     def copy(
-        self, plan: StepPlan, outputs: StepOutputs, num_proposed: Tensor | None
+        self,
+        plan: StepPlan,
+        outputs: StepOutputs,
+        num_proposed: Tensor | None,
+        guided: GuidedDrafts | None = None,
     ) -> LaunchedStep:
         """Starts the copies; on CUDA the host does not wait for them.
 
         Args:
             plan: of the step, not yet counted as launched.
             num_proposed: [G] drafts to verify; None if no request records them.
+            guided: where a request has a grammar.
         """
         batch, logprobs = plan.batch, outputs.logprobs
         yields_token = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
@@ -86,6 +101,8 @@ class StepReader:
                 None if outputs.hidden_states is None else self._to_host(outputs.hidden_states)
             ),
             logprobs=logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs,
+            drafts=None if guided is None else self._to_host(guided.drafts),
+            guided=None if guided is None else guided.batch,
             ready=self._record_event(),  # after all copies
         )
 
@@ -98,6 +115,17 @@ class StepReader:
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def follow(self, launched: LaunchedStep) -> None:
+        """Lets the grammars of a step follow its tokens. Waits for the copies."""
+        if launched.guided is None:
+            return
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        assert launched.drafts is not None
+        launched.guided.read(
+            tokens_of(launched.new_tokens, launched.new_tokens_lens, launched.drafts)
+        )
 
     def read(self, launched: LaunchedStep) -> list[RequestResult]:
         """Waits for the copies. Returns one result per request of the step, contexts first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from .context_inputs import ContextInputs
 from .device_step import DeviceStep
 from .forward_step import StepOutputs
 from .graphs import CudaGraphs
+from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 
@@ -149,6 +151,21 @@ class StepRunner:
         slots = torch.tensor([request.slot for request in generations], device=self.device)
         return (self.step.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)
 
+    def drafts_of(self, batch: ScheduledBatch) -> Tensor:
+        """Returns the drafts in the slots of a batch, [B, K] int32."""
+        slots = torch.tensor([request.slot for request in batch.requests], device=self.device)
+        return self.step.state.next_tokens[slots, 1:]
+
+    @cached_property
+    def masks(self) -> GuidedMasks:
+        """Allocates the masks of grammars, once a request has one."""
+        return GuidedMasks.allocate(
+            self.max_batch_size,
+            self.max_draft_len,
+            self.step.target.config.vocab_size,
+            self.device,
+        )
+
     # -- steps ---------------------------------------------------------------------------------
     def split_for_graphs(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
         """Splits generations from prompts if prompts have a graph, else returns the batch alone."""
@@ -162,6 +179,8 @@ class StepRunner:
 
     def run(self, plan: StepPlan) -> StepOutputs:
         """Launches one step, by a graph if one holds it, else eagerly."""
+        if self.graphs is not None and plan.batch.is_guided:
+            self.graphs.masks = self.masks
         outputs = self._replay(plan)
         if outputs is not None:
             return outputs
@@ -169,6 +188,8 @@ class StepRunner:
         inputs = build_inputs(
             plan.batch, self.kv_cache, plan.num_drafts, self.device, worker.num_rewritten_tokens
         )
+        if plan.batch.is_guided:
+            inputs = replace(inputs, guided=self.masks.step(plan.reach))
         outputs = self.step.run(inputs, plan.draft_len)
         for _ in self.step.draft_passes(outputs):
             pass
@@ -221,6 +242,7 @@ class StepRunner:
             torch.cuda.synchronize(self.device)
         self.step.release_memory()
         vars(self).pop("graphs", None)
+        vars(self).pop("masks", None)
 
 
 def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:

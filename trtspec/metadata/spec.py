@@ -19,6 +19,7 @@ from ..checks import is_int
 from ..errors import ConfigError
 from ..utils import rows_to_tensor, to_device
 from .embeds import RereadEmbeds, RowEmbeds
+from .guided import GuidedStep
 from .logits import LogitsState
 from .mode import SpeculativeDecodingMode
 from .sampling import RequestSampling, SamplingMetadata, SlotSampling, request_sampling_params
@@ -83,6 +84,7 @@ class SpecMetadata:
     bad_requests: Tensor | None = None  # [B] bool, logits held NaN; written by the worker
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits
+    guided: GuidedStep | None = None  # set where a request has a grammar
     captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Per-slot state a worker keeps between steps, by name; owned by the executor."""

@@ -1,7 +1,7 @@
 """`SpecWorkerBase`: the part of a step that follows the target's logits.
 
-    logits -> (guided mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
-              `------------- verify, by acceptance/verify.py ------'
+    logits -> (mask) -> target tokens -> accept -> (forced) -> draft -> next_new_tokens
+              `--------- verify, by acceptance/verify.py ----'
 
 A subclass writes `draft` and, if it keeps something per request, `allocate_state` and `admit`.
 One written for TensorRT-LLM writes `forward` itself, with the names of `tensorrt_llm_names.py`.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..acceptance.draw import DraftSampler
+from ..acceptance.guided import mask_drafts
 from ..acceptance.rule import Drawn
 from ..acceptance.verify import Verification
 from ..config import DecodingBaseConfig
@@ -28,6 +29,7 @@ from ..distributed.logits import ShardedLogits, whole
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.draft_memory import DraftMemory
+from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.rows import next_new_tokens
@@ -55,6 +57,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
     _memory_sizes = 0, 0
     """(slots, the target's vocabulary) of the last step."""
+    _guided: GuidedStep | None = None
+    """Masks of this step's drafts, where a request has a grammar."""
 
     def __init__(self, config: DecodingBaseConfig | None = None):
         super().__init__(config)
@@ -204,6 +208,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 logits, drafts, num_contexts, batch_size, spec_metadata
             )
         self.put_known_tokens(accepted, num_contexts, spec_metadata)
+        self._guided = spec_metadata.guided
+        if self._guided is not None:
+            self._guided.accepted = accepted, lens
         return DraftInputs(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -306,6 +313,21 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         Args:
             last_positions: [B] int64, of the last accepted tokens. depth: 0 for the first draft.
         """
+        if self._guided is None:
+            return self._choose(logits, d2t, sampler, last_positions, depth)
+        logits = mask_drafts(self._guided, whole(logits), d2t, depth)
+        drafts = self._choose(logits, d2t, sampler, last_positions, depth)
+        self._guided.last_drafts = drafts
+        return drafts
+
+    def _choose(
+        self,
+        logits: Tensor | ShardedLogits,
+        d2t: Tensor | None,
+        sampler: DraftSampler | None,
+        last_positions: Tensor,
+        depth: int,
+    ) -> Tensor:
         if sampler is None:
             return self.draft_sampler_greedy(logits, d2t)
         logits = whole(logits)

@@ -87,9 +87,9 @@ class MaskedWorker(SpecWorkerBase):
     ) -> Tensor:
         """Draws the drafts: logits [P * B, Vd] -> [B, K] int32."""
         batch, sampler = rows.last_positions.shape[0], self.draft_sampler(inputs)
-        if sampler is None:
+        if sampler is None and inputs.spec_metadata.guided is None:
             proposals = self.propose(logits, d2t, None, rows.last_positions, 0).split(batch)
-        else:  # noise and memory are keyed by each draft's depth
+        else:  # noise, memory and grammars follow each draft's depth
             proposals = tuple(
                 self.propose(part, d2t, sampler, rows.last_positions, depth)
                 for depth, part in enumerate(whole(logits).split(batch))

@@ -1,0 +1,204 @@
+"""Compiles grammars in threads of their own, so that no step waits for one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
+from ..errors import ConfigError, RequestError, shown
+from .grammar import Grammar
+from .schema import find_unenforced
+
+CACHE_BYTES = 2**28
+"""Memory of compiled grammars that is kept for later requests; the oldest go first."""
+NUM_THREADS = 2
+MAX_WHITESPACE = 20
+"""White space in a row inside JSON. Without a limit a model may write it for ever."""
+_PLACE = re.compile(r"^\[[^]]*\] \S+: ")
+"""Where in XGrammar's source a message comes from."""
+
+
+class GrammarCompiler:
+    """Turns a request's parameters into its grammar.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: of the model's logits.
+        end_ids: tokens that end an output.
+
+    Raises:
+        ConfigError: XGrammar is not installed, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]):
+        self.xgrammar = _import_xgrammar()
+        self.tokenizer, self.vocab_size, self.end_ids = tokenizer, vocab_size, tuple(end_ids)
+        try:
+            self._info = self.xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or None
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"XGrammar cannot read this tokenizer ({type(error).__name__}: {error}): grammars "
+                "need a fast tokenizer of transformers."
+            ) from error
+        self._compiler = self.xgrammar.GrammarCompiler(
+            self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES
+        )
+        self._slots = threading.Semaphore(NUM_THREADS)
+        # Tokens that no text has. XGrammar would allow their spelling inside a string.
+        special = [i for i in tokenizer.all_special_ids if i < vocab_size and i not in end_ids]
+        self._without_special = _all_but(special, vocab_size)
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 bits in a mask of the vocabulary."""
+        return (self.vocab_size + 31) // 32
+
+    def compile(
+        self, params: GuidedDecodingParams, end_ids: Sequence[int], prompt: Sequence[int]
+    ) -> Future[Grammar]:
+        """Starts to compile. The future's exception is a RequestError if the grammar is wrong.
+
+        Args:
+            end_ids: tokens that may end this request's output, once the grammar allows it.
+            prompt: token ids, of which the last may end the reasoning already.
+
+        Raises:
+            RequestError: `reasoning_end` is not a text of a few tokens.
+        """
+        marker = self.marker(params)
+        if marker and _ends_with(self.tokenizer, prompt, marker):
+            marker = ()
+        future: Future[Grammar] = Future()
+
+        def work() -> None:
+            with self._slots:
+                try:
+                    future.set_result(self._grammar(params, tuple(end_ids), marker))
+                except BaseException as error:  # noqa: BLE001 - it is the future's
+                    future.set_exception(error)
+
+        # A daemon: a grammar that takes for ever must not keep the process alive.
+        threading.Thread(target=work, name="trtspec-grammar", daemon=True).start()
+        return future
+
+    def marker(self, params: GuidedDecodingParams) -> tuple[int, ...]:
+        """Returns the tokens that end the reasoning, () for none.
+
+        Raises:
+            RequestError: they are no text of a few tokens.
+        """
+        marker = params.reasoning_end
+        if not isinstance(marker, str):
+            return tuple(marker or ())
+        ids = tuple(self.tokenizer.encode(marker, add_special_tokens=False))
+        if not 0 < len(ids) <= MAX_MARKER_TOKENS:
+            raise RequestError(
+                f"GuidedDecodingParams.reasoning_end={shown(marker)} has {len(ids)} tokens: it "
+                f"must have 1 … {MAX_MARKER_TOKENS}."
+            )
+        return ids
+
+    def _grammar(
+        self, params: GuidedDecodingParams, end_ids: tuple[int, ...], marker: tuple[int, ...]
+    ) -> Grammar:
+        name = f"GuidedDecodingParams.{params.kind}"
+        try:
+            compiled = self._compiled(params)
+        except RequestError:
+            raise
+        except Exception as error:
+            reason = _PLACE.sub("", str(error).strip())[:300]
+            raise RequestError(f"{name} cannot be compiled ({reason}): correct it.") from error
+        ends = [token for token in end_ids if token < self.vocab_size]
+        grammar = Grammar(
+            self.xgrammar.GrammarMatcher(
+                compiled,
+                override_stop_tokens=ends or None,
+                terminate_without_stop_token=not ends,
+            ),
+            marker=marker,
+            end_ids=frozenset(ends),
+            allowed=None if params.kind in ("grammar", "structural_tag") else self._without_special,
+        )
+        if grammar.is_stuck(self.num_words):
+            raise RequestError(f"{name} allows no output at all: correct it.")
+        return grammar
+
+    def _compiled(self, params: GuidedDecodingParams) -> Any:
+        compiler = self._compiler
+        if params.kind in ("json", "json_object"):
+            schema = params.json or '{"type": "object", "additionalProperties": true}'
+            _check_schema(schema)
+            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        if params.kind == "regex":
+            return compiler.compile_regex(params.regex)
+        if params.kind == "grammar":
+            return compiler.compile_grammar(params.grammar)
+        if params.kind == "structural_tag":
+            return compiler.compile_structural_tag(params.structural_tag)
+        texts = " | ".join(_quoted(choice) for choice in params.choice or ())
+        return compiler.compile_grammar(f"root ::= {texts}")
+
+
+def _import_xgrammar() -> Any:
+    try:
+        return importlib.import_module("xgrammar")
+    except ImportError as error:
+        raise ConfigError(
+            f"Grammars need the package xgrammar, which is not installed ({error}): "
+            "pip install 'trtspec[guided]'."
+        ) from error
+
+
+def _check_schema(text: str) -> None:
+    """Raises RequestError for a schema of which something would be ignored."""
+    try:
+        schema = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"GuidedDecodingParams.json is not JSON: {error}.") from error
+    try:
+        found = find_unenforced(schema)
+    except RecursionError as error:
+        raise RequestError("GuidedDecodingParams.json is nested too deeply.") from error
+    if found is not None:
+        raise RequestError(
+            f"GuidedDecodingParams.json has {found}: no grammar can hold it, and it would be "
+            "ignored. Leave it out, and check the output for it."
+        )
+
+
+def _quoted(text: str) -> str:
+    """Returns a literal of the EBNF notation."""
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    return '"' + "".join(escapes.get(c, c) for c in text) + '"'
+
+
+def _all_but(ids: Sequence[int], vocab_size: int) -> Tensor | None:
+    """Returns a mask [W] int32 that allows every token but these; None if there are none."""
+    if not ids:
+        return None
+    words = torch.zeros((vocab_size + 31) // 32, dtype=torch.int64)
+    for token in ids:
+        words[token // 32] |= 1 << (token % 32)
+    return (~words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+
+def _ends_with(tokenizer: Any, prompt: Sequence[int], marker: tuple[int, ...]) -> bool:
+    """Whether the prompt ends with the marker, and perhaps white space."""
+    end = len(prompt)
+    while end and not tokenizer.decode([prompt[end - 1]]).strip():
+        if prompt[end - 1] in marker:
+            break
+        end -= 1
+    return tuple(prompt[max(0, end - len(marker)) : end]) == marker

@@ -1,0 +1,144 @@
+"""`Grammar`: what one request's grammar allows next, after its output and after each draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPEN = -1
+"""A word of a mask that allows its 32 tokens."""
+
+
+class Grammar:
+    """Follows one request's output.
+
+    Masks are rows [W] int32 on the host: bit t % 32 of word t // 32 allows token t.
+
+    Args:
+        matcher: XGrammar's, at its start.
+        marker: tokens of the output after which the grammar holds; () is from the start.
+        end_ids: tokens that end the output. None may come before the marker.
+        allowed: [W] int32, tokens that any state may allow; None is all.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        *,
+        marker: tuple[int, ...] = (),
+        end_ids: frozenset[int] = frozenset(),
+        allowed: Tensor | None = None,
+    ):
+        self.matcher, self.marker, self.allowed = matcher, marker, allowed
+        self.end_ids = end_ids
+        self.tokens: list[int] = []  # of the output, followed so far
+        self.num_free = 0 if not marker else -1  # tokens before the grammar; -1: not known yet
+        self.is_broken = False  # a token came that it does not allow
+        self.skips_wrong_tokens = False  # where acceptance is forced
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has ended: nothing may follow."""
+        return self.num_free >= 0 and self.matcher.is_terminated()
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Reads the output's next tokens. After its end, or a token that it does not allow, it
+        reads no more."""
+        for token in tokens:
+            if self.is_broken or self.is_complete:
+                return
+            self.is_broken = not self._step(token) and not self.skips_wrong_tokens
+
+    def rewind(self, num_tokens: int) -> None:
+        """Returns to the state after the output's first `num_tokens`."""
+        while len(self.tokens) > num_tokens:
+            self._step_back()
+        self.is_broken = False
+
+    def fill(self, masks: Tensor, first: int, drafts: Sequence[int]) -> None:
+        """Writes what is allowed after the output, and after each draft.
+
+        After a draft that is not allowed, and after -1, rows repeat the last valid mask. So
+        no later draft can be accepted.
+
+        Args:
+            masks: [R, W] int32 on the host; rows first … first + len(drafts) are written.
+        """
+        end = first + 1 + len(drafts)
+        if self.is_broken or self.is_complete:
+            masks[first:end] = OPEN  # the request has ended: nothing of it is read
+            return
+        row = first
+        self._fill_row(masks, row)
+        for draft in drafts:
+            if draft < 0 or not self._step(draft):
+                break
+            row += 1
+            if self.is_complete:
+                masks[row] = masks[row - 1]
+                break
+            self._fill_row(masks, row)
+        for _ in range(row - first):
+            self._step_back()
+        masks[row + 1 : end] = masks[row]
+
+    def fill_after(self, masks: Tensor, row: int, drafts: Sequence[int]) -> None:
+        """Writes what is allowed after the output and these drafts to one row of masks.
+
+        Where a draft is not allowed, the row is what was allowed in its place.
+        """
+        if self.is_broken or self.is_complete:
+            masks[row] = OPEN
+            return
+        count = 0
+        for draft in drafts:
+            if not self._step(draft):
+                break
+            count += 1
+            if self.is_complete:
+                self._step_back()
+                count -= 1
+                break
+        self._fill_row(masks, row)
+        for _ in range(count):
+            self._step_back()
+
+    def is_stuck(self, num_words: int) -> bool:
+        """Whether it allows no token at all."""
+        row = torch.empty((1, num_words), dtype=torch.int32)
+        self.fill(row, 0, [])
+        return not bool(row.any())
+
+    def _fill_row(self, masks: Tensor, row: int) -> None:
+        if self.num_free < 0:
+            masks[row] = OPEN
+            for token in self.end_ids:
+                masks[row, token // 32] &= ~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
+            return
+        self.matcher.fill_next_token_bitmask(masks, row)
+        if self.allowed is not None:
+            masks[row] &= self.allowed
+
+    def _step(self, token: int) -> bool:
+        """Reads one token. False: it is not allowed, and nothing changed."""
+        if self.num_free < 0:
+            if token in self.end_ids:
+                return False
+            self.tokens.append(token)
+            if tuple(self.tokens[-len(self.marker) :]) == self.marker:
+                self.num_free = len(self.tokens)
+            return True
+        if not self.matcher.accept_token(token):
+            return False
+        self.tokens.append(token)
+        return True
+
+    def _step_back(self) -> None:
+        if self.num_free >= 0 and len(self.tokens) > self.num_free:
+            self.matcher.rollback(1)
+        elif self.marker:
+            self.num_free = -1
+        self.tokens.pop()

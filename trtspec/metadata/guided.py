@@ -1,0 +1,53 @@
+"""`GuidedStep`: the masks of a step with grammars, and the points at which the host writes them.
+
+    target ─► logits ─► [VerifyPoint] ─► mask, accept ─► [DraftPoint] ─► mask, draft ─► …
+
+The host knows what a grammar allows, the device what was accepted. So a step with grammars has
+points where the host does its part. Eagerly it does so when the step comes there. A captured step
+is several graphs, one after another, and the host does its part between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..distributed.comm import ALONE, Communicator
+
+
+@dataclass(frozen=True)
+class VerifyPoint:
+    """The host writes the masks of the step's logits. It need not wait for them."""
+
+
+@dataclass(frozen=True)
+class DraftPoint:
+    """The host writes the masks of each request's next draft."""
+
+    depth: int  # 0 for the first draft
+    tokens: Tensor  # depth 0: [B, K+1] int32, what was accepted; else [B] int32, the last drafts
+    lens: Tensor | None  # [B] int32, at depth 0
+
+
+Point = VerifyPoint | DraftPoint
+
+
+@dataclass
+class GuidedStep:
+    """What a step reads of its requests' grammars.
+
+    A mask is a row [W] int32, W = ceil(V / 32): bit t % 32 of word t // 32 allows token t.
+    """
+
+    verify_masks: Tensor  # [>= C + G*(K'+1), W], as rows of logits
+    draft_masks: Tensor  # [>= B, W], of the draft that is drawn next
+    num_masked_drafts: int  # the first ones of each step; the others are free
+    reach: Callable[[Point], None]
+    """Called where the host does its part."""
+    comm: Communicator = ALONE  # the first rank's masks count
+    accepted: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    """Tokens [B, K+1] and lengths [B] that this step accepted; written by the worker."""
+    last_drafts: Tensor | None = field(default=None, init=False)
+    """[B] int32, the drafts drawn last; written by the worker."""
