@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir
+from guided import save_tokenizer
 from matrix import Drafters, config_of, cpu_engine, full
 from oracle import random_prompts
 from tiny import tiny_model_dir
@@ -16,7 +17,13 @@ from tiny_gemma import assistant_dir, gemma_dir
 from tiny_gemma_assistant import assistant_config
 from tiny_heads import eagle3_dir, mtp_model_dir
 
-from trtspec import LLM, MTPDecodingConfig, SamplingParams, SaveHiddenStatesDecodingConfig
+from trtspec import (
+    LLM,
+    GuidedDecodingParams,
+    MTPDecodingConfig,
+    SamplingParams,
+    SaveHiddenStatesDecodingConfig,
+)
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.data.hidden_states import SavedHiddenStates
 
@@ -193,3 +200,23 @@ def test_a_model_of_one_rank_beside_one_of_two(target_dir: Path, tmp_path: Path)
 
         one, two = on_both(target_dir, config, run)
         assert one == two
+
+
+def test_grammars(target_dir: Path, eagle3: Any) -> None:
+    """The first rank's masks are everyone's; greedy and sampled requests, some without."""
+    save_tokenizer(target_dir)
+    guided = GuidedDecodingParams(regex="([cdef]|ab|xy){40}")
+    params = [
+        SamplingParams(max_tokens=12, guided_decoding=guided),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, guided_decoding=guided, temperature=3.0, seed=4),
+        SamplingParams(max_tokens=12, guided_decoding=GuidedDecodingParams(choice=["abc", "xyz"])),
+    ]
+
+    def run(llm: LLM) -> Any:
+        outputs = llm.generate(random_prompts(4), params)
+        assert not [output.error for output in outputs if output.error]
+        return [output.outputs[0].token_ids for output in outputs]
+
+    one, two = on_both(target_dir, eagle3, run)
+    assert one == two

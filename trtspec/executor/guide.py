@@ -115,6 +115,7 @@ class Guide:
             if not future.done():
                 if time.monotonic() < deadline:
                     continue
+                self.compiler.add_thread()
                 error = f"its grammar took more than {COMPILE_SECONDS:.0f} s to compile"
             elif (raised := future.exception()) is not None:
                 error = str(raised)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import queue
 import re
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,7 +56,9 @@ class GrammarCompiler:
         self._compiler = self.xgrammar.GrammarCompiler(
             self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES
         )
-        self._slots = threading.Semaphore(NUM_THREADS)
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._num_threads = 0
+        weakref.finalize(self, self._tasks.put, None)
         # Tokens that no text has. XGrammar would allow their spelling inside a string.
         special = [i for i in tokenizer.all_special_ids if i < vocab_size and i not in end_ids]
         self._without_special = _all_but(special, vocab_size)
@@ -81,16 +85,24 @@ class GrammarCompiler:
             marker = ()
         future: Future[Grammar] = Future()
 
-        def work() -> None:
-            with self._slots:
-                try:
-                    future.set_result(self._grammar(params, tuple(end_ids), marker))
-                except BaseException as error:  # noqa: BLE001 - it is the future's
-                    future.set_exception(error)
+        def task() -> None:
+            try:
+                future.set_result(self._grammar(params, tuple(end_ids), marker))
+            except BaseException as error:  # noqa: BLE001 - it is the future's
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        if self._num_threads < NUM_THREADS:
+            self.add_thread()
+        return future
+
+    def add_thread(self) -> None:
+        """Starts another thread, also in place of one that a grammar keeps for ever."""
 
         # A daemon: a grammar that takes for ever must not keep the process alive.
-        threading.Thread(target=work, name="trtspec-grammar", daemon=True).start()
-        return future
+        arguments = (self._tasks,)
+        threading.Thread(target=_work, args=arguments, name="trtspec-grammar", daemon=True).start()
+        self._num_threads += 1
 
     def marker(self, params: GuidedDecodingParams) -> tuple[int, ...]:
         """Returns the tokens that end the reasoning, () for none.
@@ -149,6 +161,20 @@ class GrammarCompiler:
             return compiler.compile_structural_tag(params.structural_tag)
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
+
+
+_Tasks = queue.SimpleQueue[Callable[[], None] | None]
+
+
+def _work(tasks: _Tasks) -> None:
+    """Does one task after another, until None comes, which it leaves to the other threads."""
+    while True:
+        task = tasks.get()
+        if task is None:
+            tasks.put(None)
+            return
+        task()
+        del task  # it holds the compiler, whose end ends this thread
 
 
 def _import_xgrammar() -> Any:

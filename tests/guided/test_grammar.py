@@ -1,0 +1,154 @@
+"""One request's grammar: rows of masks against brute force, states ahead and back."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guided import EOS, LANGUAGES, VOCAB, Language, allowed, save_tokenizer, token_texts
+
+from trtspec import GuidedDecodingParams
+from trtspec.guided.compiler import GrammarCompiler
+from trtspec.guided.grammar import Grammar
+from trtspec.ops.tokens.bitmask import mask_logits
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return GrammarCompiler(tokenizer, VOCAB, [EOS])
+
+
+def make(compiler: GrammarCompiler, params: GuidedDecodingParams, prompt: Any = ()) -> Grammar:
+    return compiler.compile(params, [EOS], prompt).result(30)
+
+
+def tokens_of(masks: torch.Tensor) -> list[list[int]]:
+    """The tokens that each row allows."""
+    return [[t for t in range(VOCAB) if row[t // 32] >> (t % 32) & 1] for row in masks.tolist()]
+
+
+def new_masks(rows: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, (rows, (VOCAB + 31) // 32), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("language", LANGUAGES, ids=lambda language: language.params.kind)
+def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> None:
+    """Random texts of the language with random drafts, right and wrong."""
+    rng, texts = random.Random(1), token_texts()
+    for _ in range(20):
+        grammar, output = make(compiler, language.params), []
+        while len(output) < 14 and EOS not in output:
+            text = "".join(texts[t] for t in output)
+            drafts, rows = [], [sorted(allowed(language, text))]
+            for _ in range(4):  # a draft that is not allowed, or -1, repeats the last row
+                draft = rng.choice(rows[-1]) if rng.random() < 0.8 else rng.randrange(-1, VOCAB)
+                drafts.append(draft)
+            ahead, is_valid = text, True
+            for draft in drafts:
+                is_valid = is_valid and draft in rows[-1] and draft != EOS
+                if is_valid:
+                    ahead += texts[draft]
+                    rows.append(sorted(allowed(language, ahead)))
+                else:
+                    rows.append(rows[-1])
+            masks = new_masks(7)
+            before = masks.clone()
+            grammar.fill(masks, 1, drafts)
+            assert tokens_of(masks[1:6]) == rows
+            assert masks[0].equal(before[0]) and masks[6].equal(before[6])
+            one = new_masks(2)
+            grammar.fill_after(one, 1, [d for d in drafts if d >= 0])
+            token = rng.choice(rows[0])
+            grammar.follow([token])
+            output.append(token)
+        assert grammar.tokens == output and not grammar.is_broken
+        assert grammar.is_complete == (EOS in output)
+
+
+def test_rewinding(compiler: GrammarCompiler) -> None:
+    texts = token_texts()
+    params = GuidedDecodingParams(regex="[cd]{2,9}", reasoning_end=[10, 11])
+    grammar, masks = make(compiler, params), new_masks(1)
+    output = [5, 10, 10, 11, texts.index("c"), texts.index("d"), texts.index("c"), EOS]
+    rows = []
+    for token in output:
+        grammar.fill(masks, 0, [])
+        rows.append(tokens_of(masks)[0])
+        grammar.follow([token])
+    assert grammar.is_complete
+    for length in (7, 6, 4, 3, 2, 0):
+        grammar.rewind(length)
+        grammar.fill(masks, 0, [])
+        assert tokens_of(masks)[0] == rows[length]
+        grammar.follow(output[length:])
+        assert grammar.is_complete
+
+
+def test_before_the_marker_all_but_the_end_may_come(compiler: GrammarCompiler) -> None:
+    params = GuidedDecodingParams(choice=["c"], reasoning_end=[10, 11])
+    grammar, masks = make(compiler, params), new_masks(5)
+    grammar.fill(masks, 0, [10, 10, 11, token_texts().index("c")])
+    free = [t for t in range(VOCAB) if t != EOS]
+    c = [token_texts().index("c")]
+    assert tokens_of(masks) == [free, free, free, c, [EOS]]
+    grammar.fill(masks, 0, [11, EOS, 10, 11])  # the half of a marker is none, and no end comes
+    assert tokens_of(masks) == [free] * 5
+    grammar.follow([11, EOS])
+    assert grammar.is_broken
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_over"), [([7, 10, 11], True), ([10, 11, 7], False), ([10], False), ([], False)]
+)
+def test_a_prompt_may_end_the_reasoning(
+    compiler: GrammarCompiler, prompt: list[int], is_over: bool
+) -> None:
+    params = GuidedDecodingParams(choice=["c"], reasoning_end=[10, 11])
+    grammar, masks = make(compiler, params, prompt), new_masks(1)
+    grammar.fill(masks, 0, [])
+    assert (len(tokens_of(masks)[0]) == 1) == is_over
+
+
+def test_special_tokens_stand_for_no_text(compiler: GrammarCompiler) -> None:
+    """Their spelling is text that a grammar might allow."""
+    grammar, masks = make(compiler, GuidedDecodingParams(regex="[^b]*")), new_masks(1)
+    grammar.fill(masks, 0, [])
+    assert {0, 1}.isdisjoint(tokens_of(masks)[0]) and len(tokens_of(masks)[0]) > 50
+
+
+def test_masks_of_a_draft_vocabulary() -> None:
+    """Bits are looked up by the target's token; the last word is not full."""
+    torch.manual_seed(0)
+    masks, d2t = new_masks(3), torch.arange(40) * 2 % 57
+    kept = tokens_of(masks)
+    for table, size in ((None, VOCAB), (d2t, 40)):
+        logits = torch.randn(3, size)
+        masked = mask_logits(logits, masks, table)
+        for row in range(3):
+            for entry in range(size):
+                token = entry if table is None else entry + int(table[entry])
+                wanted = logits[row, entry] if token in kept[row] else -torch.inf
+                assert masked[row, entry] == wanted
+
+
+def test_threads_end_with_their_compiler(tmp_path: Path) -> None:
+    import threading
+
+    def count() -> int:
+        return sum(thread.name == "trtspec-grammar" for thread in threading.enumerate())
+
+    before = count()
+    compiler = GrammarCompiler(save_tokenizer(tmp_path), VOCAB, [EOS])
+    make(compiler, GuidedDecodingParams(choice=["c"]))
+    make(compiler, GuidedDecodingParams(choice=["c"]))
+    assert count() == before + 2
+    del compiler
+    deadline = time.monotonic() + 10
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert count() == before

@@ -1,0 +1,126 @@
+"""Grammars with every drafter: the tokens are those of guided greedy decoding by brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guided import LANGUAGES, VOCAB, GuidedOracle, Language, save_tokenizer, token_texts
+from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
+from oracle import Oracle
+from tiny_heads import mtp_model_dir
+
+from trtspec import GuidedDecodingParams, SamplingParams
+
+K, COUNT = 3, 24
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = mtp_model_dir(tmp_path_factory.mktemp("models"), seed=1, num_mtp_layers=K)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Path) -> Drafters:
+    return make_drafters(target.parent, Oracle(target))
+
+
+@pytest.fixture(scope="module")
+def oracle(target: Path) -> GuidedOracle:
+    return GuidedOracle(target)
+
+
+Case = tuple[list[int], Language | None, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def cases(oracle: GuidedOracle) -> list[Case]:
+    """Prompts, with a grammar or without; some grammars begin after a token of the output."""
+    rng = random.Random(4)
+    cases: list[Case] = []
+    for i in range(8):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(2, 30))]
+        if i % 4 == 3:
+            cases.append((prompt, None, ()))
+            continue
+        marker: tuple[int, ...] = ()
+        if i % 4 == 2:  # two tokens in a row that free decoding comes to
+            start = rng.randint(2, 6)
+            free = oracle.extend(prompt, start + 2, LANGUAGES[0], marker=(-1,))
+            marker = tuple(free[start : start + 2])
+        cases.append((prompt, LANGUAGES[i % len(LANGUAGES)], marker))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: GuidedOracle, cases: list[Case]) -> list[list[int]]:
+    return [oracle.extend(prompt, COUNT, language, marker) for prompt, language, marker in cases]
+
+
+def params_of(language: Language | None, marker: tuple[int, ...], **others: Any) -> SamplingParams:
+    guided = None
+    if language is not None:
+        fields = {name: getattr(language.params, name) for name in ("regex", "grammar", "choice")}
+        if language.params.json is not None:
+            fields["json"] = language.params.json
+        guided = GuidedDecodingParams(**fields, reasoning_end=marker or None)
+    return SamplingParams(max_tokens=COUNT, guided_decoding=guided, **others)
+
+
+@pytest.fixture
+def outputs_of(target: Path, cases: list[Case]) -> Iterator[Any]:
+    def run(config: Any, **options: Any) -> list[list[int]]:
+        with cpu_engine(target, config, **options) as llm:
+            outputs = llm.generate(
+                [prompt for prompt, _, _ in cases],
+                [params_of(language, marker) for _, language, marker in cases],
+            )
+            assert not [output.error for output in outputs if output.error]
+            return [output.outputs[0].token_ids for output in outputs]
+
+    yield run
+
+
+@covering(
+    mode=MODES,
+    **{"chunk,pool": [(None, None), (17, None), (17, 96)]},
+    overlap=[True, False],
+    rule=["strict", "rejection"],
+)
+def test_tokens_are_those_of_brute_force(
+    drafters: Drafters,
+    outputs_of: Any,
+    expected: list[list[int]],
+    mode: str,
+    chunk: int | None,
+    pool: int | None,
+    overlap: bool,
+    rule: str,
+) -> None:
+    """Greedy requests; prompts whole and in chunks, preempted, steps that overlap or not."""
+    fields = {} if mode in ("none", "ngram", "user_provided") else {"acceptance": rule}
+    config = config_of(mode, K, drafters, **fields)
+    assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
+
+
+def test_the_cases_reach_what_they_are_for(cases: list[Case], expected: list[list[int]]) -> None:
+    """Some outputs end by their grammar, some by length; a marker is reached in mid-output."""
+    texts = token_texts()
+    ends = [output[-1] == 2 for output in expected]
+    assert any(ends) and not all(ends)
+    for (_, language, marker), output in zip(cases, expected, strict=True):
+        if language is None:
+            continue
+        begin = 0
+        if marker:
+            spans = [output[i : i + len(marker)] for i in range(len(output))]
+            begin = spans.index(list(marker)) + len(marker)
+            assert 2 < begin < len(output)
+        text = "".join(texts[i] for i in output[begin:] if i != 2)
+        assert language.is_prefix(text)
+        assert (output[-1] == 2) == language.is_whole(text) or len(output) == COUNT

@@ -1,0 +1,82 @@
+"""Keywords of JSON Schema that a grammar does not enforce are refused, all others served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import xgrammar
+from guided import EOS, VOCAB, save_tokenizer
+
+from trtspec.guided.compiler import MAX_WHITESPACE
+from trtspec.guided.schema import find_unenforced
+
+INTEGER = {"type": "integer"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "[1, 1]"),
+    ({"type": "array", "items": INTEGER, "contains": {"const": 3}}, "[1]"),
+    ({"type": "integer", "not": {"const": 7}}, "7"),
+    ({"allOf": [INTEGER, {"minimum": 9}]}, "7"),
+    ({"type": "integer", "if": {"const": 7}, "then": False}, "7"),
+    ({"type": "string", "minLength": 5, "pattern": "^[a-z]+$"}, '"abc"'),
+    (
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER},
+         "dependentRequired": {"a": ["b"]}},
+        '{"a": 1}',
+    ),
+    ({"type": "object", "properties": {"a": INTEGER}, "required": ["z"]}, '{"a": 1}'),
+    ({"type": "integer", "enum": [1, "a"]}, '"a"'),
+    ({"type": "integer", "anyOf": [{"minimum": 9}, {"maximum": 3}]}, "7"),
+    ({"$defs": {"n": INTEGER}, "$ref": "#/$defs/n", "minimum": 9}, "7"),
+]  # fmt: skip
+SERVED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "integer", "minimum": 5}, "4"),
+    ({"type": "integer", "exclusiveMinimum": 7}, "7"),
+    ({"type": "integer", "multipleOf": 5}, "7"),
+    ({"type": "string", "pattern": "^b$"}, '"abc"'),
+    ({"type": "string", "minLength": 5}, '"abc"'),
+    ({"type": "string", "format": "date"}, '"abc"'),
+    ({"type": "array", "items": INTEGER, "minItems": 2}, "[1]"),
+    ({"type": "array", "prefixItems": [INTEGER, {"type": "string"}], "items": False}, "[1, 2]"),
+    ({"type": ["integer", "null"]}, '"a"'),
+    ({"type": "string", "enum": ["a", "b"]}, '"c"'),
+    ({"const": {"a": 1}}, '{"a": 2}'),
+    ({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}, "{}"),
+    ({"anyOf": [INTEGER, {"type": "null"}], "description": "either"}, '"a"'),
+    ({"type": "object", "patternProperties": {"^b$": INTEGER}}, '{"a": 1}'),
+]
+
+
+@pytest.fixture(scope="module")
+def accepts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=VOCAB, stop_token_ids=EOS)
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def accepts(schema: dict[str, Any], text: str) -> bool:
+        compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return bool(matcher.accept_string(text) and matcher.is_completed())
+
+    return accepts
+
+
+@pytest.mark.parametrize(("schema", "text"), REFUSED, ids=str)
+def test_what_a_grammar_ignores_is_refused(accepts: Any, schema: dict[str, Any], text: str) -> None:
+    """The texts do not fit, and XGrammar takes them. A schema of which it does not can be served."""
+    assert accepts(schema, text)
+    assert find_unenforced(schema) is not None
+    nested = {"type": "array", "items": {"anyOf": [{"type": "null"}, schema]}}
+    assert "#/items/anyOf/1" in str(find_unenforced(nested))
+
+
+@pytest.mark.parametrize(("schema", "text"), SERVED, ids=str)
+def test_what_a_grammar_enforces_is_served(accepts: Any, schema: dict[str, Any], text: str) -> None:
+    assert not accepts(schema, text)
+    assert find_unenforced(schema) is None
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    schema = {"type": "object", "properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"]}
+    assert find_unenforced(schema) is None
+    assert find_unenforced({"enum": [{"not": 1}, {"uniqueItems": True}]}) is None
