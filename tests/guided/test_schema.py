@@ -63,7 +63,7 @@ def accepts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("schema", "text"), REFUSED, ids=str)
 def test_what_a_grammar_ignores_is_refused(accepts: Any, schema: dict[str, Any], text: str) -> None:
-    """The texts do not fit, and XGrammar takes them. A schema of which it does not can be served."""
+    """The texts do not fit, and XGrammar takes them."""
     assert accepts(schema, text)
     assert find_unenforced(schema) is not None
     nested = {"type": "array", "items": {"anyOf": [{"type": "null"}, schema]}}

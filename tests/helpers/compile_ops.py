@@ -22,12 +22,13 @@ from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_rows
-from trtspec.ops.tokens import triton_draw, triton_judge
+from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge
 
 MODULES = (
     "padded.triton",
     "step.triton_drafts",
     "step.triton_rows",
+    "tokens.triton_bitmask",
     "tokens.triton_draw",
     "tokens.triton_filter",
     "tokens.triton_judge",
@@ -121,6 +122,8 @@ def step() -> dict[str, Any]:
         (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
         (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
+        (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
+        (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )
     found: dict[str, Any] = {}

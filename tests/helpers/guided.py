@@ -127,12 +127,14 @@ def allowed(language: Language, text: str) -> list[int]:
 class GuidedOracle:
     """transformers' greedy decoding over the allowed tokens, one at a time from scratch."""
 
-    def __init__(self, model_dir: Path):
+    def __init__(self, model_dir: Path, device: str = "cpu"):
         from transformers import AutoModelForCausalLM
 
+        self.device = device
         self.model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self.model.to(device)
 
     @torch.inference_mode()
     def extend(
@@ -146,7 +148,8 @@ class GuidedOracle:
         output: list[int] = []
         texts, begin = token_texts(), 0 if not marker else -1
         while len(output) < count and EOS not in output:
-            logits: Any = self.model(torch.tensor([[*prompt, *output]])).logits[0, -1]
+            ids = torch.tensor([[*prompt, *output]], device=self.device)
+            logits: Any = self.model(ids).logits[0, -1].cpu()
             if language is not None and begin < 0:
                 logits[EOS] = -torch.inf
             elif language is not None:

@@ -12,6 +12,7 @@ from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
+from trtspec.ops.tokens import bitmask, triton_bitmask  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -159,3 +160,22 @@ def test_rope_and_write(
     assert torch.equal(v_slots[slots], clean[:, q_heads + kv_heads :])
     untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
     assert not k_slots[untouched].any() and not v_slots[untouched].any()
+
+
+@covering(dtype=DTYPES, vocab=[31, 97, 4097], has_table=[False, True])
+def test_mask_logits(dtype: torch.dtype, vocab: int, has_table: bool) -> None:
+    """More rows of masks than of logits; entries past the vocabulary in the last word."""
+    generator = torch.Generator().manual_seed(1)
+    shape = 4, (vocab + 31) // 32
+    masks = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).to(DEVICE)
+    logits, table = _random(3, vocab, dtype=dtype), None
+    if has_table:
+        order = torch.randperm(vocab, generator=generator)[: vocab // 2].sort().values
+        logits, table = logits[:, : len(order)], (order - torch.arange(len(order))).to(DEVICE)
+    bits = (masks.cpu()[:, :, None] >> torch.arange(32)) & 1
+    allowed = bits.flatten(1)[:3, :vocab].bool().to(DEVICE)
+    if table is not None:
+        allowed = allowed[:, table + torch.arange(len(table), device=DEVICE)]
+    expected = logits.masked_fill(~allowed, -torch.inf)
+    assert triton_bitmask.mask_logits(logits, masks, table).equal(expected)
+    assert bitmask.mask_logits(logits, masks, table).equal(expected)

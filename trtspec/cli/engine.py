@@ -11,6 +11,7 @@ from .options import EngineOptions, SamplingOptions
 from .status import Progress
 
 if TYPE_CHECKING:
+    from ..api.guided_decoding import GuidedDecodingParams
     from ..api.sampling_params import SamplingParams
     from ..config import DecodingBaseConfig, HeadDecodingConfig
     from ..llm import LLM
@@ -168,9 +169,31 @@ def make_sampling_params(options: SamplingOptions) -> SamplingParams:
             top_p=options.top_p,
             top_k=options.top_k,
             seed=options.seed,
+            guided_decoding=_make_guided(options),
         )
     except RequestError as error:  # here it is the command line that is wrong, not a request
         raise CliError(str(error)) from error
+
+
+def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
+    """Raises CliError for a file that cannot be read, RequestError for several grammars."""
+    from ..api.guided_decoding import GuidedDecodingParams
+
+    given: dict[str, Any] = {
+        "json": None if options.json_schema is None else _read(options.json_schema),
+        "grammar": None if options.grammar is None else _read(options.grammar),
+        "regex": options.regex,
+        "choice": options.choice or None,
+        "json_object": options.json_object,
+    }
+    return GuidedDecodingParams(**given) if any(given.values()) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"{path} cannot be read: {error}") from error
 
 
 def describe(llm: LLM) -> dict[str, Any]:

@@ -123,6 +123,23 @@ class SamplingOptions:
     seed: Annotated[
         int | None, typer.Option("--seed", help="The same seed gives the same tokens.")
     ] = None
+    json_object: Annotated[
+        bool, typer.Option("--json-object", help="The answer is a JSON object.")
+    ] = False
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", help="The answer is JSON that fits this file's schema."),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="The answer matches this as a whole.")
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", help="The answer follows this file's EBNF grammar.")
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option("--choice", help="The answer is this text, or another given so."),
+    ] = None
 
 
 @dataclass(frozen=True)
