@@ -29,7 +29,7 @@ def make_models(path: Path) -> Path:
     p_eagle_dir(path).rename(path / "masked_head")
     pard_dir(path).rename(path / "masked_draft")
     dflash_dir(path).rename(path / "block_head")
-    dflash_dir(path, path={}).rename(path / "path_head")
+    dflash_dir(path, path={"selector_top_k": 70}).rename(path / "path_head")
     dflash_dir(path, markov="gated").rename(path / "markov_head")
     return path
 
