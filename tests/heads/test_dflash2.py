@@ -20,13 +20,18 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks
 from tiny import tiny_model_dir
 from tiny_dflash import DFLASH2, LAYERS, as_speculators, dflash_dir
-from unrolled import load_target, padded_texts
+from unrolled import CPU, F32, STEPS, load_target, padded_texts
 
-from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
+from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams, cli
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.distributed.logits import ShardedLogits, top_tokens
 from trtspec.doctor import diagnose
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.drafters.dflash import DFlashHead
+from trtspec.train.blocks import Anchors
+from trtspec.train.unroll import Use, teach, unroll
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,49 @@ def test_other_configs_and_tools_say_what_it_is(target_dir: Path, tmp_path: Path
     as_dspark = _edited(dflash_dir(tmp_path / "both", markov="vanilla"), **DFLASH2)
     with pytest.raises(CheckpointError, match="DFlash2's parts"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=as_dspark))
+
+
+def test_inspect_head_shows_it(
+    capsys: pytest.CaptureFixture[str], target_dir: Path, tmp_path: Path
+) -> None:
+    scales = {"output_multiplier": 0.25, "final_logit_softcapping": 20, "input_embedding_scale": 3}
+    for head in (dflash_dir(tmp_path, path={}), dflash_dir(tmp_path, path={}, **scales)):
+        assert cli.main(["inspect-head", str(head), "--target", str(target_dir), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["format"] == "DFlash2, z-lab's format" and not report["problems"]
+        assert report["block"].startswith(
+            "rows see each other both ways; the masks propose; convolutions of 2 rows, 16 channels "
+            "in a group; a path through the best 16, rank 12"
+        )
+    assert report["block"].endswith("logits times 0.25; logits within ±20; embedding times 3")
+    assert cli.main(["inspect-head", str(as_speculators(head)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "DFlash2, speculators format"
+
+
+def test_along_whole_sequences(target_dir: Path, tmp_path: Path) -> None:
+    """Blocks behind many anchors of a text at once, as in training; the rows have gradients."""
+    case, k = make_dflash2_case("dflash2_three_taps", target_dir, tmp_path, STEPS), STEPS
+    case.naive.flags["independent"] = True  # logits alone, before the choice
+    assert isinstance(case.config, DFlashDecodingConfig)
+    target = load_target(target_dir)
+    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    head = load_head(
+        Path(str(case.config.speculative_model)), target, HeadRequest(kind="dflash"), options
+    )
+    texts = padded_texts([[9], [4, 6]], 12)
+    hidden = teach(target, head, texts).hidden.requires_grad_()
+    outputs = list(unroll(head, texts, hidden, k, use=Use(anchors=Anchors(count=1000))))
+    for anchor in (3, 7, 12 + 2):  # of the first text, and of the first half of the second
+        row, place = divmod(anchor, 12)
+        ids = texts.input_ids[row].tolist()
+        states = case.hidden(ids)
+        naive = case.naive.chain(ids[: place + 1], states[:place], [0] * k)
+        for depth, expected in enumerate(naive):
+            logits = head.compute_logits(outputs[depth].hidden, depth)
+            assert isinstance(logits, torch.Tensor)
+            torch.testing.assert_close(logits[anchor].double(), expected, atol=1e-4, rtol=1e-4)
+    outputs[-1].hidden[5].sum().backward()
+    assert hidden.grad is not None and bool(hidden.grad.any())
 
 
 @pytest.mark.parametrize("path", [None, {}])
