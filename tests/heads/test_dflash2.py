@@ -23,6 +23,7 @@ from tiny_dflash import DFLASH2, LAYERS, as_speculators, dflash_dir
 from unrolled import CPU, F32, STEPS, load_target, padded_texts
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams, cli
+from trtspec.attention.blocks import BlockPass
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
@@ -255,6 +256,34 @@ def test_a_quantised_head_is_never_cast(
     said = "Use the unquantised" if says_so else "1 tensors have no place.*down_proj.weight_scale"
     with pytest.raises(CheckpointError, match=said):
         cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
+
+
+def test_a_head_with_block_scales_is_made_float(target_dir: Path, tmp_path: Path) -> None:
+    """FP8 in DeepSeek-V3's form, convolutions and choice included."""
+    head, texts = dflash_dir(tmp_path, path={}, block=5), []
+    tensors = load_file(head / "model.safetensors")
+    quantised, plain = dict(tensors), dict(tensors)
+    for name in [n for n, t in tensors.items() if n.endswith("proj.weight") or "projection" in n]:
+        rows, columns = tensors[name].shape
+        scale = 0.02 * (1 + torch.arange(-(-rows // 16) * -(-columns // 32)) % 3).float()
+        scale = scale.view(-(-rows // 16), -1)
+        wide = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+        quantised[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = scale
+        plain[name] = quantised[name].float() * wide
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}
+    for given, raw in ((plain, None), (quantised, {"quantization_config": config})):
+        save_file(given, head / "model.safetensors")
+        llm = cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=_edited(head, raw)))
+        model = llm.executor.draft_model
+        assert isinstance(model, DFlashHead)
+        ids, positions = torch.tensor([5, 90, 90, 90, 90]), torch.arange(5)
+        context = [(torch.zeros(3, 2, 8),) * 2] * 2
+        blocks = BlockPass(torch.zeros(1, 3), torch.tensor([[1]]), 5, context, (True, True))
+        with torch.no_grad():
+            texts.append(model(ids, positions, torch.empty(0), blocks, 0)[0])
+    torch.testing.assert_close(texts[0], texts[1], atol=1e-6, rtol=1e-6)
+    assert texts[0].std() > 0.1
 
 
 def test_the_best_tokens_of_sharded_logits() -> None:
