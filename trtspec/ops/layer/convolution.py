@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch.dispatch import twin
+from ..launch.dispatch import kernels
 
 
-@twin("layer.triton_convolution")
 def convolve_blocks(
     x: Tensor, base: Tensor, dynamic: Tensor, block: int, residual: Tensor | None = None
 ) -> Tensor:
@@ -26,6 +25,10 @@ def convolve_blocks(
         block: rows of a block.
         residual: [T, H]; None adds nothing.
     """
+    is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, base, dynamic))
+    triton = None if is_trained else kernels("layer.triton_convolution", x)
+    if triton is not None:
+        return triton.convolve_blocks(x, base, dynamic, block, residual)
     wide = torch.promote_types(x.dtype, torch.float32)  # rounded once, as the kernel does
     (size, groups), taps = (x.shape[1], dynamic.shape[2]), base.shape[0]
     blocks = x.to(wide).view(-1, block, size)
