@@ -72,8 +72,8 @@ class ConvolvedLayer(DecoderLayer):
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> Tensor:  # type: ignore[override]
         """hidden, the residual stream [T, H] -> the stream after this layer, a new tensor."""
-        block, attention, mlp = meta.rows_per_generation, self.self_attn, self.mlp
-        assert self.input_layernorm is not None and isinstance(mlp, MLP)
+        block, attention = meta.rows_per_generation, self.self_attn
+        assert self.input_layernorm is not None
         hidden = self.attention_conv.around(
             lambda x: attention((x,), (), None, rope, meta),
             self.input_layernorm(hidden),

@@ -28,16 +28,15 @@ class CandidateSelector(nn.Module):
     def __init__(self, vocab_size: int, size: int, rank: int, count: int):
         super().__init__()
         self.count = count
-        for name in ("predecessor_codebook", "successor_codebook"):
-            table = nn.Parameter(torch.empty(vocab_size, rank), requires_grad=False)
-            self.register_parameter(name, table)
+        shape = vocab_size, rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.hidden_projection = Linear(size, rank, bias=False)
 
     @property
     def books(self) -> Codebooks:
-        return Codebooks(
-            self.get_parameter("predecessor_codebook"), self.get_parameter("successor_codebook")
-        )
+        """The tables A and B."""
+        return Codebooks(self.predecessor_codebook, self.successor_codebook)
 
     def candidates(
         self, logits: Tensor | ShardedLogits, hidden: Tensor, batch: int
