@@ -69,6 +69,7 @@ DRAFTERS = {
     "mtp_eagle": "mtp",
     "mtp": "mtp",
     "dflash": "dflash",
+    "dflash2": "dflash2",
     "ngram": "",
 }
 """mode -> the kind of its draft layers."""
@@ -147,7 +148,7 @@ def _engine(
         config = EagleDecodingConfig(
             max_draft_len=k, speculative_model=head_dir, eagle3_one_model=mode != "eagle3"
         )
-    elif kind == "dflash":
+    elif kind in ("dflash", "dflash2"):
         config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head_dir)
     elif kind == "mtp":
         config = MTPDecodingConfig(
@@ -161,8 +162,8 @@ def _engine(
     checkpoints = {target_dir: model.target(num_mtp_layers)}
     if kind == "eagle3":
         checkpoints[head_dir] = model.eagle3_head()
-    if kind == "dflash":
-        checkpoints[head_dir] = model.dflash_head(k + 1)
+    if kind in ("dflash", "dflash2"):
+        checkpoints[head_dir] = model.dflash_head(k + 1, kind)
     largest = max(args.batch)
     with (
         in_memory(checkpoints, resolve_device(args.device)),
@@ -243,7 +244,8 @@ def _measure(
             "forced_acceptance": llm.stats().forced_acceptance,
         }
         kind = DRAFTERS[mode]
-        layers_that_attend = {"": 0, "dflash": DFLASH_LAYERS}.get(kind, k)
+        blocks = dict.fromkeys(("dflash", "dflash2"), DFLASH_LAYERS)
+        layers_that_attend = {"": 0, **blocks}.get(kind, k)
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1)),
             "target_kv": batch * model.kv_bytes(context),

@@ -38,6 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 ITEM_SIZE = 2  # bytes of bfloat16, which all weights and keys are
 MAX_DRAFT_VOCAB = 32_000
 DFLASH_LAYERS = 5
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 
 def _llama(
@@ -246,8 +247,11 @@ class Model:
         }
         return Checkpoint(config, shapes)
 
-    def dflash_head(self, block_size: int) -> Checkpoint:
-        """Five layers of the target's sizes, Qwen3's kind, and the target's lm_head."""
+    def dflash_head(self, block_size: int, kind: str = "dflash") -> Checkpoint:
+        """Five layers of the target's sizes, Qwen3's kind, and the target's lm_head.
+
+        kind: "dflash", or "dflash2" with its public heads' sizes.
+        """
         c, size = self.decoder, self.decoder.hidden_size
         count = min(DFLASH_LAYERS, max(1, c.num_layers - 3))
         layers = default_target_layers(count, c.num_layers)
@@ -275,7 +279,25 @@ class Model:
         for i in range(count):
             plain = replace(c, qk_norm=True, qkv_bias=False, o_bias=False, mlp_bias=False)
             shapes |= _layer(plain, f"layers.{i}.", size)
+        if kind == "dflash2":
+            config["architectures"] = ["DFlash2DraftModel"]
+            config["dflash_config"] |= DFLASH2
+            shapes |= self._dflash2_parts(count)
         return Checkpoint(config, shapes)
+
+    def _dflash2_parts(self, count: int) -> Shapes:
+        """Convolutions of two taps, and the tables of the choice among 16 tokens."""
+        size, rank = self.decoder.hidden_size, DFLASH2["selector_rank"]
+        taps, groups = DFLASH2["conv_kernel_size"], size // DFLASH2["conv_group_size"]
+        shapes: Shapes = {"candidate_selector.hidden_projection.weight": (rank, size)}
+        for name in ("predecessor_codebook", "successor_codebook"):
+            shapes[f"candidate_selector.{name}"] = (self.decoder.vocab_size, rank)
+        for i in range(count):
+            for part in ("attention_conv", "mlp_conv"):
+                shapes[f"layers.{i}.{part}.base_kernel"] = (2, taps, size)
+                name = f"layers.{i}.{part}.kernel_projection.weight"
+                shapes[name] = (2 * taps * groups, size)
+        return shapes
 
     def _mtp_layer(self, layer: Shapes, prefix: str) -> Shapes:
         """A layer like the target's last, with what goes before and behind it."""
@@ -295,10 +317,11 @@ class Model:
 
     def draft_weight_bytes(self, kind: str, num_passes: int, batch: int) -> float:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",
-        "dflash", or anything else for no drafter."""
+        "dflash", "dflash2", or anything else for no drafter."""
         c = self.decoder
-        if kind == "dflash":  # one pass, and keys and values of the context
-            shapes = self.dflash_head(num_passes + 1).shapes
+        if kind in ("dflash", "dflash2"):  # one pass, and keys and values of the context
+            shapes = self.dflash_head(num_passes + 1, kind).shapes
+            shapes = {n: s for n, s in shapes.items() if "codebook" not in n}  # a few rows of it
             context = {n: s for n, s in shapes.items() if "k_proj" in n or "v_proj" in n}
             ends = c.vocab_size * c.hidden_size * ITEM_SIZE
             return self._bytes(shapes, batch) + self._bytes(context, batch) + ends

@@ -122,7 +122,7 @@ class SteadyBatch:
         for i in range(batch):
             params = SamplingParams(max_tokens=10**9, ignore_eos=True, seed=i, **(sampling or {}))
             executor.enqueue(_prompt(executor, i, context), params)
-        while executor.scheduler.waiting or not all(r.is_generation for r in self.requests):
+        while len(self.requests) < batch or not all(r.is_generation for r in self.requests):
             executor.step()
         for _ in range(2):  # captures the graph
             executor.step()

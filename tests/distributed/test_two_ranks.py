@@ -17,7 +17,7 @@ from trtspec import SamplingParams
 SOME = MODES if full() else ["ngram", "eagle3", "mtp"]
 FEW = MODES if full() else ["draft_target", "mtp_eagle"]
 RULES = ["rejection", "exact_match", "block"] + (["strict"] if full() else [])
-SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard"]
+SAMPLED = [*NETWORKS, "ngram"] if full() else ["eagle3", "mtp_eagle", "pard", "dflash2"]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_attention_data_parallel(
         assert output.outputs[0].token_ids == oracle.extend(prompt, count)
 
 
-@pytest.mark.parametrize("mode", NETWORKS if full() else ["dflash"])
+@pytest.mark.parametrize("mode", NETWORKS if full() else ["dflash", "dflash2"])
 def test_as_many_drafts_are_accepted_as_on_one_rank(
     target_dir: Path, drafters: Drafters, mode: str
 ) -> None:

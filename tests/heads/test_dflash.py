@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
+from trtspec.ops.tokens.walk import PathCandidates, candidate_scores
 from trtspec.workers import create_worker
 
 LM_HEAD = "lm_head.weight"
@@ -85,6 +87,18 @@ WINDOW = {
             "markov_head_type": "rnn",
             "sample_from_anchor": False,
         },
+        {"head_dim": 8, "name": "dflash2", "selector_rank": 12},
+        {
+            "head_dim": 8,
+            "name": "dflash2",
+            "selector_rank": 10,
+            "selector_top_k": 5,
+            "conv_kernel_size": 3,
+            "conv_group_size": 8,
+            "num_hidden_layers": 3,
+            "sample_from_anchor": True,
+        },
+        {"head_dim": 8, "name": "dflash2", "conv_kernel_size": 1, **WINDOW},
     ],
 )
 def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
@@ -98,7 +112,7 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
     head = load_head(
         tmp_path / "head",
         target,
-        HeadRequest(kind=flags.get("name", "dflash")),
+        HeadRequest(kind="dspark" if flags.get("name") == "dspark" else "dflash"),
         LoadOptions(dtype=torch.float32, device=device, backend=TorchAttention(), kv_group=0),
     )
     assert isinstance(head, DFlashHead)
@@ -119,17 +133,22 @@ def test_speculators_model(target_dir: Path, tmp_path: Path, flags: dict[str, An
             step = draft_step_metadata(meta, anchor + torch.arange(block)[None], block)
             out, _ = head(read, step.position_ids, hidden, step, step=0)
             ours = head.compute_logits(out, 0)
+            before = ids[anchor : anchor + block]
+            if not head.samples_from_anchor:
+                before = torch.cat([before[:1], before[:-1]])
+            if head.candidate_selector is not None:
+                found = head.candidate_selector.candidates(ours, out, batch=1)
+                given = PathCandidates(*(tensor[:, 0] for tensor in found))
+                scores = candidate_scores(given, before, head.candidate_selector.books)
+                ours = torch.full(ours.shape, -math.inf).scatter(1, given.ids, scores)
             if head.markov_head is not None:
-                before = ids[anchor : anchor + block]
-                if not head.samples_from_anchor:
-                    before = torch.cat([before[:1], before[:-1]])
                 state, biases = head.markov_head.first_state(out[:1]), []
                 for token, row in zip(before, out, strict=True):
                     bias, state = head.markov_head(token[None], row[None], state)
                     biases.append(bias)
                 ours = ours + torch.cat(biases)
         first = 0 if head.samples_from_anchor else 1
-        assert isinstance(ours, torch.Tensor) and expected.std() > 0.5
+        assert isinstance(ours, torch.Tensor) and expected[expected > -math.inf].std() > 0.5
         torch.testing.assert_close(ours[first:], expected[first:], atol=1e-4, rtol=2e-5)
 
 
@@ -194,9 +213,9 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"dflash_config": {"mask_token_id": VOCAB}}, f"mask_token_id={VOCAB}"),
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3, 8]}}, "8 is no layer"),
         ({"dflash_config": {"mask_token_id": 90, "target_layer_ids": [1, 3]}}, "fc.weight"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DFlash2BeamDraftModel"]}, "DFlash2BeamDraftModel"),
         ({"markov_rank": 256}, "a bias like DSpark's"),
-        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type .domino"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
         ({"dflash_config": []}, "must be objects"),
         ({"architectures": "DFlashDraftModel"}, "it must be a list of names"),

@@ -22,7 +22,8 @@ from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_rows
-from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge
+from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge, triton_walk
+from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
     "padded.triton",
@@ -33,6 +34,7 @@ MODULES = (
     "tokens.triton_filter",
     "tokens.triton_judge",
     "tokens.triton_stats",
+    "tokens.triton_walk",
 )
 CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
 CPU = torch.device("cpu")
@@ -109,6 +111,10 @@ def step() -> dict[str, Any]:
     accepted, lens, certain = ints(GENERATIONS, K + 1), ints(GENERATIONS), longs(GENERATIONS)
     sampling, past = SlotSampling.neutral(SLOTS, CPU), longs(SLOTS)
     states = torch.zeros(8, 48), torch.zeros(8, 80)
+    unary = torch.zeros(K, GENERATIONS, 16, dtype=torch.bfloat16)
+    projected = torch.zeros(K, GENERATIONS, 256, dtype=torch.bfloat16)
+    candidates = PathCandidates(longs(K, GENERATIONS, 16), unary, projected)
+    books = Codebooks(*torch.zeros(2, DRAFT_VOCAB, 256, dtype=torch.bfloat16))
     calls = (
         (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
         (
@@ -124,6 +130,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
         (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
+        (triton_walk.walk_candidates, candidates, lens, books),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )
     found: dict[str, Any] = {}

@@ -119,6 +119,7 @@ def _layers() -> dict[str, Any]:
     from trtspec.ops.experts import triton as experts
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
     from trtspec.ops.layer.rope import CacheWrite, Rope
+    from trtspec.ops.layer.triton_convolution import convolve_blocks
     from trtspec.ops.tokens.triton_soft_cross_entropy import soft_cross_entropy_
 
     def half(*shape: int) -> torch.Tensor:
@@ -142,6 +143,8 @@ def _layers() -> dict[str, Any]:
         (triton_norm.rms_norm, q, norm),
         (triton_norm.add_normed, half(8, 64), half(8, 64), norm, None),
         (triton_norm.add_normed, half(8, 64), half(8, 64), norm, half(1)),
+        (convolve_blocks, half(8, 64), half(2, 64), half(8, 2, 4), 4),
+        (convolve_blocks, half(8, 64), half(2, 64), half(8, 2, 4), 4, half(8, 64)),
         (triton_activation.gelu_tanh_and_mul, half(8, 64)),
         (triton_embedding.lookup, indices(8), half(9, 64), 2.0),
         (experts.router_logits, half(8, 64), half(8, 64)),

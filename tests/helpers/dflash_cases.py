@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from drafting import Case
-from tiny_dflash import LAYERS, dflash_dir
+from drafting import Case, Script
+from oracle import VOCAB
+from tiny_dflash import DFLASH2, LAYERS, dflash_dir
 from tiny_heads import HEAD_DIM, HEADS, KV_HEADS, MASK_TOKEN, NaiveHead, _rotate
 from torch import Tensor
 
-from trtspec import DFlashDecodingConfig, DSparkDecodingConfig
+from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig
+from trtspec.ops.tokens.walk import Codebooks, PathCandidates, candidate_scores
+from trtspec.workers import dflash
+from trtspec.workers.protocols import DraftInputs
 
 
 class NaiveDFlash(NaiveHead):
@@ -24,18 +31,56 @@ class NaiveDFlash(NaiveHead):
         ids = torch.tensor([text[-1]] + [MASK_TOKEN] * masks)
         self.known, self.positions = known, torch.arange(known + len(ids))
         self.context = self.norm(self.linear(hidden.double(), "fc"), "hidden_norm")
-        out = self.embedding[ids]
+        out = self.embedding[ids] * self.flags.get("embedding_scale", 1)
         for i in range(self.raw["num_hidden_layers"]):
             p = f"layers.{i}."
             x = self.norm(out, f"{p}input_layernorm")
-            out = out + self.block_attention(x, i)
-            out = out + self.mlp(self.norm(out, f"{p}post_attention_layernorm"), f"{p}mlp")
+            out = out + self.around(x, partial(self.block_attention, layer=i), f"{p}attention_conv")
+            x = self.norm(out, f"{p}post_attention_layernorm")
+            out = out + self.around(x, partial(self.mlp, name=f"{p}mlp"), f"{p}mlp_conv")
         out = self.norm(out, "norm")
-        logits = out @ self.lm_head.T
+        logits = self.flags.get("multiplier", 1) * (out @ self.lm_head.T)
+        if "cap" in self.flags:
+            logits = self.flags["cap"] * torch.tanh(logits / self.flags["cap"])
+        if self.flags.get("path") and not self.flags.get("independent"):
+            before = [text[-1], *proposals] if anchor else [text[-1], text[-1], *proposals]
+            logits = self.path_scores(before[: len(out)], out, logits)
         if self.flags.get("markov"):
             before = [text[-1], *proposals] if anchor else [text[-1], text[-1], *proposals]
             logits = logits + self.biases(before[: len(out)], out)
         return list(logits if anchor else logits[1:])[: len(proposals)]
+
+    def around(self, x: Tensor, part: Callable[[Tensor], Tensor], name: str) -> Tensor:
+        """A part of a layer, within DFlash2's convolutions if it has them."""
+        path = self.flags.get("path")
+        if not path:
+            return part(x)
+        taps, group = path["conv_kernel_size"], path["conv_group_size"]
+        dynamic = self.linear(x, f"{name}.kernel_projection").view(len(x), 2, taps, -1)
+        for side in range(2):
+            if side == 1:
+                x = part(x)
+            weights = dynamic[:, side].repeat_interleave(group, -1)
+            weights = weights + self.t[f"{name}.base_kernel"][side]
+            rows = [
+                sum(weights[i, t] * x[i - t] for t in range(taps) if i - t >= 0)
+                for i in range(len(x))
+            ]
+            x = torch.stack(rows)  # type: ignore[arg-type]
+        return x
+
+    def path_scores(self, before: list[int], out: Tensor, logits: Tensor) -> Tensor:
+        """Of each row's candidates behind the token before; others are at -inf."""
+        name = "candidate_selector."
+        first, second = (self.t[f"{name}{n}_codebook"] for n in ("predecessor", "successor"))
+        scores = torch.full_like(logits, -math.inf)
+        for i, token in enumerate(before):
+            state = self.linear(out[i], f"{name}hidden_projection")
+            order = logits[i].argsort(descending=True)
+            for candidate in order[: self.flags["path"]["selector_top_k"]].tolist():
+                edge = (first[token] * state * second[candidate]).sum()
+                scores[i, candidate] = logits[i, candidate] + edge
+        return scores
 
     def biases(self, before: list[int], out: Tensor) -> Tensor:
         """DSpark's, for the tokens before."""
@@ -83,10 +128,61 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
     "use_sliding_window": True, "max_window_layers": 0,
 }  # fmt: skip
+THREE_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 DFLASH_CASES = ["dflash", "dflash_vocab", "dflash_causal", "dflash_anchor", "dflash_windows"]
 
 
 DSPARK_CASES = ["dspark", "dspark_gated", "dspark_rnn"]
+
+
+DFLASH2_CASES = ["dflash2", "dflash2_three_taps", "dflash2_anchor", "dflash2_capped"]
+
+
+def make_dflash2_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
+    path = dict(DFLASH2)
+    options: dict[str, Any] = {"block": k + 1}
+    flags: dict[str, Any] = {"theta": 5000.0}
+    if name == "dflash2_three_taps":
+        path |= {"conv_kernel_size": min(3, k + 1), "conv_group_size": 8, "selector_top_k": 5}
+        options |= {"num_layers": 3, "inner": WINDOWS | {"is_causal": False, **THREE_WINDOWS}}
+        flags |= {"sees_ahead": [True] * 3, "windows": [6, None, 6]}
+    if name == "dflash2_anchor":
+        options |= {"sample_from_anchor": True, "block": max(2, k)}
+        flags |= {"sample_from_anchor": True}
+    if name == "dflash2_capped":
+        options |= {"output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+        options |= {"input_embedding_scale": 1.7}
+        flags |= {"multiplier": 0.4, "cap": 3.0, "embedding_scale": 1.7}
+    head = dflash_dir(tmp_path, path=path, **options)
+    config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head)
+    naive = NaiveDFlash(head, target, "dflash", path=path, **flags)
+    return Case(target, config, naive, capture=LAYERS)
+
+
+class PathScript(Script):
+    """Stands in for the walk: keeps the scores, and goes on from what it proposes."""
+
+    def __init__(self, llm: LLM, case: Case, seed: int):
+        super().__init__(llm, case, seed)
+        worker = self.executor.worker
+        draft = worker.draft
+
+        def scripted(inputs: DraftInputs) -> Tensor:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dflash, "walk_candidates", self._walk)
+                return draft(inputs)
+
+        worker.draft = scripted  # type: ignore[method-assign]
+
+    def _walk(self, candidates: PathCandidates, before: Tensor, books: Codebooks) -> Tensor:
+        taken = []
+        for of_draft in zip(*candidates, strict=True):
+            given = PathCandidates(*of_draft)
+            scores = candidate_scores(given, before, books)
+            nothing = torch.full((len(scores), VOCAB), -math.inf)
+            before = self._sample(nothing.scatter(1, given.ids, scores))
+            taken.append(before)
+        return torch.stack(taken)
 
 
 def make_dspark_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:

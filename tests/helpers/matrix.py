@@ -40,6 +40,7 @@ MTP: dict[str, dict[str, bool]] = {
 }
 BLOCKS: dict[str, type[DFlashDecodingConfig]] = {
     "dflash": DFlashDecodingConfig,
+    "dflash2": DFlashDecodingConfig,
     "dspark": DSparkDecodingConfig,
 }
 MASKED = ["p_eagle", "pard", *BLOCKS]
@@ -57,6 +58,7 @@ class Drafters:
     masked_head: Path | None = None
     masked_draft: Path | None = None
     block_head: Path | None = None  # of DFlash
+    path_head: Path | None = None  # of DFlash2
     markov_head: Path | None = None  # of DSpark
     layers: Sequence[int] = (0, 1, 2)  # of the target, that heads read
     oracle: Oracle | None = None  # whose texts a drafter on the host proposes
@@ -67,7 +69,8 @@ def make_drafters(folder: Path, oracle: Oracle | None = None) -> Drafters:
     return Drafters(
         draft=tiny_model_dir(folder, seed=2), head=eagle3_dir(folder),
         masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder),
-        block_head=dflash_dir(folder), markov_head=dflash_dir(folder, markov="gated"),
+        block_head=dflash_dir(folder), path_head=dflash_dir(folder, path={}),
+        markov_head=dflash_dir(folder, markov="gated"),
         oracle=oracle,
     )  # fmt: skip
 
@@ -89,9 +92,10 @@ def config_of(mode: str, k: int, drafters: Drafters, **fields: Any) -> DecodingB
         model = drafters.draft if mode == "draft_target" else drafters.masked_draft
         return DraftTargetDecodingConfig(max_draft_len=k, speculative_model=model, **fields)
     if mode in BLOCKS:
+        heads = {"dflash": drafters.block_head, "dflash2": drafters.path_head}
         return BLOCKS[mode](
             max_draft_len=k,
-            speculative_model=drafters.block_head if mode == "dflash" else drafters.markov_head,
+            speculative_model=heads.get(mode, drafters.markov_head),
             target_layer_ids=list(drafters.layers), **fields,
         )  # fmt: skip
     head = drafters.head if mode in EAGLE3 else drafters.masked_head

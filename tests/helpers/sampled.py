@@ -29,12 +29,14 @@ def make_models(path: Path) -> Path:
     p_eagle_dir(path).rename(path / "masked_head")
     pard_dir(path).rename(path / "masked_draft")
     dflash_dir(path).rename(path / "block_head")
+    dflash_dir(path, path={"selector_top_k": 70}).rename(path / "path_head")
     dflash_dir(path, markov="gated").rename(path / "markov_head")
     return path
 
 
 def config_of(folder: Path, mode: str, rule: str) -> DecodingBaseConfig | None:
-    names = ("draft", "head", "masked_head", "masked_draft", "block_head", "markov_head")
+    names = ("draft", "head", "masked_head", "masked_draft", "block_head", "path_head")
+    names = (*names, "markov_head")
     drafters = Drafters(**{name: folder / name for name in names})
     return matrix.config_of(mode, K, drafters, **({} if mode == "none" else {"acceptance": rule}))
 

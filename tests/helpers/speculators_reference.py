@@ -7,6 +7,7 @@ no head calls, are answered for by stubs while it is being imported.
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -93,15 +94,17 @@ def build_eagle3(
 def build_dflash(seed: int = 0, *, name: str = "dflash", **flags: Any) -> Any:
     """A float32 `DFlashDraftModel`; `flags` are fields of the head's config or of its layers'.
 
-    With the name "dspark" it is a `DSparkDraftModel`.
+    With the name "dspark" it is a `DSparkDraftModel`, with "dflash2" a `DFlash2DraftModel`.
     """
-    package, kind = load_speculators(), {"dflash": "DFlash", "dspark": "DSpark"}[name]
+    kinds = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
+    package, kind = load_speculators(), kinds[name]
     module = importlib.import_module(f"speculators.models.{name}")
     greedy = importlib.import_module("speculators.proposals.greedy").GreedyTokenProposalConfig
     fields = {"draft_vocab_size": DEFAULTS["vocab_size"], "block_size": 5, "mask_token_id": 90}
     fields |= {"aux_hidden_state_layer_ids": [2, 4, 5]}
     own = (*fields, "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
-    own = (*own, "markov_head_type")
+    own = (*own, "markov_head_type", "conv_kernel_size", "conv_group_size", "selector_rank")
+    own = (*own, "selector_top_k")
     fields |= {name: flags.pop(name) for name in own if name in flags}
     layers = {**DEFAULTS, "num_hidden_layers": 2, "attn_implementation": "eager", **flags}
     config = getattr(module, f"{kind}SpeculatorConfig")(
@@ -120,7 +123,8 @@ def build_dflash(seed: int = 0, *, name: str = "dflash", **flags: Any) -> Any:
 def block_logits(model: Any, hidden: Tensor, token_ids: Tensor, anchor: int) -> Tensor:
     """A `DFlashDraftModel`'s logits of the block whose first token is at `anchor`, [block, Vd].
 
-    A `DSparkDraftModel`'s bias is by the tokens that follow in `token_ids`.
+    A `DSparkDraftModel`'s bias is by the tokens that follow in `token_ids`. So is what a
+    `DFlash2DraftModel` adds to its candidates; the other tokens are at -inf.
     """
     ours = torch.zeros_like(token_ids)
     ours[anchor] = 1
@@ -130,11 +134,15 @@ def block_logits(model: Any, hidden: Tensor, token_ids: Tensor, anchor: int) -> 
             torch.zeros_like(token_ids)[None], max_anchors=1,
         )  # fmt: skip
         logits, markov = found[1][0], getattr(model, "markov_head", None)
-        if markov is None:
+        selector = getattr(model, "candidate_selector", None)
+        if markov is None and selector is None:
             return logits
         before = token_ids[anchor : anchor + model.block_size]
         if not model.config.sample_from_anchor:
             before = torch.cat([before[:1], before[:-1]])
+        if selector is not None:
+            ids, scores = selector.select(logits, found[0][0], before)
+            return torch.full_like(logits, -math.inf).scatter(1, ids, scores)
         return logits + markov.block_bias(prev_token_ids=before[None], hidden_states=found[0])[0]
 
 

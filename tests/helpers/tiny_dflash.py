@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,18 @@ from tiny_heads import (
 )
 
 LAYERS = (1, 3, 4)  # of the target, 0-based outputs
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 12, "selector_top_k": 16}
 
 
 def dflash_dir(
     tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
     draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
-    inner: dict[str, Any] | None = None, **dflash_config: Any,
+    path: dict[str, int] | None = None, inner: dict[str, Any] | None = None, **dflash_config: Any,
 ) -> Path:  # fmt: skip
-    """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head."""
+    """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
+
+    With `path` it is a DFlash2 head: fields in place of those of `DFLASH2`.
+    """
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (SIZE, len(LAYERS) * SIZE),
         "hidden_norm.weight": (SIZE,),
@@ -55,14 +60,29 @@ def dflash_dir(
         if markov != "vanilla":
             shapes[f"markov_head.{name}.weight"] = (rows, columns)
             shapes[f"markov_head.{name}.bias"] = (rows,)
+    if path is not None:
+        path = DFLASH2 | path
+        dflash_config |= path
+        taps, groups = path["conv_kernel_size"], SIZE // path["conv_group_size"]
+        for i, part in itertools.product(range(num_layers), ("attention", "mlp")):
+            p = f"layers.{i}.{part}_conv."
+            shapes[f"{p}base_kernel"] = (2, taps, SIZE)
+            shapes[f"{p}kernel_projection.weight"] = (2 * taps * groups, SIZE)
+        for name, rows in (("predecessor_codebook", VOCAB), ("successor_codebook", VOCAB)):
+            shapes[f"candidate_selector.{name}"] = (rows, path["selector_rank"])
+        name = "candidate_selector.hidden_projection.weight"
+        shapes[name] = (path["selector_rank"], SIZE)
     tensors = _weights(shapes, seed)
+    if path is not None:
+        for name in [name for name in tensors if "codebook" in name]:
+            tensors[name] *= 1.5  # so that the token before matters
     if draft_vocab is not None:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ids, True)
     raw = {
-        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+        "architectures": [f"{'DSpark' if markov else 'DFlash2' if path else 'DFlash'}DraftModel"],
         "model_type": "qwen3", "vocab_size": VOCAB,
         "hidden_size": SIZE, "intermediate_size": INNER, "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -83,18 +103,20 @@ def as_speculators(head: Path) -> Path:
     raw = json.loads((head / "config.json").read_text())
     nested, own = raw.pop("dflash_config"), ("block_size", "num_target_layers", "draft_vocab_size")
     inner = {name: value for name, value in raw.items() if name not in own}
-    block = raw["block_size"]
+    block, is_dflash2 = raw["block_size"], "selector_rank" in nested
     path = head.with_name(head.name + "-speculators")
     path.mkdir()
     tensors = load_file(head / "model.safetensors")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash2" if is_dflash2 else "dflash",
+        "architectures": ["DFlash2DraftModel" if is_dflash2 else "DFlashSpeculator"],
         "transformer_layer_config": {**inner, "architectures": None},
         "block_size": block, "mask_token_id": nested["mask_token_id"],
         "aux_hidden_state_layer_ids": [i + 1 for i in nested["target_layer_ids"]],
         "draft_vocab_size": raw.get("draft_vocab_size", VOCAB),
         "sample_from_anchor": nested.get("sample_from_anchor", False),
+        **{name: nested[name] for name in DFLASH2 if is_dflash2},
         "speculators_config": {"proposal_methods": [{"speculative_tokens": block - 1}]},
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from matrix import covering
 
 from trtspec.layers.norm import RMSNorm
+from trtspec.ops.layer import convolution
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
-from trtspec.ops.tokens import bitmask, triton_bitmask  # noqa: E402
+from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
+from trtspec.ops.tokens import bitmask, triton_bitmask, triton_walk, walk  # noqa: E402  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -70,6 +72,52 @@ def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
     x[0, :4] = torch.tensor([-300.0, 300.0, 0.0, -7.0], dtype=dtype)
     gate, up = x.chunk(2, dim=-1)
     _close(triton_activation.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
+
+
+@covering(dtype=DTYPES, size=[48, 1040], taps=[1, 2, 3], block=[1, 2, 4], adds=[False, True])
+def test_convolve_blocks(dtype: torch.dtype, size: int, taps: int, block: int, adds: bool) -> None:
+    """Against the formula, number by number along a block."""
+    rows, group = 3 * block, 16
+    x, residual = (_random(rows, size, dtype=dtype, seed=i) for i in range(2))
+    base = _random(taps, size, dtype=dtype, seed=3)
+    dynamic = _random(rows, 2, taps, size // group, dtype=dtype, seed=4)[:, 1]
+    weights = base.double() + dynamic.double().repeat_interleave(group, -1)
+    expected = residual.double() if adds else torch.zeros(rows, size).double().to(DEVICE)
+    for i in range(rows):
+        for tap in range(min(taps, i % block + 1)):
+            expected[i] += weights[i, tap] * x[i - tap].double()
+    given = x, base, dynamic, block, residual if adds else None
+    _close(convolve_blocks(*given), expected.to(dtype))
+    on_cpu = (t.cpu() if isinstance(t, torch.Tensor) else t for t in given)
+    _close(convolution.convolve_blocks(*on_cpu).to(DEVICE), expected.to(dtype))  # type: ignore[arg-type]
+
+
+@covering(dtype=DTYPES, drafts=[1, 5], batch=[1, 3], count=[1, 5, 16], rank=[12, 256])
+def test_walk_candidates(
+    dtype: torch.dtype, drafts: int, batch: int, count: int, rank: int
+) -> None:
+    vocab = 40
+    logits = _random(drafts, batch, vocab, dtype=dtype)
+    unary, ids = logits.topk(count)
+    if count > 1:
+        unary[0, 0, 0] = float("nan")  # never taken
+    states = _random(drafts, batch, rank, dtype=dtype, seed=1)
+    books = walk.Codebooks(*(_random(vocab, rank, dtype=dtype, seed=i) / rank**0.5 for i in (2, 3)))
+    candidates = walk.PathCandidates(ids, unary, states)
+    before = torch.tensor([[39, 0], [7, 0], [45, 0]], device=DEVICE)[:batch, 0]  # 45 is read as 39
+    taken = triton_walk.walk_candidates(candidates, before, books)
+    twin = walk.walk_candidates.__wrapped__(candidates, before, books)  # type: ignore[attr-defined]
+    assert torch.equal(taken, twin) and taken.dtype == torch.int32
+    tokens = before.clamp(max=vocab - 1).tolist()
+    for i in range(drafts):
+        for j in range(batch):
+            context = books.predecessors[tokens[j]].float() * states[i, j].float()
+            scores = [
+                (-1e9 if u != u else u) + float(context @ books.successors[c].float())
+                for c, u in zip(ids[i, j].tolist(), unary[i, j].tolist(), strict=True)
+            ]
+            tokens[j] = int(ids[i, j, max(range(count), key=scores.__getitem__)])
+        assert taken[i].tolist() == tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

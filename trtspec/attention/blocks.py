@@ -38,7 +38,7 @@ class BlockPass(DensePass):
     ):
         self.num_sequences, self.length = document_ids.shape
         self.context, self.sees_ahead = context, sees_ahead
-        device, self._block = document_ids.device, block
+        device, self.rows_per_generation = document_ids.device, block
         row = torch.arange(anchors.shape[1] * block, device=device)
         number, self._place = row // block, row % block
         self._anchors = anchors[:, number]  # [N, A * block], of each row
@@ -75,7 +75,7 @@ class BlockPass(DensePass):
         if not ahead:
             own = own & (self._place[None, :] <= self._place[:, None])
         if window is not None:  # of the last key that a row sees
-            place = self._block - 1 if ahead else self._place
+            place = self.rows_per_generation - 1 if ahead else self._place
             first = self._anchors + place - window + 1
             before = before & (self._base >= first[:, :, None])
         return torch.cat([before, own.expand(self.num_sequences, -1, -1)], dim=-1)[:, None]

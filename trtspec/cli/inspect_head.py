@@ -146,7 +146,20 @@ def _block(head: HeadConfig) -> str:
         layers = "" if len(blind) == len(head.sees_ahead) else f" in layers {_list(blind)}"
         sight = f"rows see earlier ones alone{layers}"
     anchor = "the last token's row and the masks propose"
-    return f"{sight}; {anchor if head.samples_from_anchor else 'the masks propose'}"
+    facts = [sight, anchor if head.samples_from_anchor else "the masks propose"]
+    if head.selector_rank:
+        taps, group = head.block_convolution
+        facts.append(f"convolutions of {taps} rows, {group} channels in a group")
+        facts.append(
+            f"a path through the best {head.selector_candidates}, rank {head.selector_rank}"
+        )
+    if head.logit_scale != 1:
+        facts.append(f"logits times {head.logit_scale:.6g}")
+    if head.logit_softcap is not None:
+        facts.append(f"logits within ±{head.logit_softcap:g}")
+    if head.embedding_scale is not None:
+        facts.append(f"embedding times {head.embedding_scale:.6g}")
+    return "; ".join(facts)
 
 
 def _list(numbers: Iterable[int]) -> str:

@@ -284,7 +284,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashDecodingConfig(HeadDecodingConfig):
-    """A DFlash head drafts a block of tokens in one pass, from the target's hidden states.
+    """A DFlash or DFlash2 head drafts a block of tokens in one pass, from the target's states.
 
     Args:
         max_draft_len: K; 0 is what the head was trained for, its block but for the last token.

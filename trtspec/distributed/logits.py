@@ -80,3 +80,24 @@ class ShardedLogits:
 def whole(logits: Tensor | ShardedLogits) -> Tensor:
     """Returns logits [R, V] of all tokens; where each rank has a part, it gathers them."""
     return logits.gathered() if isinstance(logits, ShardedLogits) else logits
+
+
+def top_tokens(logits: Tensor | ShardedLogits, count: int) -> tuple[Tensor, Tensor]:
+    """Chooses the best tokens of each row, the same on every rank.
+
+    A NaN may be among them, and stays one.
+
+    Returns:
+        (their logits [R, count], the tokens [R, count] int64), fewer where there are fewer.
+    """
+    if not isinstance(logits, ShardedLogits):
+        return logits.topk(min(count, logits.shape[1]))
+    own = logits.own.float()
+    values, ids = own.topk(min(count, own.shape[1]))
+    room = count - values.shape[1]  # ranks may differ in how many tokens they have
+    values = torch.nn.functional.pad(values, (0, room), value=float("-inf"))
+    ids = torch.nn.functional.pad(ids + logits.first_index, (0, room))
+    pairs = torch.stack([values, ids.float()], dim=-1)  # ids are exact, see `best`
+    gathered = logits.comm.all_gather(pairs).transpose(0, 1).flatten(1, 2)  # [R, n * count, 2]
+    values, found = gathered[..., 0].topk(min(count, logits.vocab_size))
+    return values, gathered[..., 1].gather(1, found).to(torch.int64)

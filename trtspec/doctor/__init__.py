@@ -99,9 +99,10 @@ def diagnose(
     diagnosis.problems = report.problems
     if report.problems or report.kind is None:
         return diagnosis
-    if report.config is not None and report.config.markov_rank:
+    if report.config is not None and (report.config.markov_rank or report.config.selector_rank):
+        name = "DSpark" if report.config.markov_rank else "DFlash2"
         raise ConfigError(
-            f"{head_dir} is a DSpark head, whose drafts depend on each other: the doctor does not "
+            f"{head_dir} is a {name} head, whose drafts depend on each other: the doctor does not "
             "examine these yet. inspect-head shows what it holds."
         )
     num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))

@@ -12,7 +12,8 @@ the target's states of the text, and its own block.
 
 A head that samples from the anchor has one mask less: a row then proposes the token after its own,
 and the last token's proposes too. A DSpark head chooses the drafts in turn: a bias by the token
-before is added to each row's logits. With K = 0 the context is read and nothing else.
+before is added to each row's logits. A DFlash2 head walks through each row's best tokens, the
+token before having a say. With K = 0 the context is read and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows
 from ..ops.tokens.accept import last_accepted
+from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
 from .heads import draft_source
 from .masked import MaskedWorker
 from .protocols import BlockDraftModel, DraftInputs, both_outputs
@@ -54,6 +56,8 @@ class DFlashWorker(MaskedWorker):
         if head.markov_head is not None:
             return self.drafts_in_turn(inputs, meta, rows, head, out)
         (proposing,) = gather_rows(rows.proposing, out)
+        if head.candidate_selector is not None:
+            return self.drafts_of_path(inputs, meta, rows, head, proposing)
         return self.drafts(inputs, meta, rows, head.compute_logits(proposing, 0), head.d2t)
 
     def drafts_in_turn(
@@ -80,6 +84,41 @@ class DFlashWorker(MaskedWorker):
             depth = len(proposals)
             before = self.propose(own + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
+        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
+
+    def drafts_of_path(
+        self,
+        inputs: DraftInputs,
+        meta: AttentionMetadata,
+        rows: MaskedRows,
+        head: BlockDraftModel,
+        proposing: Tensor,
+    ) -> Tensor:
+        """Walks through the candidates of a DFlash2 head: proposing [P * B, H] -> [B, K].
+
+        What a sampled draft is drawn from has the candidates alone.
+        """
+        selector, sampler = head.candidate_selector, self.draft_sampler(inputs)
+        assert selector is not None
+        before = rows.tokens[:, 0]
+        logits = head.compute_logits(proposing, 0)
+        candidates = selector.candidates(logits, proposing, before.shape[0])
+        proposals: list[Tensor] = []
+        if sampler is None and inputs.spec_metadata.guided is None:
+            proposals += walk_candidates(candidates, before, selector.books).unbind(0)
+        else:
+            nothing = torch.full(
+                (before.shape[0], logits.shape[1]),
+                float("-inf"),
+                dtype=logits.dtype,
+                device=before.device,
+            )
+            for depth, of_draft in enumerate(zip(*candidates, strict=True)):
+                given = PathCandidates(*of_draft)
+                scores = candidate_scores(given, before, selector.books).to(logits.dtype)
+                drawn_from = nothing.scatter(1, given.ids, scores)
+                before = self.propose(drawn_from, None, sampler, rows.last_positions, depth)
+                proposals.append(before)
         return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 
     def rows_of_block(

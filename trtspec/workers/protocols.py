@@ -14,6 +14,7 @@ from ..metadata.embeds import RowEmbeds
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepContext, StepSizes
+from ..ops.tokens.walk import Codebooks, PathCandidates
 from ..utils import renamed
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LanguageModel",
     "MarkovBias",
     "MaskedDraftModel",
+    "PathSelector",
 ]
 
 
@@ -82,6 +84,17 @@ class MarkovBias(Protocol):
     ) -> tuple[Tensor | ShardedLogits, Tensor]: ...
 
 
+class PathSelector(Protocol):
+    """A choice among each draft's best tokens by the token before it."""
+
+    @property
+    def books(self) -> Codebooks: ...
+
+    def candidates(
+        self, logits: Tensor | ShardedLogits, hidden: Tensor, batch: int
+    ) -> PathCandidates: ...
+
+
 class BlockDraftModel(DraftModel, Protocol):
     """A head that drafts a block in one pass, over keys and values of the target's states (DFlash).
 
@@ -89,7 +102,8 @@ class BlockDraftModel(DraftModel, Protocol):
     """
 
     samples_from_anchor: bool  # the last token's row proposes too
-    markov_head: MarkovBias | None  # DSpark's; None proposes all rows at once
+    markov_head: MarkovBias | None  # DSpark's
+    candidate_selector: PathSelector | None  # DFlash2's; without both all rows propose at once
 
     def read_context(
         self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata

@@ -1,13 +1,15 @@
-"""Reading a DFlash or a DSpark head: z-lab's format and that of speculators.
+"""Reading a DFlash, DFlash2 or DSpark head: z-lab's format and that of speculators.
 
 z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
-0-based outputs. The speculators format (`speculators_model_type: "dflash"`) counts them as inputs.
+0-based outputs. ModelOpt exports DFlash and DFlash2 heads so. The speculators format
+(`speculators_model_type: "dflash"`) counts them as inputs. DFlash2 is DFlash with more fields.
 The network is in `models/drafters/dflash.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +18,14 @@ from typing import Any
 import torch
 
 from ...attention.base import AttentionBackend
-from ...checks import checked_int
+from ...checks import checked_int, is_number
 from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import DraftHead, HeadConfig
 from ...models.drafters.dflash import DFlashHead
 from ...models.drafters.markov import MARKOV_TYPES
-from ..hf_config import refuse_quantized
+from ..hf_config import MAX_SIZE, refuse_quantized
 from .config import (
     canonical_eagle_names,
     flag_field,
@@ -40,22 +42,25 @@ from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, Sources
 ARCHITECTURES = (
     "DFlashDraftModel",
     "DFlashSpeculator",
+    "DFlash2DraftModel",
+    "DFlash2Speculator",
     "DSparkDraftModel",
     "DSparkSpeculator",
     "Qwen3DSparkModel",
 )
 logger = logging.getLogger(__name__)
+_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _RELATIVES = {
-    "conv_kernel_size": "DFlash2's convolutions",
-    "selector_rank": "DFlash2's choice among candidates",
-    "projector_type": "Domino's correction of the logits",
     "lilicorr_layers": "LiLiCorr's transformer over candidates",
     "xpress_rank": "XPress's refinement",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "a scale of the values",
     "use_swa": "a sliding window of dflash_config's kind; layer_types is read",
+    "lilicorr_enabled": "LiLiCorr's transformer over candidates",
 }
 """Fields by which a head computes more than DFlash does."""
+MAX_CANDIDATES = 128
+_WINDOWS_SEE = "sliding_window_non_causal"
 
 
 def default_target_layers(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -73,6 +78,12 @@ def _is_dflash(files: HeadFiles, asked: str | None) -> bool:
     names = raw.get("architectures") or ()
     named = isinstance(names, list) and any("DFlash" in n or "DSpark" in n for n in map(str, names))
     return named or "dflash_config" in raw
+
+
+def _is_dflash2(raw: dict[str, Any], nested: dict[str, Any]) -> bool:
+    kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
+    named = kind == "dflash2" or any("DFlash2" in str(name) for name in names)
+    return named or any(raw.get(name) or nested.get(name) for name in _DFLASH2)
 
 
 def _is_dspark(files: HeadFiles, asked: str | None) -> bool:
@@ -149,8 +160,9 @@ def parse_dflash(
             f"{where}: dflash_config and transformer_layer_config must be objects. Copy the file "
             "again from the head's source."
         )
-    is_dspark = _is_dspark(files, None)
-    _refuse_relatives(raw, nested, is_dspark, where)
+    is_dspark, is_dflash2 = _is_dspark(files, None), _is_dflash2(raw, nested)
+    name = "DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash"
+    _refuse_relatives(raw, nested, name, where)
     refuse_quantized(raw, where)
     decoder = head_layers({"model_type": "qwen3", **inner}, report.tensors, where)
     refuse_other_layers(decoder, f"{where}: DFlash heads")
@@ -160,11 +172,13 @@ def parse_dflash(
     anchor = flag_field(flags, "sample_from_anchor", where)
     block = _required(flags, "block_size", where)
     block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
+    if raw.get("speculators_model_type") == "dflash2" and raw.get(_WINDOWS_SEE) is None:
+        raw = {**raw, _WINDOWS_SEE: True}  # what the format means by its absence
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
     mask = _required(flags, "mask_token_id", where)
     layers, origin = _target_layers(flags, where, decoder.num_layers, target, asked)
     trained = block if anchor else block - 1
-    name, rank = "DSpark" if is_dspark else "DFlash", 0
+    rank = 0
     if is_dspark:
         rank = size_field(flags, "markov_rank", 256, where)
         if flags.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
@@ -172,14 +186,21 @@ def parse_dflash(
                 f"{where}: markov_head_type={flags['markov_head_type']!r}; allowed are "
                 f"{', '.join(MARKOV_TYPES)}. Use a head of one of these."
             )
+    extra = _dflash2_fields(flags, decoder, block, where) if is_dflash2 else {}
+    vocab = size_field(raw, "draft_vocab_size", decoder.vocab_size, where)
+    if is_dflash2 and vocab != decoder.vocab_size:
+        raise CheckpointError(
+            f"{where}: draft_vocab_size={vocab}, vocab_size={decoder.vocab_size}: a DFlash2 head "
+            "drafts the target's whole vocabulary. Use a head that does, or correct the field."
+        )
     return HeadConfig(
-        kind=name.lower(),
+        kind="dspark" if is_dspark else "dflash",
         format=f"{name}, speculators format" if speculators else f"{name}, z-lab's format",
         markov_rank=rank,
         markov_kind=flags.get("markov_head_type", "vanilla"),
         decoder=_wider_windows(decoder, sees_ahead, block),
         target_hidden_size=size_field(flags, "target_hidden_size", decoder.hidden_size, where),
-        draft_vocab_size=size_field(raw, "draft_vocab_size", decoder.vocab_size, where),
+        draft_vocab_size=vocab,
         own_embedding="embed_tokens.weight" in report.tensors,
         own_lm_head="lm_head.weight" in report.tensors,
         layers_to_capture=layers,
@@ -190,30 +211,85 @@ def parse_dflash(
         trained_draft_len=trained,
         sees_ahead=sees_ahead,
         samples_from_anchor=anchor,
+        logit_scale=_factor(flags, "output_multiplier", where) or 1.0,
+        logit_softcap=_factor(flags, "final_logit_softcapping", where),
+        embedding_scale=_factor(flags, "input_embedding_scale", where),
+        **extra,
     )
 
 
 def _refuse_relatives(
-    raw: dict[str, Any], nested: dict[str, Any], is_dspark: bool, where: Path
+    raw: dict[str, Any], nested: dict[str, Any], variant: str, where: Path
 ) -> None:
     """Heads that look like DFlash's and compute more."""
     kind = raw.get("speculators_model_type") or "dflash"
     names = raw.get("architectures") or [ARCHITECTURES[0]]
-    relatives = _RELATIVES if is_dspark else {**_RELATIVES, "markov_rank": "a bias like DSpark's"}
+    relatives = dict(_RELATIVES)
+    if variant != "DSpark":
+        relatives["markov_rank"] = "a bias like DSpark's"
+    else:
+        relatives |= dict.fromkeys(_DFLASH2, "DFlash2's parts")
     found = [what for name, what in relatives.items() if raw.get(name) or nested.get(name)]
-    is_other = kind not in ("dflash", "dspark") or names[0] not in ARCHITECTURES
+    projector = raw.get("projector_type") or nested.get("projector_type")
+    if projector not in (None, variant.lower()):
+        found.append(f"projector_type {projector!r}")
+    is_other = kind not in ("dflash", "dflash2", "dspark") or names[0] not in ARCHITECTURES
     if found or is_other:
+        what = ", ".join(dict.fromkeys(found)) or kind
         raise CheckpointError(
-            f"{where} is a head of {names[0]} ({', '.join(found) or kind}). Of its relatives "
-            "DFlash and DSpark are supported: use a head of one of these."
+            f"{where} is a head of {names[0]} ({what}). Of its relatives DFlash, DFlash2 and "
+            "DSpark are supported: use a head of one of these."
         )
 
 
-def _required(fields: dict[str, Any], name: str, where: Path) -> Any:
+def _dflash2_fields(
+    fields: dict[str, Any], decoder: DecoderConfig, block: int, where: Path
+) -> dict[str, Any]:
+    """Returns the fields of `HeadConfig` that DFlash2 has more than DFlash."""
+    largest = {"conv_kernel_size": block, "selector_top_k": min(MAX_CANDIDATES, decoder.vocab_size)}
+    taps, group, rank, count = (
+        checked_int(
+            where,
+            name,
+            _required(fields, name, where, "DFlash2"),
+            range(1, largest.get(name, MAX_SIZE) + 1),
+            cure="Correct it.",
+        )
+        for name in _DFLASH2
+    )
+    if decoder.hidden_size % group:
+        raise CheckpointError(
+            f"{where}: conv_group_size={group} does not divide hidden_size={decoder.hidden_size}. "
+            "Correct it."
+        )
+    if any(decoder.moe_of_layer(i) is not None for i in range(decoder.num_layers)):
+        raise CheckpointError(
+            f"{where}: DFlash2 layers with experts are not supported. Use a dense head."
+        )
+    return {
+        "block_convolution": (taps, group),
+        "selector_rank": rank,
+        "selector_candidates": count,
+    }
+
+
+def _factor(fields: dict[str, Any], name: str, where: Path) -> float | None:
+    """Returns a number above 0; None where there is none, or 0 stands for none."""
+    value = fields.get(name)
+    if value is None or (is_number(value) and value == 0):
+        return None
+    if not is_number(value) or not 0 < value < math.inf:
+        raise CheckpointError(
+            f"{where}: {name}={value!r}; it must be null or a number above 0. Correct it."
+        )
+    return float(value)
+
+
+def _required(fields: dict[str, Any], name: str, where: Path, kind: str = "DFlash") -> Any:
     value = fields.get(name)
     if value is None:
         raise CheckpointError(
-            f"{where} does not say {name}, which a DFlash head cannot do without. Copy the file "
+            f"{where} does not say {name}, which a {kind} head cannot do without. Copy the file "
             "again from the head's source."
         )
     return value
@@ -230,7 +306,7 @@ def _sees_ahead(
     for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
         if fields.get(name) is not None:
             return (not flag_field(fields, name, where),) * decoder.num_layers
-    windows_see = flag_field(raw, "sliding_window_non_causal", where)
+    windows_see = flag_field(raw, _WINDOWS_SEE, where)
     slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
     return tuple(windows_see or not slide for slide in slides)
 

@@ -60,6 +60,12 @@ class HeadConfig:
     samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
     markov_rank: int = 0  # DSpark: of the bias by the token before; 0 is none
     markov_kind: str = "vanilla"  # "gated", "rnn"
+    block_convolution: tuple[int, int] = (0, 0)  # DFlash2: taps, channels of a group; 0 is none
+    selector_rank: int = 0  # DFlash2: of the choice among candidates; 0 is none
+    selector_candidates: int = 0
+    logit_scale: float = 1.0  # DFlash: of the head's logits
+    logit_softcap: float | None = None  # DFlash: behind that, cap * tanh(logits / cap)
+    embedding_scale: float | None = None  # DFlash: of the target's embedding; None is the target's
 
 
 class HeadTarget(Protocol):

@@ -8,11 +8,16 @@
 
 No attention and no MLP runs over the context: its keys and values need the target's states alone.
 Inside a block rows see each other both ways, in layers for which the head's config says so.
-DSpark heads add a bias by the token before (`markov.py`).
+DSpark heads add a bias by the token before (`markov.py`). DFlash2 heads have convolutions along a
+block's rows (`convolved.py`) and choose among each row's best tokens (`selector.py`).
 Source: DFlash (z-lab), https://github.com/z-lab/dflash.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +25,7 @@ from torch import Tensor, nn
 
 from ...attention.base import AttentionBackend
 from ...attention.dense import DensePass, Keys
+from ...distributed.logits import ShardedLogits
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
@@ -28,7 +34,9 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import CacheWrite, apply_rope, rope_and_write
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
+from .convolved import ConvolvedLayer
 from .markov import MarkovHead
+from .selector import CandidateSelector
 
 
 class DFlashHead(DraftHead):
@@ -42,28 +50,50 @@ class DFlashHead(DraftHead):
         norm = decoder.hidden_size, decoder.rms_norm_eps
         self.fc = Linear(captured * config.target_hidden_size, decoder.hidden_size, config.fc_bias)
         self.hidden_norm = RMSNorm(*norm)
+        layer_class: Any = DecoderLayer
+        if all(config.block_convolution):
+            layer_class = partial(ConvolvedLayer, convolution=config.block_convolution)
         self.layers = nn.ModuleList(
-            DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)
+            layer_class(decoder, i, backend, kv_group) for i in range(decoder.num_layers)
         )
         self.norm = RMSNorm(*norm)
-        self.embedding_scale: float | None = None  # the target's
+        self.embedding_scale = config.embedding_scale
         self.markov_head: MarkovHead | None = None
         if config.markov_rank:
             sizes = decoder.vocab_size, config.draft_vocab_size, config.markov_rank
             self.markov_head = MarkovHead(
                 config.markov_kind, (*sizes, decoder.hidden_size), decoder.parallel
             )
+        self.candidate_selector: CandidateSelector | None = None
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                decoder.vocab_size,
+                decoder.hidden_size,
+                config.selector_rank,
+                config.selector_candidates,
+            )
         self.context_kv: Linear | None = None  # copies, made by `prepare_context`
 
     def share(self, target: HeadTarget) -> None:
         super().share(target)
-        self.embedding_scale = target.config.embedding_scale
+        if self.config.embedding_scale is None:
+            self.embedding_scale = target.config.embedding_scale
 
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         hidden = super().embed(input_ids, inputs_embeds)
         if self.embedding_scale is None or not self.shares_embedding:
             return hidden
         return hidden * self.embedding_scale
+
+    def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits:
+        logits, config = super().compute_logits(hidden, step), self.config
+        if config.logit_scale == 1 and config.logit_softcap is None:
+            return logits
+        part = logits.part if isinstance(logits, ShardedLogits) else logits
+        part = part * config.logit_scale
+        if config.logit_softcap is not None:
+            part = torch.tanh(part / config.logit_softcap) * config.logit_softcap
+        return replace(logits, part=part) if isinstance(logits, ShardedLogits) else part
 
     def _attention(self, layer: int) -> Attention:
         attention = self.layers[layer].self_attn
