@@ -106,9 +106,9 @@ def main() -> None:
             if plain is not None:
                 row["equal"] = sum(a == b for a, b in zip(tokens, plain, strict=True))
             if mode not in ("none", "ngram"):
-                object.__setattr__(llm.executor.runner.masks, "num_masked_drafts", 0)
+                llm.executor.runner.masks.num_masked_drafts = 0
                 _, row["unmasked"], _ = decode(llm, cases, True, args.max_tokens)
-                object.__setattr__(llm.executor.runner.masks, "num_masked_drafts", 1)
+                llm.executor.runner.masks.num_masked_drafts = 1
                 _, row["first_masked"], _ = decode(llm, cases, True, args.max_tokens)
             if mode != "none":
                 _, row["free"], _ = decode(llm, cases, False, 40)

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/guided_step.py --preset llama-3.1-8b --k 3 --batch 1,32
 
-Weights are random and acceptance is forced; so grammars skip tokens that they do not allow, and
-states inside of a string, where most drafts are allowed, are the common ones. Per batch size one line: ms a
-step without grammars, with masks of the target alone, and with the first draft masked too; then
-the host's part alone, microseconds a step: masks of all rows, and following what was accepted.
+Weights are random and acceptance is forced, so grammars skip tokens that they do not allow. For each
+batch size it prints ms a step without grammars, with masks of the target alone, with the first
+draft masked too, and with all; then the host's part alone, inside of a string, microseconds a step:
+masks of all rows, and following what was accepted.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def made_up_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     texts = dict.fromkeys(["<unk>", "</s>", *string.printable])
     while len(texts) < vocab_size:
         word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9)))
-        kind = rng.random()
-        texts[(" " if kind < 0.5 else "") + word + (rng.choice('",:}0') if kind > 0.9 else "")] = (
-            None
-        )
+        before, after = " " * (rng.random() < 0.5), rng.choice('",:}0') * (rng.random() < 0.1)
+        texts[before + word + after] = None
     tokenizer = Tokenizer(WordLevel({t: i for i, t in enumerate(texts)}, unk_token="<unk>"))
     tokenizer.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
@@ -110,30 +108,31 @@ def main() -> None:
     model = Model(PRESETS[args.preset], longest, where=args.preset)
     args.batch, args.attn_backend, args.autotune = sizes, "auto", True
     rows = []
-    with tempfile.TemporaryDirectory() as root:
-        with _engine(Path(root), model, args.mode, args.k, args, longest) as llm:
-            tokenizer = made_up_tokenizer(llm.executor.target.config.vocab_size)
-            llm.executor.set_tokenizer(tokenizer)
-            masks, given = (
-                llm.executor.runner.masks,
-                {"guided_decoding": GuidedDecodingParams(json=SCHEMA)},
-            )
-            for batch in sizes:
-                row: dict[str, Any] = {"batch": batch, "k": args.k}
-                for name, count, params in (
-                    ("free", 0, {}),
-                    ("masked", 0, given),
-                    ("first_draft_masked", 1, given),
-                    ("free_again", 0, {}),
-                ):
-                    object.__setattr__(masks, "num_masked_drafts", count)
-                    if llm.executor.graphs is not None:
-                        llm.executor.graphs._graphs.clear()
-                    wall = steady(llm, batch, args, params)
-                    row[name], row["acceptance_length"] = wall.ms, wall.acceptance_length
-                row["host_us"] = host_part(llm.executor.guide.compiler, batch, args.k)
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+    given = {"guided_decoding": GuidedDecodingParams(json=SCHEMA)}
+    variants = [
+        ("free", 0, {}),
+        ("masked", 0, given),
+        ("first_draft_masked", 1, given),
+        ("drafts_masked", args.k, given),
+        ("free_again", 0, {}),
+    ]
+    with (
+        tempfile.TemporaryDirectory() as root,
+        _engine(Path(root), model, args.mode, args.k, args, longest) as llm,
+    ):
+        executor = llm.executor
+        executor.set_tokenizer(made_up_tokenizer(executor.target.config.vocab_size))
+        for batch in sizes:
+            row: dict[str, Any] = {"batch": batch, "k": args.k}
+            for name, count, params in variants:
+                executor.runner.masks.num_masked_drafts = count
+                if executor.graphs is not None:
+                    executor.graphs._graphs.clear()
+                wall = steady(llm, batch, args, params)
+                row[name], row["acceptance_length"] = wall.ms, wall.acceptance_length
+            row["host_us"] = host_part(executor.guide.compiler, batch, args.k)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     if args.json_file:
         args.json_file.write_text(json.dumps(rows, indent=1))
 

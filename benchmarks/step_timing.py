@@ -240,8 +240,8 @@ class SteadyBatch:
         restore()
 
         def whole() -> None:
-            for graph in graphs._graphs[key].graphs:
-                graph.replay()
+            for part in graphs._graphs[key].parts:
+                part.graph.replay()
 
         return [*parts, whole]
 

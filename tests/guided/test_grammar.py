@@ -61,8 +61,12 @@ def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> Non
             grammar.fill(masks, 1, drafts)
             assert tokens_of(masks[1:6]) == rows
             assert masks[0].equal(before[0]) and masks[6].equal(before[6])
-            one = new_masks(2)
-            grammar.fill_after(one, 1, [d for d in drafts if d >= 0])
+            for row in rows:
+                one = new_masks(1)
+                grammar.fill_row(one, 0)
+                assert tokens_of(one) == [row]
+                if drafts:
+                    grammar.go_ahead(drafts.pop(0))
             token = rng.choice(rows[0])
             grammar.follow([token])
             output.append(token)

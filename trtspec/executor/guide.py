@@ -18,12 +18,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
 from ..guided.compiler import GrammarCompiler
-from ..guided.grammar import OPEN, Grammar
+from ..guided.grammar import OPEN, Grammar, fill_rows
 from ..metadata.guided import DraftPoint, Point, VerifyPoint
 from ..models.config import DecoderConfig
 from .admission import end_ids
@@ -133,6 +134,7 @@ class GuidedBatch:
     Args:
         read_before: reads the steps launched before this one, if they are not read yet.
         waiting: the context in which the host waits for the device.
+        threads: XGrammar's, that fill several rows at once.
     """
 
     batch: ScheduledBatch
@@ -140,12 +142,12 @@ class GuidedBatch:
     masks: GuidedMasks
     read_before: Callable[[], None]
     waiting: Callable[[], AbstractContextManager[None]]
+    threads: Any
     is_complete: dict[int, bool] = field(default_factory=dict)
     """By request id: whether the grammar ended with this step's tokens."""
     error: dict[int, str] = field(default_factory=dict)
     """By request id: why its grammar failed at this step's tokens."""
     _is_followed: bool = False
-    _drafted: list[list[int]] = field(default_factory=list)  # by request, at DraftPoints
 
     def __post_init__(self) -> None:
         # Rows of contexts whose next token this step chooses, not the prompt.
@@ -199,21 +201,22 @@ class GuidedBatch:
 
     def _write_draft_masks(self, point: DraftPoint) -> None:
         with self.waiting():
-            tokens = point.tokens.tolist()
-            lens = None if point.lens is None else point.lens.tolist()
+            tokens, lens = _read_back(point)
             masks = self.masks.draft.to_write()
+        requests = self.batch.requests
         if lens is not None:
             self._follow(tokens, lens)
-            self._drafted = [[] for _ in tokens]
         else:
-            for drafted, token in zip(self._drafted, tokens, strict=False):
-                drafted.append(token)
-        masks[: len(self.batch.requests)] = OPEN
-        for row, request in enumerate(self.batch.requests):
-            if request.grammar is not None:
-                with self._blaming(request):
-                    request.grammar.fill_after(masks, row, self._drafted[row])
-        self.masks.draft.send(len(self.batch.requests))
+            for request, draft in zip(requests, tokens, strict=False):  # a graph may have more rows
+                if request.grammar is not None:
+                    with self._blaming(request):
+                        request.grammar.go_ahead(draft)
+        try:
+            fill_rows(masks, [request.grammar for request in requests], self.threads)
+        except Exception:  # drafts that are not masked are slower and as good
+            logger.exception("Drafts are not masked in this step.")
+            masks[: len(requests)] = OPEN
+        self.masks.draft.send(len(requests))
 
     def _blaming(self, request: Request) -> AbstractContextManager[None]:
         return _Blame(self, request)
@@ -235,6 +238,15 @@ class _Blame(AbstractContextManager[None]):
         reason = f"its grammar raised {type(error).__name__}: {error}"
         self.batch.error[self.request.request_id] = reason
         return True
+
+
+def _read_back(point: DraftPoint) -> tuple[Any, list[int] | None]:
+    """Returns a point's tokens and lengths on the host, once they are there."""
+    given = [point.tokens] if point.lens is None else [point.tokens, point.lens]
+    values = [value.to("cpu", non_blocking=True) for value in given]
+    if point.tokens.is_cuda:
+        torch.cuda.current_stream(point.tokens.device).synchronize()
+    return values[0].tolist(), None if point.lens is None else values[1].tolist()
 
 
 def tokens_of(tokens: Tensor, lens: Tensor, drafts: Tensor) -> Tokens:

@@ -11,9 +11,6 @@ from torch import Tensor
 from ..guided.grammar import OPEN
 from ..metadata.guided import GuidedStep, Point
 
-MASKED_DRAFTS_ON_GPU = 1
-"""Drafts of a step that are masked on a GPU. Before each the device waits for the host."""
-
 
 class MaskRows:
     """Rows of masks [R, W] int32. On the CPU both sides are one tensor."""
@@ -39,7 +36,7 @@ class MaskRows:
             self._sent.record()
 
 
-@dataclass(frozen=True)
+@dataclass
 class GuidedMasks:
     """The masks of any step of an engine: B requests, K drafts, W words."""
 
@@ -55,7 +52,7 @@ class GuidedMasks:
         return GuidedMasks(
             verify=MaskRows(max_batch_size * (max_draft_len + 1), words, device),
             draft=MaskRows(max_batch_size, words, device),
-            num_masked_drafts=max_draft_len if device.type == "cpu" else MASKED_DRAFTS_ON_GPU,
+            num_masked_drafts=max_draft_len,
         )
 
     def step(self, reach: Callable[[Point], None] | None) -> GuidedStep:

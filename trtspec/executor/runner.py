@@ -23,6 +23,7 @@ from ..metadata.spec import CapturedHiddenStates
 from ..models.decoder import Decoder
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
+from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, LanguageModel
 from .admission import end_ids
@@ -148,12 +149,12 @@ class StepRunner:
         """Returns how many drafts the slots hold, [G] int64; None if no request records it."""
         if all(request.steps is None for request in generations):
             return None
-        slots = torch.tensor([request.slot for request in generations], device=self.device)
+        slots = rows_to_tensor([r.slot for r in generations], torch.int64, self.device)
         return (self.step.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)
 
     def drafts_of(self, batch: ScheduledBatch) -> Tensor:
         """Returns the drafts in the slots of a batch, [B, K] int32."""
-        slots = torch.tensor([request.slot for request in batch.requests], device=self.device)
+        slots = rows_to_tensor([r.slot for r in batch.requests], torch.int64, self.device)
         return self.step.state.next_tokens[slots, 1:]
 
     @cached_property

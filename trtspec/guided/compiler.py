@@ -56,6 +56,8 @@ class GrammarCompiler:
         self._compiler = self.xgrammar.GrammarCompiler(
             self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES
         )
+        self.threads = self.xgrammar.BatchGrammarMatcher()
+        """Fills several rows of masks at once."""
         self._tasks: _Tasks = queue.SimpleQueue()
         self._num_threads = 0
         weakref.finalize(self, self._tasks.put, None)

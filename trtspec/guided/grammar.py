@@ -10,6 +10,32 @@ from torch import Tensor
 
 OPEN = -1
 """A word of a mask that allows its 32 tokens."""
+MANY_ROWS = 4
+"""Rows from which on threads share the work."""
+
+
+def fill_rows(masks: Tensor, grammars: Sequence[Grammar | None], threads: Any) -> None:
+    """Writes what each grammar allows next, to the first rows of masks; None is open.
+
+    Args:
+        threads: XGrammar's `BatchGrammarMatcher`.
+    """
+    rows, matchers = [], []
+    for row, grammar in enumerate(grammars):
+        if grammar is None or grammar.is_broken or grammar.is_complete:
+            masks[row] = OPEN
+        elif grammar.num_free < 0 or len(grammars) < MANY_ROWS:
+            grammar.fill_row(masks, row)
+        else:
+            rows.append(row)
+            matchers.append(grammar.matcher)
+    if not rows:
+        return
+    threads.batch_fill_next_token_bitmask(matchers, masks, rows)
+    for row in rows:
+        allowed = grammars[row].allowed  # type: ignore[union-attr]
+        if allowed is not None:
+            masks[row] &= allowed
 
 
 class Grammar:
@@ -38,6 +64,8 @@ class Grammar:
         self.num_free = 0 if not marker else -1  # tokens before the grammar; -1: not known yet
         self.is_broken = False  # a token came that it does not allow
         self.skips_wrong_tokens = False  # where acceptance is forced
+        self._num_ahead = 0  # drafts read after the output
+        self._is_off = False  # a draft came that is not allowed: later ones do not count
 
     @property
     def is_complete(self) -> bool:
@@ -47,6 +75,7 @@ class Grammar:
     def follow(self, tokens: Sequence[int]) -> None:
         """Reads the output's next tokens. After its end, or a token that it does not allow, it
         reads no more."""
+        self._come_back()
         for token in tokens:
             if self.is_broken or self.is_complete:
                 return
@@ -54,6 +83,7 @@ class Grammar:
 
     def rewind(self, num_tokens: int) -> None:
         """Returns to the state after the output's first `num_tokens`."""
+        self._come_back()
         while len(self.tokens) > num_tokens:
             self._step_back()
         self.is_broken = False
@@ -67,12 +97,13 @@ class Grammar:
         Args:
             masks: [R, W] int32 on the host; rows first … first + len(drafts) are written.
         """
+        self._come_back()
         end = first + 1 + len(drafts)
         if self.is_broken or self.is_complete:
             masks[first:end] = OPEN  # the request has ended: nothing of it is read
             return
         row = first
-        self._fill_row(masks, row)
+        self.fill_row(masks, row)
         for draft in drafts:
             if draft < 0 or not self._step(draft):
                 break
@@ -80,31 +111,26 @@ class Grammar:
             if self.is_complete:
                 masks[row] = masks[row - 1]
                 break
-            self._fill_row(masks, row)
+            self.fill_row(masks, row)
         for _ in range(row - first):
             self._step_back()
         masks[row + 1 : end] = masks[row]
 
-    def fill_after(self, masks: Tensor, row: int, drafts: Sequence[int]) -> None:
-        """Writes what is allowed after the output and these drafts to one row of masks.
-
-        Where a draft is not allowed, the row is what was allowed in its place.
-        """
-        if self.is_broken or self.is_complete:
-            masks[row] = OPEN
+    def go_ahead(self, draft: int) -> None:
+        """Reads a draft after the output, and those that were read before. One that is not allowed,
+        or is the end, leaves the state as it is, and later ones too."""
+        if self._is_off or self.is_broken or self.is_complete:
             return
-        count = 0
-        for draft in drafts:
-            if not self._step(draft):
-                break
-            count += 1
-            if self.is_complete:
-                self._step_back()
-                count -= 1
-                break
-        self._fill_row(masks, row)
-        for _ in range(count):
+        self._is_off = not self._step(draft)
+        if not self._is_off and self.is_complete:
             self._step_back()
+            self._is_off = True
+        self._num_ahead += not self._is_off
+
+    def _come_back(self) -> None:
+        for _ in range(self._num_ahead):
+            self._step_back()
+        self._num_ahead, self._is_off = 0, False
 
     def is_stuck(self, num_words: int) -> bool:
         """Whether it allows no token at all."""
@@ -112,7 +138,8 @@ class Grammar:
         self.fill(row, 0, [])
         return not bool(row.any())
 
-    def _fill_row(self, masks: Tensor, row: int) -> None:
+    def fill_row(self, masks: Tensor, row: int) -> None:
+        """Writes what may come next, after the drafts that were read ahead too."""
         if self.num_free < 0:
             masks[row] = OPEN
             for token in self.end_ids:
