@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/guided_step.py --preset llama-3.1-8b --k 3 --batch 1,32
 
-Weights are random and acceptance is forced, so grammars skip tokens that they do not allow. For each
-batch size it prints ms a step without grammars, with masks of the target alone, with the first
+Weights are random and acceptance is forced, so grammars skip tokens that they do not allow. For
+each batch size it prints ms a step without grammars, with masks of the target alone, with the first
 draft masked too, and with all; then the host's part alone, inside of a string, microseconds a step:
 masks of all rows, and following what was accepted.
 """
@@ -56,7 +56,7 @@ def made_up_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     texts = dict.fromkeys(["<unk>", "</s>", *string.printable])
     while len(texts) < vocab_size:
         word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9)))
-        before, after = " " * (rng.random() < 0.5), rng.choice('",:}0') * (rng.random() < 0.1)
+        before, after = " " * (rng.random() < 0.5), rng.choice('",:}0') * (rng.random() < 0.005)
         texts[before + word + after] = None
     tokenizer = Tokenizer(WordLevel({t: i for i, t in enumerate(texts)}, unk_token="<unk>"))
     tokenizer.decoder = Fuse()

@@ -13,7 +13,7 @@ from guided import EOS, LANGUAGES, VOCAB, Language, allowed, save_tokenizer, tok
 
 from trtspec import GuidedDecodingParams
 from trtspec.guided.compiler import GrammarCompiler
-from trtspec.guided.grammar import Grammar
+from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar
 from trtspec.ops.tokens.bitmask import mask_logits
 
 
@@ -156,3 +156,23 @@ def test_threads_end_with_their_compiler(tmp_path: Path) -> None:
     while count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert count() == before
+
+
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_white_space_between_values_is_limited(compiler: GrammarCompiler, space: str) -> None:
+    """Not inside of a text, which may hold as many blanks as it likes."""
+    texts = token_texts()
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    grammar, masks = make(compiler, GuidedDecodingParams(json=schema)), new_masks(1)
+    blank = texts.index(space)
+    grammar.follow([texts.index("{")])
+    for count in range(MAX_WHITE_SPACE + 1):
+        grammar.fill(masks, 0, [])
+        assert (blank in tokens_of(masks)[0]) == (count < MAX_WHITE_SPACE)
+        if count < MAX_WHITE_SPACE:
+            grammar.follow([blank])
+    assert tokens_of(masks)[0] == [texts.index('"')]
+    inside = make(compiler, GuidedDecodingParams(json=schema))
+    inside.follow([texts.index(c) for c in '{"a":"'] + [texts.index(" ")] * MAX_WHITE_SPACE)
+    inside.fill(masks, 0, [])
+    assert not inside.is_broken and texts.index(" ") in tokens_of(masks)[0]

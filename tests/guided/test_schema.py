@@ -8,7 +8,6 @@ import pytest
 import xgrammar
 from guided import EOS, VOCAB, save_tokenizer
 
-from trtspec.guided.compiler import MAX_WHITESPACE
 from trtspec.guided.schema import find_unenforced
 
 INTEGER = {"type": "integer"}
@@ -54,7 +53,7 @@ def accepts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     compiler = xgrammar.GrammarCompiler(info)
 
     def accepts(schema: dict[str, Any], text: str) -> bool:
-        compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        compiled = compiler.compile_json_schema(schema)
         matcher = xgrammar.GrammarMatcher(compiled)
         return bool(matcher.accept_string(text) and matcher.is_completed())
 

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
 from ..errors import ConfigError, RequestError, shown
-from .grammar import Grammar
+from .grammar import Grammar, WhiteSpace
 from .schema import find_unenforced
 
 CACHE_BYTES = 2**28
 """Memory of compiled grammars that is kept for later requests; the oldest go first."""
 NUM_THREADS = 2
-MAX_WHITESPACE = 20
-"""White space in a row inside JSON. Without a limit a model may write it for ever."""
 _PLACE = re.compile(r"^\[[^]]*\] \S+: ")
 """Where in XGrammar's source a message comes from."""
 
@@ -64,6 +62,7 @@ class GrammarCompiler:
         # Tokens that no text has. XGrammar would allow their spelling inside a string.
         special = [i for i in tokenizer.all_special_ids if i < vocab_size and i not in end_ids]
         self._without_special = _all_but(special, vocab_size)
+        self._white_space = _white_space(self._info.decoded_vocab, vocab_size)
 
     @property
     def num_words(self) -> int:
@@ -135,6 +134,8 @@ class GrammarCompiler:
             reason = _PLACE.sub("", str(error).strip())[:300]
             raise RequestError(f"{name} cannot be compiled ({reason}): correct it.") from error
         ends = [token for token in end_ids if token < self.vocab_size]
+        is_json = params.kind in ("json", "json_object")
+        may_be_special = params.kind in ("grammar", "structural_tag")
         grammar = Grammar(
             self.xgrammar.GrammarMatcher(
                 compiled,
@@ -143,7 +144,8 @@ class GrammarCompiler:
             ),
             marker=marker,
             end_ids=frozenset(ends),
-            allowed=None if params.kind in ("grammar", "structural_tag") else self._without_special,
+            allowed=None if may_be_special else self._without_special,
+            white_space=self._white_space if is_json else None,
         )
         if grammar.is_stuck(self.num_words):
             raise RequestError(f"{name} allows no output at all: correct it.")
@@ -154,7 +156,7 @@ class GrammarCompiler:
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
             _check_schema(schema)
-            return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+            return compiler.compile_json_schema(schema)
         if params.kind == "regex":
             return compiler.compile_regex(params.regex)
         if params.kind == "grammar":
@@ -220,6 +222,16 @@ def _all_but(ids: Sequence[int], vocab_size: int) -> Tensor | None:
     for token in ids:
         words[token // 32] |= 1 << (token % 32)
     return (~words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
+
+
+def _white_space(texts: Sequence[bytes], vocab_size: int) -> WhiteSpace | None:
+    """Returns the vocabulary's white space; None if no token is a line break alone."""
+    lengths = {token: len(text) for token, text in enumerate(texts) if text and not text.strip()}
+    others = _all_but(list(lengths), vocab_size)
+    line_break = next((token for token in lengths if texts[token] == b"\n"), None)
+    if line_break is None or others is None:
+        return None
+    return WhiteSpace(lengths=lengths, line_break=line_break, all_others=others)
 
 
 def _ends_with(tokenizer: Any, prompt: Sequence[int], marker: tuple[int, ...]) -> bool:
