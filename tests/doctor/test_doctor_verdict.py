@@ -23,7 +23,7 @@ from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
 from trtspec.train.trainer import Evaluation
-from trtspec.train.unroll import StepScore
+from trtspec.train.losses import StepScore
 
 
 def _diagnosis(*right: int, judged: int = 1000, **fields: Any) -> Diagnosis:

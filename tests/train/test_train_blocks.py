@@ -19,9 +19,10 @@ from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.base import DraftHead
 from trtspec.train.blocks import Anchors
+from trtspec.train.losses import score
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
 from trtspec.train.trainer import TrainConfig, Trainer
-from trtspec.train.unroll import Use, score, teach, unroll
+from trtspec.train.unroll import Use, teach, unroll
 
 EVERY = Anchors(count=1000)
 
@@ -46,7 +47,8 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
     for step in unroll(head, texts, hidden, STEPS, use=Use(anchors=EVERY)):
         logits = head.compute_logits(step.hidden, step.step)
         assert isinstance(logits, Tensor)
-        judged = dict(zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True))
+        teachers = dict(zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True))
+        judged = {row: teachers[row] for row in step.rows[step.counted].tolist()}
         for n in range(len(texts.input_ids)):
             for document in set(texts.document_ids[n].tolist()) - {-1}:
                 rows = (texts.document_ids[n] == document).nonzero()[:, 0].tolist()
