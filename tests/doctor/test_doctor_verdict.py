@@ -22,8 +22,8 @@ from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
-from trtspec.train.trainer import Evaluation
 from trtspec.train.losses import StepScore
+from trtspec.train.trainer import Evaluation
 
 
 def _diagnosis(*right: int, judged: int = 1000, **fields: Any) -> Diagnosis:

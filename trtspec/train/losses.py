@@ -80,7 +80,8 @@ def _judge_blocks(
     decays = objective.decay ** torch.arange(len(steps), device=share.device)
 
     def weigh(chances: Tensor, counts: Tensor) -> Tensor:
-        return share * (dpace_weights(chances, counts) if objective.uses_dpace else decays)
+        weights = dpace_weights(chances, counts) if objective.uses_dpace else decays
+        return (share * weights).expand_as(chances)
 
     judgement = Judgement(
         teacher=teacher.logits,
@@ -149,9 +150,7 @@ def _logits(head: DraftHead, hidden: Tensor, features: Tensor | None, step: int)
     return whole(own)
 
 
-def _products(
-    head: DraftHead, hidden: Tensor, features: Tensor | None, step: int
-) -> list[Product]:
+def _products(head: DraftHead, hidden: Tensor, features: Tensor | None, step: int) -> list[Product]:
     """Returns the products whose sum is the logits: the lm_head's, and of DSpark the bias."""
     layers = [(hidden, head.lm_head_of_step(step).weight)]
     if features is not None:
@@ -170,9 +169,7 @@ def _scored(
     """proposals: [R], in the head's vocabulary."""
     if head.d2t is not None:
         proposals = proposals + head.d2t[proposals]
-    is_counted = torch.zeros(
-        len(teacher.choices), dtype=torch.bool, device=teacher.choices.device
-    )
+    is_counted = torch.zeros(len(teacher.choices), dtype=torch.bool, device=teacher.choices.device)
     is_right = torch.zeros_like(is_counted)
     is_counted[step.drafted_from] = step.counted
     is_right[step.drafted_from] = step.counted & (proposals == teacher.choices[step.teacher_rows])

@@ -26,7 +26,6 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ..api.sampling_params import MAX_SEED
 from ..config import MAX_DRAFT_LEN, require_int

@@ -38,6 +38,7 @@ from ..ops.tokens.soft_cross_entropy import ROWS
 from .blocks import DEFAULT_ANCHORS, Anchors, Block, unroll_blocks
 from .records import DraftStep, Sequences, Teacher, ahead
 
+
 @dataclass(frozen=True)
 class Use:
     """How a head is used along sequences. The defaults are drafting's; the doctor tries others."""

@@ -81,16 +81,12 @@ class _LinearLoss(torch.autograd.Function):
         products = [Product(*tensors[i : i + 2]) for i in range(0, len(tensors), 2)]
         hidden, rows, group = products[0].x, judgement.rows, judgement.group
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        found = RowLosses(total.new_empty(len(rows)), torch.empty_like(rows), total.new_empty(len(rows)))
+        losses, chances = (total.new_empty(len(rows)) for _ in range(2))
+        found = RowLosses(losses, torch.empty_like(rows), chances)
         grads: list[Tensor | None] = [None] * len(tensors)
-        for i, wanted in enumerate(ctx.needs_input_grad[1:]):
-            if wanted:  # sums are kept in float32
-                is_sum = i % 2 == 1
-                grads[i] = (
-                    torch.zeros_like(tensors[i], dtype=torch.float32)
-                    if is_sum
-                    else torch.empty_like(tensors[i])
-                )
+        for i, (x, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[1:], strict=True)):
+            if wanted:  # a weight's is a sum over parts, kept in float32
+                grads[i] = torch.zeros_like(x, dtype=torch.float32 if i % 2 else x.dtype)
         at_once = max(1, ROWS // group) * group
         for start in range(0, len(rows), at_once):
             part = slice(start, start + at_once)
@@ -98,16 +94,14 @@ class _LinearLoss(torch.autograd.Function):
             for x, weight in products[1:]:
                 logits.addmm_(x[part], weight.t())
             counts = judgement.counts[part]
-            losses = draft_loss_(
-                logits, judgement.teacher, rows[part], counts, judgement.variation
-            )
-            for whole, of_part in zip(found, losses, strict=True):
+            judged = draft_loss_(logits, judgement.teacher, rows[part], counts, judgement.variation)
+            for whole, of_part in zip(found, judged, strict=True):
                 whole[part] = of_part
             weights = None
             if judgement.weigh is not None:
                 shape = -1, group
-                weights = judgement.weigh(losses.chance.view(shape), counts.view(shape)).flatten()
-            total += losses.loss.sum() if weights is None else losses.loss @ weights
+                weights = judgement.weigh(judged.chance.view(shape), counts.view(shape)).flatten()
+            total += judged.loss.sum() if weights is None else judged.loss @ weights
             _add_gradients(grads, products, part, logits, weights)
         grads = [g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
         ctx.save_for_backward(*grads)
