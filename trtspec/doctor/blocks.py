@@ -1,16 +1,20 @@
-"""The mistakes that DFlash heads are known for."""
+"""The mistakes that DFlash and DSpark heads are known for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from ..checkpoints.heads.dflash import default_target_layers
 from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
+from ..models.drafters.markov import MarkovHead
+from ..train.new_head import block_rows
 from .captures import capture_trials
 from .masks import mask_token_trials
 from .trials import Change, Trial
@@ -21,7 +25,7 @@ USUAL_BLOCKS = (4, 8, 10, 16, 32)
 def block_trials(
     head: DraftHead, target: DecoderConfig, special_tokens: Mapping[int, str]
 ) -> list[Trial]:
-    """Returns what is tried with a DFlash head, beside RoPE and its vocabulary."""
+    """Returns what is tried with a head that drafts blocks, beside RoPE and its vocabulary."""
     assert isinstance(head, DFlashHead)
     usual = default_target_layers(head.num_layers, target.num_layers)
     captures = capture_trials(
@@ -37,7 +41,22 @@ def block_trials(
         *_lengths(head),
         *_scales(head, target),
         *_positions(),
+        *(_biases(head.markov_head) if head.markov_head is not None else ()),
     ]
+
+
+def defect_of_bias(head: DFlashHead) -> str | None:
+    """What is certainly wrong with DSpark's bias, though no trial can undo it."""
+    markov = head.markov_head
+    if markov is None:
+        return None
+    for name in ("markov_w1", "markov_w2"):
+        if not bool(getattr(markov, name).weight.any()):
+            return (
+                f"markov_head.{name} is zero everywhere, which a trained one is not: copy the head "
+                "again from its source."
+            )
+    return None
 
 
 def _reads(token: int) -> Change:
@@ -56,6 +75,10 @@ def _sight(head: DFlashHead) -> list[Trial]:
             continue
 
         def look(head: DFlashHead, sight: tuple[bool, ...] = sight) -> None:
+            rows = block_rows(head.config)
+            _widen(
+                head, [rows * (after - before) for before, after in zip(now, sight, strict=True)]
+            )
             head.config = replace(head.config, sees_ahead=sight)
 
         trials.append(
@@ -68,11 +91,24 @@ def _sight(head: DFlashHead) -> list[Trial]:
     return trials
 
 
+def _widen(head: DFlashHead, by: Sequence[int]) -> None:
+    """Widens the windows of layers that have one, by layer, as the loader does: where rows see
+    later ones, by a block."""
+    for i, rows in enumerate(by):
+        attention = head.layers[i].self_attn
+        if attention.window is not None:
+            attention.window = attention.window + rows
+
+
 def _lengths(head: DFlashHead) -> list[Trial]:
     """How long a block is, and which of its rows propose."""
-    trained, anchor = head.config.trained_draft_len, head.samples_from_anchor
-    assert trained is not None
-    now = trained + (not anchor)
+    now, anchor = block_rows(head.config), head.samples_from_anchor
+
+    def longer(rows: int) -> Change:
+        def change(head: DFlashHead) -> None:
+            _widen(head, [rows * sees for sees in head.config.sees_ahead])
+
+        return change
 
     def other_anchor(head: DFlashHead) -> None:
         head.config = replace(head.config, samples_from_anchor=not anchor)
@@ -88,6 +124,7 @@ def _lengths(head: DFlashHead) -> list[Trial]:
             Trial(
                 f"blocks should have {length} rows",
                 f'"block_size": {length} in config.json, now {now}',
+                longer(length - now),
                 sets={"block": length},
             )
             for length in USUAL_BLOCKS
@@ -132,3 +169,34 @@ def _positions() -> list[Trial]:
         )
         for way, offset in (("far", -1), ("little", 1))
     ]
+
+
+def _biases(markov: MarkovHead) -> list[Trial]:
+    """DSpark's bias, of other weights."""
+
+    def swap(head: DFlashHead) -> None:
+        assert head.markov_head is not None
+        one, other = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+        one.data, other.data = other.data, one.data
+
+    def drop(head: DFlashHead) -> None:
+        assert head.markov_head is not None
+        weight = head.markov_head.markov_w2.weight
+        weight.data = torch.zeros_like(weight)
+
+    trials = [
+        Trial(
+            "DSpark's bias has wrong weights: drafts are better without it",
+            "copy markov_head.markov_w1 and markov_head.markov_w2 again from the head's source",
+            drop,
+        )
+    ]
+    if markov.markov_w1.weight.shape == markov.markov_w2.weight.shape:
+        trials.append(
+            Trial(
+                "DSpark's bias is transposed",
+                "swap the tensors markov_head.markov_w1.weight and markov_head.markov_w2.weight",
+                swap,
+            )
+        )
+    return trials

@@ -41,6 +41,7 @@ _CHANGEABLE = (
     "embedding_scale",
     "mask_token_id",
     "layers",
+    "window",
 )
 """Attributes that a trial may change, of any module of a drafter, besides its weights."""
 
