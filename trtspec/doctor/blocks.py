@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ..checkpoints.heads.dflash import default_target_layers
 from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
+from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
-from ..models.drafters.markov import MarkovHead
 from ..train.new_head import block_rows
 from .captures import capture_trials
 from .masks import mask_token_trials
@@ -41,7 +42,7 @@ def block_trials(
         *_lengths(head),
         *_scales(head, target),
         *_positions(),
-        *(_biases(head.markov_head) if head.markov_head is not None else ()),
+        *_biases(head),
     ]
 
 
@@ -96,6 +97,7 @@ def _widen(head: DFlashHead, by: Sequence[int]) -> None:
     later ones, by a block."""
     for i, rows in enumerate(by):
         attention = head.layers[i].self_attn
+        assert isinstance(attention, Attention)
         if attention.window is not None:
             attention.window = attention.window + rows
 
@@ -171,17 +173,21 @@ def _positions() -> list[Trial]:
     ]
 
 
-def _biases(markov: MarkovHead) -> list[Trial]:
+def _biases(head: DFlashHead) -> list[Trial]:
     """DSpark's bias, of other weights."""
+    if head.markov_head is None:
+        return []
+
+    def weights(head: DFlashHead) -> tuple[nn.Parameter, nn.Parameter]:
+        assert head.markov_head is not None and head.markov_head.markov_w2.weight is not None
+        return head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
 
     def swap(head: DFlashHead) -> None:
-        assert head.markov_head is not None
-        one, other = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+        one, other = weights(head)
         one.data, other.data = other.data, one.data
 
     def drop(head: DFlashHead) -> None:
-        assert head.markov_head is not None
-        weight = head.markov_head.markov_w2.weight
+        _, weight = weights(head)
         weight.data = torch.zeros_like(weight)
 
     trials = [
@@ -191,7 +197,8 @@ def _biases(markov: MarkovHead) -> list[Trial]:
             drop,
         )
     ]
-    if markov.markov_w1.weight.shape == markov.markov_w2.weight.shape:
+    one, other = weights(head)
+    if one.shape == other.shape:
         trials.append(
             Trial(
                 "DSpark's bias is transposed",

@@ -66,6 +66,13 @@ class NewHead:
                 "layers_to_capture and intermediate_size are for the other kinds."
             )
 
+    @property
+    def drafts_of_block(self) -> int | None:
+        """How many drafts a block has; None of heads that draft one after the other."""
+        if self.kind not in BLOCK_KINDS:
+            return None
+        return self.block_size - (self.kind == "dflash")  # whose first row proposes nothing
+
 
 def create_head(
     spec: NewHead, target: Decoder, draft_ids: Tensor | None, dtype: torch.dtype, seed: int
@@ -127,7 +134,9 @@ def create_head(
     elif isinstance(head, DFlashHead):
         head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
         if head.markov_head is not None:
-            head.markov_head.markov_w2.weight.data.zero_()
+            bias = head.markov_head.markov_w2.weight
+            assert bias is not None
+            bias.data.zero_()
     else:
         for layer in head.layers:  # type: ignore[union-attr]
             layer.norm.weight.data.copy_(target.norm.weight)
@@ -294,7 +303,7 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
         draft_vocab_size=target.vocab_size,
         layers_to_capture=_checked_layers(layers, target),
         mask_token_id=spec.mask_token_id,
-        trained_draft_len=spec.block_size if is_dspark else spec.block_size - 1,
+        trained_draft_len=spec.drafts_of_block,
         sees_ahead=(True,) * spec.num_layers,
         samples_from_anchor=is_dspark,
         markov_rank=rank if is_dspark else 0,
