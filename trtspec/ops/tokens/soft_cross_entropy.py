@@ -149,9 +149,9 @@ def draft_loss_(
     if triton is not None:
         return RowLosses(*triton.draft_loss_(logits, teacher, rows, counts, variation))
     best = logits.argmax(-1)
-    z, theirs = logits.float(), teacher[rows]
-    p, normalizer = theirs.softmax(-1, dtype=torch.float32), z.logsumexp(-1)
-    chosen = z.gather(1, theirs.argmax(-1, keepdim=True))[:, 0]
+    z, judges = logits.float(), teacher[rows]
+    p, normalizer = judges.softmax(-1, dtype=torch.float32), z.logsumexp(-1)
+    chosen = z.gather(1, judges.argmax(-1, keepdim=True))[:, 0]
     loss = normalizer - (p * z).sum(-1)
     q = (z - normalizer[:, None]).exp_()
     difference = q - p
