@@ -165,6 +165,7 @@ def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_steps", 0), ("learning_rate", 0.0), ("clip", float("inf")), ("step_decay", 1.5),
+     ("position_weights", "linear"), ("variation", 1.5), ("variation", "1"),
      ("batch_size", "4"), ("warmup_steps", -1)],
 )  # fmt: skip
 def test_a_config_that_cannot_be_is_refused(field: str, value: object) -> None:

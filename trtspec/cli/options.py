@@ -271,6 +271,16 @@ class TrainOptions:
             "exponential.",
         ),
     ] = None
+    variation: Annotated[
+        float | None,
+        typer.Option(
+            "--total-variation",
+            min=0,
+            max=1,
+            help="dflash, dspark: the share of total variation in the loss, the rest is "
+            "cross-entropy. Default: dflash 0, dspark 0.9.",
+        ),
+    ] = None
     markov_rank: Annotated[
         int | None,
         typer.Option(

@@ -137,6 +137,7 @@ def _check_kind(options: TrainOptions) -> None:
         "--mask-token-id": options.mask_token_id,
         "--anchors": options.num_anchors,
         "--position-weights": options.position_weights,
+        "--total-variation": options.variation,
     }
     is_block = options.kind in BLOCK_KINDS
     others = {"--unroll": options.num_steps} if is_block else of_blocks
@@ -190,6 +191,7 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
         num_steps=num_steps,
         num_anchors=options.num_anchors or DEFAULT_ANCHORS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
+        variation=options.variation,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,
