@@ -59,6 +59,15 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["mtp", "--self-generate", "3", "--format", "speculators"], "allowed: raw"),
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
+        (["eagle3", "--self-generate", "3", "--position-weights", "d-pace"], "not for eagle3"),
+        (["mtp", "--self-generate", "3", "--total-variation", "0.5"], "not for mtp"),
+        (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),
+        (["dspark", "--self-generate", "3", "--unroll", "3"], "not for dspark"),
+        (["dspark", "--self-generate", "3"], "dspark needs --mask-token-id"),
+        (
+            ["dspark", "--self-generate", "3", "--mask-token-id", "4", "--position-weights", "x"],
+            "position_weights='x': allowed are exponential, d-pace",
+        ),
         (["eagle3", "--data", "missing.jsonl", "--target", "nowhere"], "nowhere"),
     ],
 )

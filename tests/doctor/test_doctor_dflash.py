@@ -1,8 +1,10 @@
-"""A trained DFlash head, sabotaged: the doctor names each mistake, and none of the good head."""
+"""Trained DFlash and DSpark heads, sabotaged: each mistake is named, and none of the good heads."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,36 +13,67 @@ from typing import Any
 
 import pytest
 import torch
+from dflash_cases import WINDOWS
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
-from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_target
+from tiny_dflash import dflash_dir
+from unrolled import (
+    CAPTURED,
+    CPU,
+    F32,
+    TRAIN_CONFIG,
+    VOCAB,
+    GreedyTexts,
+    load_target,
+    padded_texts,
+)
 
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor import Diagnosis, diagnose
+from trtspec.doctor.blocks import block_trials
+from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
+from trtspec.train.unroll import Use, teach, unroll
 
 BLOCK = 8
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 class Case:
-    def __init__(self, path: Path):
+    """A head trained on the texts by which it is judged. Its target may scale embeddings."""
+
+    def __init__(self, path: Path, kind: str, scale: float | None = None):
         target_dir = tiny_model_dir(path, seed=1, num_hidden_layers=8)
-        self.target, self.head_dir = load_target(target_dir), path / "head"
+        self.target, self.head_dir, self.scale = load_target(target_dir), path / "head", scale
         data = GreedyTexts(target_dir, count=12, length=32)
         data.batches = lambda batch_size, first: iter(  # type: ignore[method-assign]
             lambda: data.take(torch.arange(12)), None
         )
         spec = NewHead(
-            kind="dflash", num_layers=2, layers_to_capture=CAPTURED, block_size=BLOCK,
+            kind=kind,
+            num_layers=2,
+            layers_to_capture=CAPTURED,
+            block_size=BLOCK,
             mask_token_id=VOCAB,
-        )  # fmt: skip
+        )
         head = create_head(spec, self.target, None, F32, seed=5)
+        assert isinstance(head, DFlashHead)
+        head.embedding_scale = scale
         config = replace(
-            TRAIN_CONFIG, max_steps=150, num_steps=BLOCK - 1, step_decay=1.0, num_anchors=16,
-            evaluate_every=150, log_every=150, checkpoint_every=150,
-        )  # fmt: skip
+            TRAIN_CONFIG,
+            max_steps=150,
+            num_steps=BLOCK if kind == "dspark" else BLOCK - 1,
+            step_decay=1.0,
+            variation=0.0,
+            num_anchors=16,
+            evaluate_every=150,
+            log_every=150,
+            checkpoint_every=150,
+        )
         self.texts: Sequences = data.take(torch.arange(12))
         Trainer(self.target, head, data, [self.texts], config, self.head_dir).train()
 
@@ -57,8 +90,18 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("dflash"))
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return functools.cache(lambda kind: Case(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(scope="module", params=["dflash", "dspark"])
+def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
+    return cases(request.param)
+
+
+@pytest.fixture(scope="module")
+def dspark(cases: Callable[[str], Case]) -> Case:
+    return cases("dspark")
 
 
 def _nested(**fields: Any) -> Change:
@@ -106,3 +149,89 @@ def test_every_sabotage_is_named(
     assert diagnosis.changes, [f"{f.name}: {f.result.conditional}" for f in diagnosis.tried]
     first = diagnosis.changes[0]
     assert name in first.name and cure in first.cure
+
+
+def _noise(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """As if the bias had never been loaded."""
+    for i, name in enumerate(BIAS):
+        generator = torch.Generator().manual_seed(i)
+        tensors[name] = torch.randn(tensors[name].shape, generator=generator).bfloat16()
+
+
+def _swap(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    one, other = BIAS
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+BIAS = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "cure"),
+    [
+        (_noise, "drafts are better without it", "copy markov_head.markov_w1 and"),
+        (_swap, "DSpark's bias is transposed", "swap the tensors markov_head.markov_w1.weight"),
+    ],
+)
+def test_a_wrong_bias_is_named(
+    dspark: Case, tmp_path: Path, change: Change, name: str, cure: str
+) -> None:
+    diagnosis = dspark.diagnose(tmp_path, change)
+    assert diagnosis.changes, [f"{f.name}: {f.result.conditional}" for f in diagnosis.tried]
+    first = diagnosis.changes[0]
+    assert name in first.name and cure in first.cure
+    assert not diagnosis.is_well
+
+
+@pytest.mark.parametrize("name", BIAS)
+def test_a_bias_of_zeros_is_named(dspark: Case, tmp_path: Path, name: str) -> None:
+    def empty(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.zeros_like(tensors[name])
+
+    diagnosis = dspark.diagnose(tmp_path, empty)
+    assert f"{name.removesuffix('.weight')} is zero everywhere" in diagnosis.verdict
+    assert not diagnosis.is_well
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_missing_embedding_scale_is_named(tmp_path: Path, kind: str) -> None:
+    case = Case(tmp_path, kind, scale=math.sqrt(48))
+    assert case.target.config.hidden_size == 48
+    diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None)
+    assert "the target's embedding should be scaled" in diagnosis.changes[0].name
+
+
+# -- trials change what the loader would -------------------------------------------------------
+WINDOWED = {**WINDOWS, "sliding_window_non_causal": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "cured"),
+    [
+        (WINDOWS, "rows of a block should see each other both ways", {"is_causal": False}),
+        (WINDOWED, "rows of a block should see earlier rows alone", {"is_causal": True}),
+        (WINDOWED, "blocks should have 8 rows", {"block_size": 8}),
+    ],
+)
+def test_windows_are_those_of_the_cured_config(
+    tmp_path: Path, config: dict[str, Any], name: str, cured: dict[str, Any]
+) -> None:
+    """A window reaches back from a block's start where rows see ahead, else from each row."""
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
+    options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    texts = padded_texts([[24], [20, 4]], 24)
+    found = []
+    for number, inner in enumerate((config, {**config, **cured})):
+        path = dflash_dir(tmp_path / str(number), inner={"block_size": 4, **inner})
+        head = load_head(path, target, HeadRequest(), options)
+        trials = {t.name: t for t in block_trials(head, target.config, {})}
+        setting = Use(block=None)
+        if number == 0:
+            trials[name].change(head)
+            setting = replace(setting, **trials[name].sets)
+        elif "block_size" in cured:
+            setting = replace(setting, block=cured["block_size"])
+        hidden = teach(target, head, texts).hidden
+        found.append([s.hidden for s in unroll(head, texts, hidden, 3, use=setting)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -17,13 +17,13 @@ from torch import nn
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
-from trtspec.doctor.diagnosis import Diagnosis
+from trtspec.doctor.diagnosis import Diagnosis, _ordinal
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
+from trtspec.train.losses import StepScore
 from trtspec.train.trainer import Evaluation
-from trtspec.train.unroll import StepScore
 
 
 def _diagnosis(*right: int, judged: int = 1000, **fields: Any) -> Diagnosis:
@@ -70,6 +70,13 @@ def test_masks_are_blamed_with_certainty(
     assert found.is_well is not is_blamed
     if is_blamed:
         assert "trained too little with masks" in found.verdict
+
+
+def test_a_draft_after_the_third_is_named() -> None:
+    result = Evaluation([790, 780, 770, 10, 5], [800, 790, 780, 770, 10])
+    diagnosis = Diagnosis(as_loaded=result, trained=[0.98, 0.98, 0.98, 0.98, 0.5])
+    assert "the 4th draft is accepted 0.01 of the time, after right ones" in diagnosis.verdict
+    assert [_ordinal(i) for i in (0, 10, 20, 21, 29)] == ["first", "11th", "21st", "22nd", "30th"]
 
 
 def test_a_suspicion_speaks_only_where_masks_fail() -> None:

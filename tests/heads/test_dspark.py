@@ -11,11 +11,9 @@ from matrix import cpu_engine
 from oracle import Oracle, random_prompts
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
-from unrolled import load_target, padded_texts
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
-from trtspec.doctor import diagnose
-from trtspec.errors import CheckpointError, ConfigError
+from trtspec.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -63,5 +61,3 @@ def test_what_is_of_another_kind_is_refused(target_dir: Path, tmp_path: Path) ->
     odd = dflash_dir(tmp_path, markov="vanilla", inner={"markov_head_type": "lstm"})
     with pytest.raises(CheckpointError, match="markov_head_type='lstm'; allowed are vanilla"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=odd))
-    with pytest.raises(ConfigError, match="doctor does not examine"):
-        diagnose(load_target(target_dir), dspark, None, padded_texts([[12]], 12))

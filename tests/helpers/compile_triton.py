@@ -120,7 +120,7 @@ def _layers() -> dict[str, Any]:
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
     from trtspec.ops.layer.rope import CacheWrite, Rope
     from trtspec.ops.layer.triton_convolution import convolve_blocks
-    from trtspec.ops.tokens.triton_soft_cross_entropy import soft_cross_entropy_
+    from trtspec.ops.tokens.triton_soft_cross_entropy import draft_loss_
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -153,7 +153,8 @@ def _layers() -> dict[str, Any]:
         (experts.sort_by_expert, indices(4, 2), 8),
         (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0),
         (experts.combine, half(8, 64), indices(8), torch.zeros(4, 2)),
-        (soft_cross_entropy_, half(4, 300), half(4, 300), indices(4), indices(4) > 0),
+        (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.0),
+        (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.9),
     ]
     found: dict[str, Any] = {}
     for launch in launches:

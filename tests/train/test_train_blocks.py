@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from dflash_cases import DFLASH_CASES, make_dflash_case
+from dflash_cases import DFLASH_CASES, DSPARK_CASES, make_dflash_case, make_dspark_case
 from tiny import tiny_model_dir
 from torch import Tensor
 from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
-from trtspec import LLM, DFlashDecodingConfig, SamplingParams
+from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
-from trtspec.models.drafters.base import DraftHead
+from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.train.blocks import Anchors
-from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.losses import Objective, decay_of_block, dpace_weights, judge, score
+from trtspec.train.new_head import (
+    NewHead,
+    create_head,
+    default_markov_rank,
+    save_head,
+    trainable,
+)
+from trtspec.train.records import DraftStep
 from trtspec.train.trainer import TrainConfig, Trainer
-from trtspec.train.unroll import Use, score, teach, unroll
+from trtspec.train.unroll import Use, teach, unroll
 
 EVERY = Anchors(count=1000)
 
 
-def load(path: Path, target: Decoder) -> DraftHead:
+def load(path: Path, target: Decoder) -> DFlashHead:
     options = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
-    return load_head(path, target, HeadRequest(kind="dflash"), options)
+    head = load_head(path, target, HeadRequest(), options)
+    assert isinstance(head, DFlashHead)
+    return head
 
 
-@pytest.mark.parametrize("name", [*DFLASH_CASES, "dflash_windows_ahead"])
+def logits_of(head: DFlashHead, step: DraftStep) -> Tensor:
+    logits = head.compute_logits(step.hidden, step.step)
+    if step.features is not None:
+        assert head.markov_head is not None
+        logits = logits + head.markov_head.bias(step.features)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+@pytest.mark.parametrize("name", [*DFLASH_CASES, "dflash_windows_ahead", *DSPARK_CASES])
 def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> None:
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
-    case = make_dflash_case(name, target_dir, tmp_path, STEPS)
+    make = make_dspark_case if name in DSPARK_CASES else make_dflash_case
+    case = make(name, target_dir, tmp_path, STEPS)
     target = load_target(target_dir)
     assert isinstance(case.config, DFlashDecodingConfig)
     head = load(Path(str(case.config.speculative_model)), target)
@@ -44,9 +65,9 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
     assert places.shape == texts.input_ids.shape  # every row is an anchor
     compared, width = 0, texts.input_ids.shape[1]
     for step in unroll(head, texts, hidden, STEPS, use=Use(anchors=EVERY)):
-        logits = head.compute_logits(step.hidden, step.step)
-        assert isinstance(logits, Tensor)
-        judged = dict(zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True))
+        logits = logits_of(head, step)
+        teachers = dict(zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True))
+        judged = {row: teachers[row] for row in step.rows[step.counted].tolist()}
         for n in range(len(texts.input_ids)):
             for document in set(texts.document_ids[n].tolist()) - {-1}:
                 rows = (texts.document_ids[n] == document).nonzero()[:, 0].tolist()
@@ -60,7 +81,7 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
                     assert (anchor in judged) == wanted
                     if wanted:
                         assert judged[anchor] == anchor + step.step
-                        proposals = [0] * STEPS
+                        proposals = [*ids[t + 1 : following], *([0] * STEPS)][:STEPS]
                         naive = case.naive.chain(ids[: t + 1], states[:t], proposals)[step.step]
                         ours = logits[anchor].double()
                         torch.testing.assert_close(ours, naive, atol=1e-4, rtol=1e-4)
@@ -79,21 +100,32 @@ def test_anchors_are_before_what_the_target_wrote() -> None:
     assert torch.equal(places, Anchors(count=8, seed=1).draw(texts, 3))
 
 
+CONFIGS = {"dflash": DFlashDecodingConfig, "dspark": DSparkDecodingConfig}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("format", ["raw", "speculators"])
-def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str) -> None:
+def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: str) -> None:
     """What the loader reads back proposes what the head proposed in training, and in serving."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
     target = load_target(target_dir)
     spec = NewHead(
-        kind="dflash", num_layers=2, layers_to_capture=CAPTURED, block_size=4, mask_token_id=VOCAB
+        kind=kind,
+        num_layers=2,
+        layers_to_capture=CAPTURED,
+        block_size=4 if kind == "dflash" else 3,
+        mask_token_id=VOCAB,
     )
     head = create_head(spec, target, None, F32, seed=3)
+    assert isinstance(head, DFlashHead)
+    if head.markov_head is not None:  # which a new head's has not
+        head.markov_head.markov_w2.weight.data.normal_(generator=torch.Generator().manual_seed(5))
     for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
         parameter.data = parameter.data.bfloat16().float()
     save_head(head, target.config, tmp_path / "head", format=format, notes={"why": "test"})
     again = load(tmp_path / "head", target)
     assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
-    config = DFlashDecodingConfig(speculative_model=tmp_path / "head")
+    config = CONFIGS[kind](speculative_model=tmp_path / "head")
     llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
     request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
     seen = 0
@@ -104,32 +136,93 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str) -> None
         drafts = llm.executor.state.next_tokens[request.slot, 1:].tolist()
         texts = padded_texts([[len(request.token_ids) + 3]], len(request.token_ids) + 3)
         texts.loss_mask[:] = True
-        texts.input_ids[0, : len(request.token_ids)] = torch.tensor(request.token_ids)
+        written = torch.tensor([*request.token_ids, *drafts])  # the bias reads what was drafted
+        texts.input_ids[0, : len(written)] = written
         hidden = teach(target, head, texts).hidden
         anchor = len(request.token_ids) - 1
         for of_head in (head, again):
             steps = list(unroll(of_head, texts, hidden, 3, use=Use(anchors=EVERY)))
-            logits = [of_head.compute_logits(s.hidden, s.step)[anchor] for s in steps]  # type: ignore[index]
-            assert [int(x.argmax()) for x in logits] == drafts
+            assert [int(logits_of(of_head, s)[anchor].argmax()) for s in steps] == drafts
         seen += 1
     assert seen > 3
 
 
-def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kind: str) -> None:
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    head = create_head(
-        NewHead(kind="dflash", num_layers=2, mask_token_id=0), target, None, F32, seed=3
-    )
+    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0)
+    head = create_head(spec, target, None, F32, seed=3)
     texts = padded_texts([[12], [12]], 12)
     teacher = teach(target, head, texts)
-    loss = sum(score(head, s, teacher).loss for s in unroll(head, texts, teacher.hidden, 3))
-    assert isinstance(loss, Tensor)
+    assert isinstance(head, DFlashHead)
+    if head.markov_head is not None:
+        assert not head.markov_head.markov_w2.weight.any()  # the head begins without a bias
+        head.markov_head.markov_w2.weight.data.fill_(0.1)
+    loss, _ = judge(head, unroll(head, texts, teacher.hidden, 3), teacher, Objective(variation=0.5))
     loss.backward()
     parameters = trainable(head)
     missing = [n for n, p in parameters.items() if p.grad is None or not p.grad.any()]
     assert parameters and not missing, missing
+    assert any("markov" in n for n in parameters) == (kind == "dspark")
     assert not any("embed" in n or "lm_head" in n for n in parameters)
     assert all(p.grad is None for p in target.parameters())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("uses_dpace", [False, True])
+def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace: bool) -> None:
+    """Steps judged together and one by one; documents end before some blocks do."""
+    target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
+    spec = NewHead(kind=kind, block_size=4 if kind == "dflash" else 3, mask_token_id=0)
+    head = create_head(spec, target, None, F32, seed=3)
+    assert isinstance(head, DFlashHead)
+    if head.markov_head is not None:
+        head.markov_head.markov_w2.weight.data.normal_(generator=torch.Generator().manual_seed(5))
+    texts = padded_texts([[12, 3], [9]], 16)
+    teacher = teach(target, head, texts)
+    steps = list(unroll(head, texts, teacher.hidden, 3, use=Use(anchors=Anchors(count=9))))
+    counted = torch.stack([step.counted for step in steps], 1)
+    assert counted.any(0).all() and not counted.all(0).any()
+    loss, scores = judge(head, steps, teacher, Objective(0.7, uses_dpace, variation=0.4))
+
+    losses, chances = [], []
+    for step in steps:
+        theirs = teacher.logits[step.teacher_rows].double()
+        logits = logits_of(head, step).double()
+        p, q = theirs.softmax(-1), logits.softmax(-1)
+        cross = -(p * logits.log_softmax(-1)).sum(-1)
+        losses.append(0.6 * cross + 0.4 * (1 - torch.minimum(p, q).sum(-1)))
+        chances.append(q.detach().gather(1, theirs.argmax(-1, keepdim=True))[:, 0])
+    expected = torch.zeros((), dtype=torch.float64)
+    for block in range(len(counted)):
+        reached, parts = 1.0, []
+        for step in range(3):
+            if counted[block, step]:
+                reached *= float(0.5 + 0.5 * chances[step][block])
+            parts.append(reached * bool(counted[block, step]))
+        for step in range(3):
+            weight = sum(parts[step:]) if uses_dpace else 0.7**step
+            if counted[block, step]:
+                expected += weight * losses[step][block] / counted[:, step].sum()
+    torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-5)
+    for step, each in zip(steps, scores, strict=True):
+        alone = score(head, step, teacher, variation=0.4)
+        torch.testing.assert_close(each.loss, alone.loss)
+        assert torch.equal(each.is_right, alone.is_right)
+        assert torch.equal(each.is_counted, alone.is_counted)
+        assert int(each.is_counted.sum()) == int(step.counted.sum())
+
+
+def test_weights_by_position() -> None:
+    gammas = [-1 / math.log(decay_of_block(rows)) for rows in (2, 8, 10, 16)]
+    assert gammas == pytest.approx([1, 4, 5, 7])
+    every = torch.ones(2, 3, dtype=torch.bool)
+    weights = dpace_weights(torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]), every)
+    assert weights.tolist() == [[3.0, 2.0, 1.0], [0.875, 0.375, 0.125]]
+    none = dpace_weights(torch.ones(1, 3), torch.tensor([[True, False, False]]))
+    assert none.tolist() == [[1.0, 0.0, 0.0]]
+    ranks = [default_markov_rank(size) for size in (32, 576, 2048, 8192)]
+    assert ranks == [16, 64, 256, 256]
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
@@ -153,5 +246,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     head = create_head(NewHead(kind="dflash", mask_token_id=0), target, None, F32, seed=3)
     with pytest.raises(ConfigError, match="num_steps=6, but the head's block has 7"):
         Trainer(target, head, GreedyTexts.__new__(GreedyTexts), [], TrainConfig(), tmp_path)
+    with pytest.raises(ConfigError, match=r"markov_rank is of DSpark heads, not of dflash"):
+        NewHead(kind="dflash", markov_rank=4)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)

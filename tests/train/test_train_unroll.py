@@ -17,8 +17,9 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
+from trtspec.train.losses import conditional_acceptance, score
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
-from trtspec.train.unroll import conditional_acceptance, score, teach, unroll
+from trtspec.train.unroll import teach, unroll
 
 CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",
          "mimo", "mtp_vanilla", "mtp_vanilla_own_ends", "mimo_vanilla"]  # fmt: skip

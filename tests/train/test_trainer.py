@@ -12,7 +12,13 @@ import torch
 from tiny import tiny_model_dir
 from unrolled import CAPTURED, F32, TRAIN_CONFIG, VOCAB, GreedyTexts, load_target
 
-from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    DFlashDecodingConfig,
+    DSparkDecodingConfig,
+    EagleDecodingConfig,
+    SamplingParams,
+)
 from trtspec.config import HeadDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
@@ -34,6 +40,7 @@ def data(target_dir: Path) -> GreedyTexts:
 KINDS: dict[str, type[HeadDecodingConfig]] = {
     "eagle3": EagleDecodingConfig,
     "dflash": DFlashDecodingConfig,
+    "dspark": DSparkDecodingConfig,
 }
 
 
@@ -45,9 +52,8 @@ def _trainer(
     kind: str = "eagle3",
 ) -> Trainer:
     target: Decoder = load_target(target_dir)
-    spec = NewHead(
-        kind=kind, layers_to_capture=CAPTURED, block_size=config.num_steps + 1, mask_token_id=VOCAB
-    )
+    block = config.num_steps if kind == "dspark" else config.num_steps + 1
+    spec = NewHead(kind=kind, layers_to_capture=CAPTURED, block_size=block, mask_token_id=VOCAB)
     draft_ids = torch.arange(VOCAB) if kind == "eagle3" else None
     head = create_head(spec, target, draft_ids, F32, seed=5)
     return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
@@ -159,6 +165,7 @@ def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_steps", 0), ("learning_rate", 0.0), ("clip", float("inf")), ("step_decay", 1.5),
+     ("position_weights", "linear"), ("variation", 1.5), ("variation", "1"),
      ("batch_size", "4"), ("warmup_steps", -1)],
 )  # fmt: skip
 def test_a_config_that_cannot_be_is_refused(field: str, value: object) -> None:

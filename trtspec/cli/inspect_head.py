@@ -101,6 +101,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
     if head.kind in ("dflash", "dspark"):
         facts["Captured layers"] = _captured(report)
         facts["Block"] = _block(head)
+        if head.markov_rank:
+            facts["Bias"] = f"by the token before, {head.markov_kind}, rank {head.markov_rank}"
     elif head.kind == "eagle3":
         facts["Captured layers"] = _captured(report)
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

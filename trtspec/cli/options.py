@@ -221,7 +221,7 @@ class DoctorOptions:
 class TrainOptions:
     """What `trtspec train` makes, and from what."""
 
-    kind: Annotated[str, typer.Argument(help="eagle3, dflash or mtp.")]
+    kind: Annotated[str, typer.Argument(help="eagle3, dflash, dspark or mtp.")]
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")] = (
         DEFAULT_MODEL
     )
@@ -258,7 +258,8 @@ class TrainOptions:
         typer.Option(
             "--block-size",
             min=2,
-            help="dflash: the last token and those to be drafted. Default: 8.",
+            help="dflash: the last token and those to be drafted. dspark: how many are drafted. "
+            "Default: 8.",
         ),
     ] = None
     mask_token_id: Annotated[
@@ -266,13 +267,43 @@ class TrainOptions:
         typer.Option(
             "--mask-token-id",
             min=0,
-            help="dflash needs it: a token that texts do not have, read in place of drafts.",
+            help="dflash and dspark need it: a token that texts do not have, read in place of "
+            "drafts.",
         ),
     ] = None
     num_anchors: Annotated[
         int | None,
         typer.Option(
-            "--anchors", min=1, help="dflash: blocks trained in each row of text. Default: 64."
+            "--anchors",
+            min=1,
+            help="dflash, dspark: blocks trained in each row of text. Default: 64.",
+        ),
+    ] = None
+    position_weights: Annotated[
+        str | None,
+        typer.Option(
+            "--position-weights",
+            help="dflash, dspark: how a block's drafts weigh in the loss, exponential (earlier "
+            "ones more) or d-pace (by what the accepted length owes to each). Default: "
+            "exponential.",
+        ),
+    ] = None
+    variation: Annotated[
+        float | None,
+        typer.Option(
+            "--total-variation",
+            min=0,
+            max=1,
+            help="dflash, dspark: the share of total variation in the loss, the rest is "
+            "cross-entropy. Default: dflash 0, dspark 0.9.",
+        ),
+    ] = None
+    markov_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--markov-rank",
+            min=1,
+            help="dspark: the rank of its bias. Default: by the target's size, at most 256.",
         ),
     ] = None
     draft_vocab_size: Annotated[
@@ -295,7 +326,7 @@ class TrainOptions:
     ] = None
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3
     head_format: Annotated[
-        str, typer.Option("--format", help="raw, or for eagle3 and dflash speculators.")
+        str, typer.Option("--format", help="raw, or but for mtp speculators.")
     ] = "raw"
     dtype: Dtype = DEFAULT_DTYPE
     device: Device = DEFAULT_DEVICE

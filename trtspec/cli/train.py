@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..models.config import DecoderConfig
     from ..train.data import Packed
+    from ..train.new_head import NewHead
     from ..train.trainer import TrainConfig
 
 GENERATED = "text.jsonl"
@@ -61,6 +62,7 @@ def run_train(options: TrainOptions) -> int:
         num_layers=options.num_layers,
         block_size=options.block_size or DEFAULT_BLOCK,
         mask_token_id=options.mask_token_id,
+        markov_rank=options.markov_rank,
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
@@ -82,7 +84,7 @@ def run_train(options: TrainOptions) -> int:
             torch.cuda.empty_cache()
 
     rows = _read_rows(options, path, tokenizer, config)
-    train_config = _train_config(options, len(rows.train))
+    train_config = _train_config(options, len(rows.train), spec)
     _say(
         f"{rows.num_conversations} conversations in {len(rows.train)} rows of {options.length} "
         f"tokens ({100 * rows.train.fill:.0f} % full), {rows.num_held_out} held out; draft "
@@ -128,23 +130,32 @@ def _say(text: str) -> None:
 
 def _check_kind(options: TrainOptions) -> None:
     """Raises CliError for options of another kind of head, and for one that is missing."""
+    from ..train.new_head import BLOCK_KINDS
+
     of_blocks = {
         "--block-size": options.block_size,
         "--mask-token-id": options.mask_token_id,
         "--anchors": options.num_anchors,
+        "--position-weights": options.position_weights,
+        "--total-variation": options.variation,
     }
-    others = of_blocks if options.kind != "dflash" else {"--unroll": options.num_steps}
+    is_block = options.kind in BLOCK_KINDS
+    others = {"--unroll": options.num_steps} if is_block else of_blocks
+    if options.kind != "dspark":
+        others["--markov-rank"] = options.markov_rank
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise CliError(f"{given[0]} was given, but is not for {options.kind}: leave it out.")
-    if options.kind == "dflash" and options.mask_token_id is None:
+    if is_block and options.mask_token_id is None:
         raise CliError(
-            "dflash needs --mask-token-id: a token that texts do not have, a reserved one at best."
+            f"{options.kind} needs --mask-token-id: a token that texts do not have, a reserved one "
+            "at best."
         )
 
 
 def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
     """Raises CliError, ConfigError for what the target does not allow, before hours of work."""
+    from ..train.losses import POSITION_WEIGHTS
     from ..train.new_head import check_format
     from ..train.trainer import TrainConfig
 
@@ -159,23 +170,28 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
             f"{config.vocab_size}: lower it."
         )
-    num_steps = options.num_steps or DEFAULT_STEPS
-    TrainConfig(learning_rate=options.learning_rate, num_steps=num_steps, seed=options.seed)
+    TrainConfig(
+        learning_rate=options.learning_rate,
+        num_steps=options.num_steps or DEFAULT_STEPS,
+        position_weights=options.position_weights or POSITION_WEIGHTS[0],
+        seed=options.seed,
+    )
 
 
-def _train_config(options: TrainOptions, num_rows: int) -> TrainConfig:
+def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainConfig:
+    from ..train.losses import POSITION_WEIGHTS
     from ..train.trainer import TrainConfig
 
     batch_size = min(options.batch_size, num_rows)
     max_steps = options.max_steps or max(1, round(options.epochs * num_rows / batch_size))
-    num_steps = options.num_steps or DEFAULT_STEPS
+    num_steps = spec.drafts_of_block or options.num_steps or DEFAULT_STEPS
     if options.kind == "mtp" and options.num_layers > 1:
         num_steps = options.num_layers
-    elif options.kind == "dflash":
-        num_steps = (options.block_size or DEFAULT_BLOCK) - 1
     return TrainConfig(
         num_steps=num_steps,
         num_anchors=options.num_anchors or DEFAULT_ANCHORS,
+        position_weights=options.position_weights or POSITION_WEIGHTS[0],
+        variation=options.variation,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,

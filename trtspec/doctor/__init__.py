@@ -7,7 +7,7 @@ when it was trained, it is simply weak.
 
     diagnosis.py   findings, and the verdict in words
     trials.py      a setting to try; those of every head
-    heads.py       those of each kind of head; masks.py of masked heads
+    heads.py       those of each kind of head; masks.py of masked heads, blocks.py of block heads
     exam.py        the target's states and a head along them; the search
     draft_model.py draft models
 """
@@ -36,7 +36,7 @@ from ..train.records import Sequences
 from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model
 from .exam import NUM_STEPS, HeadExam, examine
-from .heads import notes_on, suspicion_of
+from .heads import defect_of, notes_on, suspicion_of
 from .masks import special_tokens
 from .texts import texts_of
 
@@ -83,8 +83,8 @@ def diagnose(
 
     Args:
         target: its weights not packed (`load_decoder(pack=False)`).
-        kind: "eagle", "mtp" (also Gemma-4 assistants), "draft" for a draft model; None is what the
-            directory holds.
+        kind: "eagle", "dflash", "dspark", "mtp" (also Gemma-4 assistants), "draft" for a draft
+            model; None is what the directory holds.
         sequences: on the target's device; `loss_mask` marks what the target wrote.
         tokenizer: the target's, whose special tokens may be the mask that a drafter was trained
             with, and with which a draft model's is compared.
@@ -99,10 +99,9 @@ def diagnose(
     diagnosis.problems = report.problems
     if report.problems or report.kind is None:
         return diagnosis
-    if report.config is not None and (report.config.markov_rank or report.config.selector_rank):
-        name = "DSpark" if report.config.markov_rank else "DFlash2"
+    if report.config is not None and report.config.selector_rank:
         raise ConfigError(
-            f"{head_dir} is a {name} head, whose drafts depend on each other: the doctor does not "
+            f"{head_dir} is a DFlash2 head, whose drafts are chosen as a path: the doctor does not "
             "examine these yet. inspect-head shows what it holds."
         )
     num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))
@@ -129,7 +128,7 @@ def diagnose(
         diagnosis.notes.append(
             f"Of its {report.num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
         )
-    diagnosis.suspicion = suspicion_of(exam.patient)
+    diagnosis.suspicion, diagnosis.defect = suspicion_of(exam.patient), defect_of(exam.patient)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

@@ -1,16 +1,21 @@
-"""The mistakes that DFlash heads are known for."""
+"""The mistakes that DFlash and DSpark heads are known for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
+from torch import nn
 
 from ..checkpoints.heads.dflash import default_target_layers
 from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
+from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
+from ..train.new_head import block_rows
 from .captures import capture_trials
 from .masks import mask_token_trials
 from .trials import Change, Trial
@@ -21,7 +26,7 @@ USUAL_BLOCKS = (4, 8, 10, 16, 32)
 def block_trials(
     head: DraftHead, target: DecoderConfig, special_tokens: Mapping[int, str]
 ) -> list[Trial]:
-    """Returns what is tried with a DFlash head, beside RoPE and its vocabulary."""
+    """Returns what is tried with a head that drafts blocks, beside RoPE and its vocabulary."""
     assert isinstance(head, DFlashHead)
     usual = default_target_layers(head.num_layers, target.num_layers)
     captures = capture_trials(
@@ -37,7 +42,22 @@ def block_trials(
         *_lengths(head),
         *_scales(head, target),
         *_positions(),
+        *_biases(head),
     ]
+
+
+def defect_of_bias(head: DFlashHead) -> str | None:
+    """What is certainly wrong with DSpark's bias, though no trial can undo it."""
+    markov = head.markov_head
+    if markov is None:
+        return None
+    for name in ("markov_w1", "markov_w2"):
+        if not bool(getattr(markov, name).weight.any()):
+            return (
+                f"markov_head.{name} is zero everywhere, which a trained one is not: copy the head "
+                "again from its source."
+            )
+    return None
 
 
 def _reads(token: int) -> Change:
@@ -56,6 +76,10 @@ def _sight(head: DFlashHead) -> list[Trial]:
             continue
 
         def look(head: DFlashHead, sight: tuple[bool, ...] = sight) -> None:
+            rows = block_rows(head.config)
+            _widen(
+                head, [rows * (after - before) for before, after in zip(now, sight, strict=True)]
+            )
             head.config = replace(head.config, sees_ahead=sight)
 
         trials.append(
@@ -68,11 +92,25 @@ def _sight(head: DFlashHead) -> list[Trial]:
     return trials
 
 
+def _widen(head: DFlashHead, by: Sequence[int]) -> None:
+    """Widens the windows of layers that have one, by layer, as the loader does: where rows see
+    later ones, by a block."""
+    for i, rows in enumerate(by):
+        attention = head.layers[i].self_attn
+        assert isinstance(attention, Attention)
+        if attention.window is not None:
+            attention.window = attention.window + rows
+
+
 def _lengths(head: DFlashHead) -> list[Trial]:
     """How long a block is, and which of its rows propose."""
-    trained, anchor = head.config.trained_draft_len, head.samples_from_anchor
-    assert trained is not None
-    now = trained + (not anchor)
+    now, anchor = block_rows(head.config), head.samples_from_anchor
+
+    def longer(rows: int) -> Change:
+        def change(head: DFlashHead) -> None:
+            _widen(head, [rows * sees for sees in head.config.sees_ahead])
+
+        return change
 
     def other_anchor(head: DFlashHead) -> None:
         head.config = replace(head.config, samples_from_anchor=not anchor)
@@ -88,6 +126,7 @@ def _lengths(head: DFlashHead) -> list[Trial]:
             Trial(
                 f"blocks should have {length} rows",
                 f'"block_size": {length} in config.json, now {now}',
+                longer(length - now),
                 sets={"block": length},
             )
             for length in USUAL_BLOCKS
@@ -132,3 +171,39 @@ def _positions() -> list[Trial]:
         )
         for way, offset in (("far", -1), ("little", 1))
     ]
+
+
+def _biases(head: DFlashHead) -> list[Trial]:
+    """DSpark's bias, of other weights."""
+    if head.markov_head is None:
+        return []
+
+    def weights(head: DFlashHead) -> tuple[nn.Parameter, nn.Parameter]:
+        assert head.markov_head is not None and head.markov_head.markov_w2.weight is not None
+        return head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
+
+    def swap(head: DFlashHead) -> None:
+        one, other = weights(head)
+        one.data, other.data = other.data, one.data
+
+    def drop(head: DFlashHead) -> None:
+        _, weight = weights(head)
+        weight.data = torch.zeros_like(weight)
+
+    trials = [
+        Trial(
+            "DSpark's bias has wrong weights: drafts are better without it",
+            "copy markov_head.markov_w1 and markov_head.markov_w2 again from the head's source",
+            drop,
+        )
+    ]
+    one, other = weights(head)
+    if one.shape == other.shape:
+        trials.append(
+            Trial(
+                "DSpark's bias is transposed",
+                "swap the tensors markov_head.markov_w1.weight and markov_head.markov_w2.weight",
+                swap,
+            )
+        )
+    return trials

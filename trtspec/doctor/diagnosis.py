@@ -23,7 +23,16 @@ LOST_AT_MASKS = 0.5
 wrong with the masks: the first draft reads none."""
 LEAST_BEFORE_MASKS = 0.1
 """The masks are blamed only if the first draft is accepted so often."""
-_ORDINALS = ("first", "second", "third")
+_ORDINALS = "first", "second", "third"
+
+
+def _ordinal(index: int) -> str:
+    """Returns the word for draft number 0, 1, … of a step."""
+    if index < len(_ORDINALS):
+        return _ORDINALS[index]
+    number = index + 1
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number > 20 else "th"
+    return f"{number}{ending}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Diagnosis:
     trained: list[float] | None = None  # conditional acceptance at the end of training
     notes: list[str] = field(default_factory=list)  # what was not examined
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
+    defect: str | None = None  # what is certainly wrong with weights, and cannot be undone
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
     num_texts: int = FEWEST_TEXTS
@@ -67,8 +77,8 @@ class Diagnosis:
     @property
     def remarks(self) -> list[str]:
         """Returns remarks beside the verdict."""
-        spoken = self.suspicion is None or self.suspicion in self.verdict
-        return self.notes if spoken else [*self.notes, str(self.suspicion)]
+        found = [text for text in (self.suspicion, self.defect) if text is not None]
+        return [*self.notes, *(text for text in found if text not in self.verdict)]
 
     @property
     def is_short(self) -> bool:
@@ -92,6 +102,8 @@ class Diagnosis:
             return self._what_changes(), False
         if self._fails_at_masks():
             return self._what_fails_at_masks(), False
+        if self.defect is not None:
+            return f"Something is wrong with its weights: {self.defect}", False
         return self._nothing_found()
 
     def _what_changes(self) -> str:
@@ -104,7 +116,7 @@ class Diagnosis:
         telling = (i for i, gain in enumerate(gains) if judged[i] and gain >= TELLING_GAIN)
         index = next(telling, 0)
         return (
-            f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ORDINALS[index]} "
+            f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ordinal(index)} "
             f"draft is {old.conditional[index]:.2f} as it is and {new.conditional[index]:.2f} with "
             f"the change (length {old.acceptance_length:.2f} and {new.acceptance_length:.2f})."
         )
@@ -161,7 +173,7 @@ class Diagnosis:
             if self._upper_bound(index) < rate - SHORT_OF_TRAINING:
                 after = ", after right ones" if index else ""
                 return (
-                    f"No known mistake explains it: the {_ORDINALS[index]} draft is accepted "
+                    f"No known mistake explains it: the {_ordinal(index)} draft is accepted "
                     f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
                     f"was {rate:.2f}. Is this the target that it was trained for, and text of that "
                     "kind?"

@@ -16,8 +16,9 @@ from ..attention.dense import DensePass
 from ..checkpoints.heads.mtp_layouts import mtp_layout
 from ..distributed.logits import whole
 from ..models.decoder import Decoder
+from ..train.losses import StepScore, score
 from ..train.records import DraftStep, Sequences
-from ..train.unroll import StepScore, score, teach
+from ..train.unroll import teach
 from .exam import Exam
 from .masks import mask_token_trials
 from .trials import Setting, Trial
@@ -83,7 +84,14 @@ def unroll_model(drafter: DraftModel, sequences: Sequences, num_steps: int) -> I
         # The model proposes from its own last row: of the last token's, or of the last draft's.
         ahead = 1 if mask is not None else 1 + step
         rows = sequences.rows_of_step(step)
-        yield DraftStep(step, out.roll(-ahead, 0), rows, rows + step + 1, rows)
+        yield DraftStep(
+            step=step,
+            hidden=out.roll(-ahead, 0),
+            rows=rows,
+            counted=torch.ones_like(rows, dtype=torch.bool),
+            teacher_rows=rows + step + 1,
+            drafted_from=rows,
+        )
 
 
 def is_language_model(names: set[str]) -> bool:

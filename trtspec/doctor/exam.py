@@ -16,9 +16,10 @@ from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.mtp import MTPHead
+from ..train.losses import StepScore, score
 from ..train.records import Sequences
 from ..train.trainer import Evaluation
-from ..train.unroll import StepScore, score, teach, unroll
+from ..train.unroll import teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
 from .heads import Patient, trials_of
 from .trials import Setting, Trial, pairs
@@ -40,6 +41,7 @@ _CHANGEABLE = (
     "embedding_scale",
     "mask_token_id",
     "layers",
+    "window",
 )
 """Attributes that a trial may change, of any module of a drafter, besides its weights."""
 

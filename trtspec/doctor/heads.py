@@ -17,7 +17,7 @@ from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
 from ..models.drafters.gemma_assistant import KIND as ASSISTANT
 from ..models.drafters.gemma_assistant import GemmaAssistant
 from ..models.drafters.mtp import MTPHead, MTPLayer
-from .blocks import block_trials
+from .blocks import block_trials, defect_of_bias
 from .captures import MOST_CAPTURED_TO_PERMUTE, capture_trials
 from .masks import mask_trials
 from .trials import (
@@ -67,13 +67,18 @@ def notes_on(patient: Patient) -> list[str]:
 
 
 def suspicion_of(patient: Patient) -> str | None:
-    """What is plainly wrong, though no trial can undo it."""
+    """What may be wrong, though no trial can undo it."""
     if patient.mask_hidden is not None and not bool(patient.mask_hidden.any()):
         return (
             "mask_hidden is zero everywhere, which a trained one is not: copy the head again from "
             "its source."
         )
     return None
+
+
+def defect_of(patient: Patient) -> str | None:
+    """What is certainly wrong, though no trial can undo it."""
+    return defect_of_bias(patient.head) if isinstance(patient.head, DFlashHead) else None
 
 
 # -- EAGLE-3 and P-EAGLE -----------------------------------------------------------------------
@@ -255,12 +260,13 @@ class _Kind:
     notes: Callable[[DraftHead], list[str]] = _no_notes
 
 
-def _dflash_trials(patient: Patient) -> list[Trial]:
+def _block_trials(patient: Patient) -> list[Trial]:
     return block_trials(patient.head, patient.target, patient.special_tokens)
 
 
 _KINDS = {
-    "dflash": _Kind(_dflash_trials),
+    "dflash": _Kind(_block_trials),
+    "dspark": _Kind(_block_trials),
     "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
     "eagle": _Kind(notes=_eagle1_notes),
     "mtp": _Kind(_mtp_trials),

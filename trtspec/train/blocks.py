@@ -1,8 +1,12 @@
-"""Runs a DFlash head's blocks behind anchors of whole sequences, as drafting does.
+"""Runs the blocks of a DFlash or DSpark head behind anchors of whole sequences, as drafting does.
 
 An anchor is a row whose token is the last one known. Row 0 of its block reads that token, row j the
 mask token, at the j-th position after it. Step s is what the block proposes for the token s + 1
-places after the anchor; the target's choice there is its logits s places after it.
+places after the anchor; the target's choice there is its logits s places after it. DSpark's bias
+reads the text's own token before the one proposed: what was drafted, where that was right.
+
+Every anchor has a row in every step. Rows that nothing judges are marked, not left out, so the host
+need not know how many there are.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch import Tensor
 
 from ..attention.blocks import BlockPass
 from ..models.drafters.dflash import DFlashHead
-from .records import DraftStep, Sequences
+from .records import DraftStep, Sequences, without_waiting
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,12 @@ class Anchors:
         A sequence with fewer has some that no step judges.
         """
         source = sequences.on_host or sequences
-        following = [_ahead(source, s + 1) for s in range(num_steps)]
+        following = [source.counts_ahead(s + 1) for s in range(num_steps)]
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.rand(source.input_ids.shape, generator=generator)
         fits = torch.stack(following).long().sum(0).cpu()  # tokens that can be judged
         order = (fits + noise).argsort(dim=1, descending=True)[:, : self.count]
-        return order.sort(dim=1).values.to(sequences.input_ids.device, non_blocking=True)
+        return without_waiting(order.sort(dim=1).values, sequences.input_ids.device)
 
 
 DEFAULT_ANCHORS = Anchors()
@@ -82,18 +86,23 @@ def unroll_blocks(
     by_place = out.view(-1, block, out.shape[-1])
     start = length * torch.arange(len(places), device=places.device)
     rows = (start[:, None] + places).flatten()  # of the batch, [N * A]
+    every = torch.arange(len(rows), device=rows.device)
+    markov, features = head.markov_head, None
+    if markov is not None:
+        state = markov.first_state(by_place[:, 0])
+        if first:  # the anchor's own row proposes nothing, but is read
+            _, state = markov.features(ids[..., 0].flatten(), by_place[:, 0], state)
     for step in range(num_steps):
-        counted = _ahead(sequences, step + 1).gather(1, places).flatten()
-        judged = counted.nonzero()[:, 0]
         of_step = by_place[:, min(first + step, block - 1)]
-        yield DraftStep(step, of_step, judged, rows[judged] + step, rows[judged])
-
-
-def _ahead(sequences: Sequences, count: int) -> Tensor:
-    """Returns whether the token `count` rows further is of the same document and the target's,
-    [N, L] bool."""
-    documents, mask = sequences.document_ids, sequences.loss_mask
-    same = torch.zeros_like(mask)
-    if count < mask.shape[1]:
-        same[:, :-count] = (documents[:, count:] == documents[:, :-count]) & mask[:, count:]
-    return same & (documents >= 0)
+        if markov is not None:
+            before = sequences.input_ids.gather(1, (places + step).clamp_max(length - 1))
+            features, state = markov.features(before.flatten(), of_step, state)
+        yield DraftStep(
+            step=step,
+            hidden=of_step,
+            rows=every,
+            counted=sequences.counts_ahead(step + 1).gather(1, places).flatten(),
+            teacher_rows=(rows + step).clamp_max(sequences.input_ids.numel() - 1),
+            drafted_from=rows,
+            features=features,
+        )

@@ -27,7 +27,9 @@ from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead, mtp_decoder_config
 
-KINDS = ("dflash", "eagle3", "mtp")
+KINDS = ("dflash", "dspark", "eagle3", "mtp")
+BLOCK_KINDS = ("dflash", "dspark")
+MOST_MARKOV_RANK, LEAST_MARKOV_RANK = 256, 16
 FORMATS = ("raw", "speculators")
 
 
@@ -43,8 +45,9 @@ class NewHead:
     num_layers: int = 1  # for MTP more than one is "vanilla", a layer per draft token
     layers_to_capture: tuple[int, ...] | None = None  # not of MTP; None is the kind's default
     intermediate_size: int | None = None  # None is the target's
-    block_size: int = 8  # DFlash: the last token and those to be drafted
-    mask_token_id: int | None = None  # DFlash: in place of tokens to be drafted; not one of texts
+    block_size: int = 8  # of block heads, rows: the last token's, of DFlash proposing nothing
+    mask_token_id: int | None = None  # of block heads: read in place of drafts; not one of texts
+    markov_rank: int | None = None  # DSpark, of its bias; None is `default_markov_rank`'s
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -53,11 +56,22 @@ class NewHead:
         require_int(self, "block_size", 2, MAX_DRAFT_LEN)
         if self.mask_token_id is not None:
             require_int(self, "mask_token_id", 0, None)
+        if self.markov_rank is not None:
+            require_int(self, "markov_rank", 1, None)
+            if self.kind != "dspark":
+                raise ConfigError(f"markov_rank is of DSpark heads, not of {self.kind}.")
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
                 "layers_to_capture and intermediate_size are for the other kinds."
             )
+
+    @property
+    def drafts_of_block(self) -> int | None:
+        """How many drafts a block has; None of heads that draft one after the other."""
+        if self.kind not in BLOCK_KINDS:
+            return None
+        return self.block_size - (self.kind == "dflash")  # whose first row proposes nothing
 
 
 def create_head(
@@ -66,7 +80,7 @@ def create_head(
     """A head with fresh weights on the target's device, all of its parameters trainable.
 
     Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: final
-    norms and an EAGLE-3 head's lm_head begin as the target's.
+    norms and an EAGLE-3 head's lm_head begin as the target's, DSpark's bias as none.
 
     Args:
         draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among. None where
@@ -86,9 +100,9 @@ def create_head(
                 TorchAttention(),
                 kv_group=1,
             )
-        elif spec.kind == "dflash":
+        elif spec.kind in BLOCK_KINDS:
             head = DFlashHead(
-                _dflash_config(spec, config),
+                _block_config(spec, config),
                 config.max_position_embeddings,
                 TorchAttention(),
                 kv_group=1,
@@ -119,6 +133,10 @@ def create_head(
         head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
     elif isinstance(head, DFlashHead):
         head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
+        if head.markov_head is not None:
+            bias = head.markov_head.markov_w2.weight
+            assert bias is not None
+            bias.data.zero_()
     else:
         for layer in head.layers:  # type: ignore[union-attr]
             layer.norm.weight.data.copy_(target.norm.weight)
@@ -184,8 +202,8 @@ def save_head(
     """
     check_format(format, head.config.kind)
     tensors = _tensors(head, target, format, weights)
-    if head.config.kind == "dflash":
-        raw = _dflash_json(head, target, format)
+    if head.config.kind in BLOCK_KINDS:
+        raw = _block_json(head.config, target, format)
     else:
         raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
     raw["training"] = dict(notes or {})
@@ -259,7 +277,7 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
     )
 
 
-def _dflash_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
+def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
     layers = spec.layers_to_capture
     if layers is None:
         if target.num_layers < spec.num_layers + 3:
@@ -275,17 +293,33 @@ def _dflash_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             f"mask_token_id={mask} is not in the target's vocabulary 0 … {target.vocab_size - 1}: "
             "give a token that texts do not have, a reserved one at best."
         )
+    is_dspark = spec.kind == "dspark"
+    rank = spec.markov_rank or default_markov_rank(target.hidden_size)
     return HeadConfig(
-        kind="dflash",
-        format="DFlash, z-lab's format",
+        kind=spec.kind,
+        format=f"{'DSpark' if is_dspark else 'DFlash'}, z-lab's format",
         decoder=replace(_plain_layers(spec, target), qk_norm=True),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         layers_to_capture=_checked_layers(layers, target),
         mask_token_id=spec.mask_token_id,
-        trained_draft_len=spec.block_size - 1,
+        trained_draft_len=spec.drafts_of_block,
         sees_ahead=(True,) * spec.num_layers,
+        samples_from_anchor=is_dspark,
+        markov_rank=rank if is_dspark else 0,
     )
+
+
+def default_markov_rank(hidden_size: int) -> int:
+    """Returns the largest power of two in an eighth of the size, 16 … 256."""
+    eighth = max(LEAST_MARKOV_RANK, hidden_size // 8)
+    return min(MOST_MARKOV_RANK, 1 << (eighth.bit_length() - 1))
+
+
+def block_rows(config: HeadConfig) -> int:
+    """Returns how many rows a block has at most, the last token's with them."""
+    assert config.trained_draft_len is not None
+    return config.trained_draft_len + (not config.samples_from_anchor)
 
 
 def _checked_layers(layers: tuple[int, ...], target: DecoderConfig) -> tuple[int, ...]:
@@ -386,32 +420,40 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _dflash_json(head: DraftHead, target: DecoderConfig, format: str) -> dict[str, Any]:
-    config = head.config
+def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str, Any]:
     layers = {**_architecture(config.decoder), "model_type": "qwen3"}
-    assert config.trained_draft_len is not None
-    block = config.trained_draft_len + 1
+    name = "DSpark" if config.kind == "dspark" else "DFlash"
+    of_dspark: dict[str, Any] = {}
+    if config.markov_rank:
+        of_dspark = {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_kind,
+            "enable_confidence_head": False,
+            "sample_from_anchor": config.samples_from_anchor,
+        }
     if format == "speculators":
         return {
-            "architectures": ["DFlashSpeculator"],
-            "speculators_model_type": "dflash",
+            "architectures": [f"{name}Speculator"],
+            "speculators_model_type": config.kind,
             "transformer_layer_config": layers,
             "draft_vocab_size": config.draft_vocab_size,
-            "block_size": block,
+            "block_size": block_rows(config),
             "mask_token_id": config.mask_token_id,
             # Counted as inputs.
             "aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
+            **of_dspark,
             "dtype": "bfloat16",
         }
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [f"{name}DraftModel"],
         **layers,
-        "block_size": block,
+        "block_size": block_rows(config),
         "num_target_layers": target.num_layers,
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.layers_to_capture),
         },
+        **of_dspark,
         "dtype": "bfloat16",
     }
 

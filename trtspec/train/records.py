@@ -1,4 +1,4 @@
-"""The records of running a head along sequences: what it reads, and one step."""
+"""The records of running a head along sequences: what it reads, one step, and who judges it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..attention.dense import DensePass
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,35 @@ class Sequences:
         ids, mask, documents, positions = (t.to(device, non_blocking=True) for t in tensors)
         return Sequences(ids, mask, documents, positions, on_host=self.on_host or self)
 
+    def counts_ahead(self, count: int) -> Tensor:
+        """Returns whether the token `count` rows further is of the same document and the target's,
+        [N, L] bool."""
+        same = ahead(self.document_ids, count, -2) == self.document_ids
+        return same & ahead(self.loss_mask, count, False) & (self.document_ids >= 0)
+
     def rows_of_step(self, step: int) -> Tensor:
         """Returns rows [R] int64 on the device whose proposal at a step is for a token that the
         target wrote."""
-        sequences = self.on_host or self
-        same = ahead(sequences.document_ids, step + 2, -2) == sequences.document_ids
-        counted = same & ahead(sequences.loss_mask, step + 2, False) & (sequences.document_ids >= 0)
-        rows = counted.flatten().nonzero()[:, 0]
-        if self.input_ids.is_cuda and not rows.is_cuda:
-            rows = rows.pin_memory()
-        return rows.to(self.input_ids.device, non_blocking=True)
+        rows = (self.on_host or self).counts_ahead(step + 2).flatten().nonzero()[:, 0]
+        return without_waiting(rows, self.input_ids.device)
+
+
+def without_waiting(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to a device, which reads it when it comes to it."""
+    if device.type == "cuda" and not x.is_cuda:
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's outputs for a batch; T = N * L rows."""
+
+    hidden: Tensor  # [T, n * D], what the head reads: captured layers, or the final states
+    choices: Tensor  # [T] int64, the greedy token after each row
+    logits: Tensor  # [T, Vd], over the head's vocabulary, model dtype
+    draftable: Tensor  # [T] bool, whether the head can propose the choice
+    keys: DensePass | None = None  # of the target's layers, for a head that reads them
 
 
 @dataclass(frozen=True)
@@ -41,10 +62,12 @@ class DraftStep:
     """One step along all sequences."""
 
     step: int
-    hidden: Tensor  # [T, H], what the head's `compute_logits` reads; of a DFlash head by anchor
-    rows: Tensor  # [R] int64, its rows whose proposal counts: it is the target's text
+    hidden: Tensor  # [T, H], what the head's `compute_logits` reads; of a block head by anchor
+    rows: Tensor  # [R] int64, its rows that propose
+    counted: Tensor  # [R] bool, whether a proposal counts: it is for the target's text
     teacher_rows: Tensor  # [R] int64, the target's rows that judge them
     drafted_from: Tensor  # [R] int64, the sequences' rows that proposed them: `rows`, or anchors
+    features: Tensor | None = None  # [T, rank], what DSpark's bias reads
 
 
 def ahead(x: Tensor, count: int, fill: int | bool) -> Tensor:

@@ -1,8 +1,9 @@
 """Trains a draft head for a frozen target.
 
-The loss is the sum over the head's unrolled steps s of `step_decay ** s` times the soft
-cross-entropy with the target (EAGLE-3's training-time test, arXiv:2503.01840). Weights are kept in
-fp32 and used in the target's dtype; AdamW, a cosine after a linear warm-up, clipped gradients.
+The loss is the weighted sum over the head's unrolled steps of the soft cross-entropy with the
+target (EAGLE-3's training-time test, arXiv:2503.01840), of DSpark heads mostly of the total
+variation (`losses.py`). Weights are kept in fp32 and used in the target's dtype; AdamW, a cosine
+after a linear warm-up, clipped gradients.
 
 A run directory holds `log.jsonl` (a line per logged step), `checkpoint.pt` (fp32 weights,
 optimizer, position in the data; replaced atomically), and the head at the last checkpoint, ready to
@@ -25,7 +26,6 @@ from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ..api.sampling_params import MAX_SEED
 from ..config import MAX_DRAFT_LEN, require_int
@@ -33,12 +33,24 @@ from ..errors import CheckpointError, ConfigError
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .blocks import Anchors
-from .new_head import save_head, trainable
+from .losses import (
+    DECAY,
+    POSITION_WEIGHTS,
+    Objective,
+    StepScore,
+    conditional_acceptance,
+    decay_of_block,
+    judge,
+    score,
+)
+from .new_head import BLOCK_KINDS, block_rows, save_head, trainable
 from .records import Sequences
-from .unroll import StepScore, Use, conditional_acceptance, score, teach, unroll
+from .unroll import Use, teach, unroll
 
 logger = logging.getLogger(__name__)
 
+VARIATION = {"dspark": 0.9}
+"""Share of total variation in the loss, by the head's kind, as DSpark's authors train."""
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 Progress = Callable[[dict[str, Any]], None]
@@ -52,9 +64,11 @@ class TrainConfig:
         ConfigError: a value is out of range.
     """
 
-    num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers; DFlash: its block less 1
-    num_anchors: int = 64  # DFlash: blocks of a sequence, drawn anew at every step
-    step_decay: float = 0.8
+    num_steps: int = 6  # of the head, unrolled; vanilla MTP: its layers; of blocks: their drafts
+    num_anchors: int = 64  # blocks of a sequence, drawn anew at every step
+    position_weights: str = "exponential"  # of a block's drafts: one of `POSITION_WEIGHTS`
+    step_decay: float | None = None  # of weights; None is 0.8, of blocks what their size asks for
+    variation: float | None = None  # share of total variation in the loss; None is the kind's
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # share of learning_rate that the cosine ends at
     warmup_steps: int = 50
@@ -81,8 +95,28 @@ class TrainConfig:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be a number > 0.")
         for name in ("step_decay", "final_learning_rate"):
             value = getattr(self, name)
+            if name == "step_decay" and value is None:
+                continue
             if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be in (0, 1].")
+        share = self.variation
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ConfigError(f"TrainConfig.variation={share!r}: it must be in [0, 1].")
+        if self.position_weights not in POSITION_WEIGHTS:
+            raise ConfigError(
+                f"TrainConfig.position_weights={self.position_weights!r}: allowed are "
+                f"{', '.join(POSITION_WEIGHTS)}."
+            )
+
+    def objective(self, head: DraftHead) -> Objective:
+        """Returns what is minimized for a head."""
+        kind, decay, variation = head.config.kind, self.step_decay, self.variation
+        is_block = kind in BLOCK_KINDS
+        if decay is None:
+            decay = decay_of_block(block_rows(head.config)) if is_block else DECAY
+        if variation is None:
+            variation = VARIATION.get(kind, 0.0)
+        return Objective(decay, is_block and self.position_weights == "d-pace", variation)
 
     def rate(self, step: int) -> float:
         """Returns the learning rate of step 0, 1, …"""
@@ -140,15 +174,23 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    target: Decoder, head: DraftHead, batches: list[Sequences], num_steps: int
+    target: Decoder,
+    head: DraftHead,
+    batches: list[Sequences],
+    num_steps: int,
+    variation: float = 0.0,
 ) -> Evaluation:
-    """Measures a head along sequences that it was not trained on."""
+    """Measures a head along sequences that it was not trained on.
+
+    Args:
+        variation: the share of total variation in the loss.
+    """
     device, result, losses = target.embed_tokens.weight.device, Evaluation(), 0.0
     for sequences in batches:
         sequences = sequences.to(device)
         teacher = teach(target, head, sequences)
         steps = unroll(head, sequences, teacher.hidden, num_steps)
-        scores = [score(head, step, teacher) for step in steps]
+        scores = [score(head, step, teacher, variation=variation) for step in steps]
         result.add(scores)
         losses += sum(float(each.loss) for each in scores) / max(1, len(scores))
     result.loss = losses / max(1, len(batches))
@@ -179,13 +221,14 @@ class Trainer:
         notes: dict[str, Any] | None = None,
     ):
         trained = head.config.trained_draft_len
-        if head.config.kind == "dflash" and config.num_steps != trained:
+        if head.config.kind in BLOCK_KINDS and config.num_steps != trained:
             raise ConfigError(
                 f"TrainConfig.num_steps={config.num_steps}, but the head's block has {trained} "
-                "tokens to be drafted: give the same number, block_size - 1."
+                "tokens to be drafted: give the same number."
             )
         self.target, self.head, self.data, self.held_out = target, head, data, held_out
         self.config, self.out, self.head_format = config, Path(out), head_format
+        self.objective = config.objective(head)
         self.notes = dict(notes or {})
         self.parameters = trainable(head)
         self.masters = {
@@ -265,7 +308,13 @@ class Trainer:
                         f"in {self.out} is kept."
                     )
                 if evaluates:
-                    evaluation = evaluate(self.target, self.head, self.held_out, config.num_steps)
+                    evaluation = evaluate(
+                        self.target,
+                        self.head,
+                        self.held_out,
+                        config.num_steps,
+                        self.objective.variation,
+                    )
                     self.notes["held_out_conditional"] = [
                         round(rate, 4) for rate in evaluation.conditional
                     ]
@@ -284,14 +333,9 @@ class Trainer:
         sequences = sequences.to(self.target.embed_tokens.weight.device)
         teacher = teach(self.target, self.head, sequences)
         use = Use(anchors=Anchors(config.num_anchors, seed=config.seed + self.step))
-        loss: Tensor | float = 0.0
-        scores = []
         with torch.enable_grad():
-            for step in unroll(self.head, sequences, teacher.hidden, config.num_steps, use=use):
-                each = score(self.head, step, teacher)
-                loss = loss + config.step_decay**step.step * each.loss
-                scores.append(each)
-        assert isinstance(loss, Tensor)
+            steps = unroll(self.head, sequences, teacher.hidden, config.num_steps, use=use)
+            loss, scores = judge(self.head, steps, teacher, self.objective)
         loss.backward()
         for name, master in self.masters.items():
             grad = self.parameters[name].grad
@@ -361,8 +405,12 @@ class Trainer:
         same = asdict(self.config)
         for name in ("log_every", "evaluate_every", "checkpoint_every"):
             same.pop(name)
-        if self.head.config.kind != "dflash":
-            same.pop("num_anchors")
+        same |= {"step_decay": self.objective.decay, "variation": self.objective.variation}
+        if self.head.config.kind not in BLOCK_KINDS:
+            for name in ("num_anchors", "position_weights"):
+                same.pop(name)
+        if not same["variation"]:
+            same.pop("variation")
         same["betas"] = list(same["betas"])
         config, weight = self.head.config, self.target.embed_tokens.weight
         digest = hashlib.sha256(weight[:64].float().cpu().numpy().tobytes())

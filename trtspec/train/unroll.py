@@ -12,11 +12,12 @@ A P-EAGLE head reads, at step s > 0, its mask token and its mask state in place 
 feedback. When drafting, one pass has the rows of all steps: a mask sees the sequence up to row t
 and the masks before it. That is what step s sees of the earlier steps here.
 
-A DFlash head drafts in blocks behind anchors (`blocks.py`), all steps in one pass.
+A DFlash or DSpark head drafts in blocks behind anchors (`blocks.py`), all steps in one pass.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,27 +31,12 @@ from ..distributed.logits import whole
 from ..metadata.spec import CapturedHiddenStates, SpecMetadata
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
-from ..models.drafters.clustered_head import ClusteredHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead
-from ..ops.tokens.soft_cross_entropy import ROWS, linear_soft_cross_entropy
+from ..ops.tokens.soft_cross_entropy import ROWS
 from .blocks import DEFAULT_ANCHORS, Anchors, Block, unroll_blocks
-from .records import DraftStep, Sequences, ahead
-
-CLUSTERED_ROWS = 64
-"""Rows that are judged at once where each gathers an lm_head of its own, 2 MiB in bf16."""
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The target's outputs for a batch; T = N * L rows."""
-
-    hidden: Tensor  # [T, n * D], what the head reads: captured layers, or the final states
-    choices: Tensor  # [T] int64, the greedy token after each row
-    logits: Tensor  # [T, Vd], over the head's vocabulary, model dtype
-    draftable: Tensor  # [T] bool, whether the head can propose the choice
-    keys: DensePass | None = None  # of the target's layers, for a head that reads them
+from .records import DraftStep, Sequences, Teacher, ahead
 
 
 @dataclass(frozen=True)
@@ -136,62 +122,30 @@ def unroll(
         state = fed_back if use.feeds_back else first
         rows = sequences.rows_of_step(step)
         if length > 1:
-            yield DraftStep(step, out, rows, rows + step + 1, rows)
+            yield DraftStep(
+                step=step,
+                hidden=out,
+                rows=rows,
+                counted=torch.ones_like(rows, dtype=torch.bool),
+                teacher_rows=rows + step + 1,
+                drafted_from=rows,
+            )
 
 
-@dataclass(frozen=True)
-class StepScore:
-    """A step's loss, and whether its proposals match the target's greedy choice."""
-
-    loss: Tensor  # [], mean over rows; 0 without rows
-    is_right: Tensor  # [T] bool, False where nothing was drafted from
-    is_counted: Tensor  # [T] bool
-
-
-def score(head: DraftHead, step: DraftStep, teacher: Teacher, with_loss: bool = True) -> StepScore:
-    """Computes soft cross-entropy with the target's distribution over the head's vocabulary.
-
-    Rows whose greedy token the head cannot draft have no loss, but count as wrong.
-    """
-    rows, judges = step.rows, step.teacher_rows
-    hidden, counts = step.hidden[rows], teacher.draftable[judges]
-    loss = torch.zeros((), device=hidden.device)
-    if with_loss:
-        weight = head.lm_head_of_step(step.step).weight
-        assert weight is not None, "the head's weights are packed"
-        loss, proposals = linear_soft_cross_entropy(hidden, weight, teacher.logits, judges, counts)
-        loss = loss / counts.sum().clamp_min(1)
-    else:
-        is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
-        at_once = CLUSTERED_ROWS if is_clustered else ROWS
-        parts = [whole(head.compute_logits(x, step.step)).argmax(-1) for x in hidden.split(at_once)]
-        proposals = torch.cat(parts)
-    if head.d2t is not None:
-        proposals = proposals + head.d2t[proposals]
-    is_counted = torch.zeros(len(teacher.choices), dtype=torch.bool, device=hidden.device)
-    is_right = torch.zeros_like(is_counted)
-    is_counted[step.drafted_from] = True
-    is_right[step.drafted_from] = proposals == teacher.choices[judges]
-    return StepScore(loss, is_right, is_counted)
-
-
-@torch.no_grad()
-def conditional_acceptance(scores: list[StepScore]) -> list[tuple[int, int]]:
-    """Counts per step (proposals right, rows whose earlier steps were all right)."""
-    alive: Tensor | None = None
-    result = []
-    for each in scores:
-        alive = each.is_counted if alive is None else alive & each.is_counted
-        right = alive & each.is_right
-        result.append((int(right.sum()), int(alive.sum())))
-        alive = right
-    return result
+_OLD_NAMES = {
+    "Texts": "trtspec.train.records.Sequences",
+    "StepScore": "trtspec.train.losses.StepScore",
+    "score": "trtspec.train.losses.score",
+    "conditional_acceptance": "trtspec.train.losses.conditional_acceptance",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Texts":
+    if name not in _OLD_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
     warnings.warn(
-        "trtspec.train.unroll.Texts is deprecated: use Sequences.", DeprecationWarning, stacklevel=2
+        f"trtspec.train.unroll.{name} is deprecated: use {new}.", DeprecationWarning, stacklevel=2
     )
-    return Sequences
+    module, attribute = new.rsplit(".", 1)
+    return getattr(importlib.import_module(module), attribute)

@@ -45,10 +45,8 @@ class MarkovHead(nn.Module):
         """Returns the state before the first row, [B, rank]; hidden [B, H]."""
         return hidden.new_zeros(hidden.shape[0], self.rank)
 
-    def forward(
-        self, before: Tensor, hidden: Tensor, state: Tensor
-    ) -> tuple[Tensor | ShardedLogits, Tensor]:
-        """Returns (the bias [B, Vd], the next state [B, rank]).
+    def features(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (what W2 reads [B, rank], the next state [B, rank]); differentiable.
 
         Args:
             before: [B] int, target ids of the tokens before. hidden: [B, H].
@@ -62,4 +60,15 @@ class MarkovHead(nn.Module):
             gate = gate.sigmoid()
             state = gate * state + (1 - gate) * candidate.tanh()
             e = out.tanh()
-        return sharded(linear((e,), self.markov_w2), self.markov_w2, self.parallel), state
+        return e, state
+
+    def bias(self, features: Tensor) -> Tensor | ShardedLogits:
+        """Returns W2 of features [B, rank], [B, Vd]."""
+        return sharded(linear((features,), self.markov_w2), self.markov_w2, self.parallel)
+
+    def forward(
+        self, before: Tensor, hidden: Tensor, state: Tensor
+    ) -> tuple[Tensor | ShardedLogits, Tensor]:
+        """Returns (the bias [B, Vd], the next state [B, rank]); arguments as `features`."""
+        features, state = self.features(before, hidden, state)
+        return self.bias(features), state
