@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--modes", default="none,ngram,eagle3,mtp,draft_target")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--max-batch-size", type=int, default=10)
     parser.add_argument("--json-file", type=Path)
     args = parser.parse_args()
@@ -111,7 +111,7 @@ def main() -> None:
                 llm.executor.runner.masks.num_masked_drafts = 1
                 _, row["first_masked"], _ = decode(llm, cases, True, args.max_tokens)
             if mode != "none":
-                _, row["free"], _ = decode(llm, cases, False, 40)
+                _, row["free"], _ = decode(llm, cases, False, 60)
         rows.append(row)
         print(json.dumps(row, ensure_ascii=False), flush=True)
     if args.json_file:
