@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+import numpy as np
 from gpu_step import _engine
 from random_models import PRESETS, Model
 from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
@@ -76,7 +76,7 @@ def host_part(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]
     for grammar in grammars:
         grammar.follow(tokens)
     drafts = compiler.tokenizer.convert_tokens_to_ids(list("abcdefghijklmnop"))[:k]
-    masks = torch.zeros((batch * (k + 1), compiler.num_words), dtype=torch.int32)
+    masks = np.zeros((batch * (k + 1), compiler.num_words), dtype=np.int32)
     times: dict[str, list[float]] = {"fill": [], "follow": []}
     for _ in range(50):
         started = time.perf_counter()

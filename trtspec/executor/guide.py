@@ -24,7 +24,7 @@ from torch import Tensor
 from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
 from ..guided.compiler import GrammarCompiler
-from ..guided.grammar import OPEN, Grammar, fill_rows
+from ..guided.grammar import OPEN, Grammar
 from ..metadata.guided import DraftPoint, Point, VerifyPoint
 from ..models.config import DecoderConfig
 from .admission import end_ids
@@ -134,7 +134,6 @@ class GuidedBatch:
     Args:
         read_before: reads the steps launched before this one, if they are not read yet.
         waiting: the context in which the host waits for the device.
-        threads: XGrammar's, that fill several rows at once.
     """
 
     batch: ScheduledBatch
@@ -142,7 +141,6 @@ class GuidedBatch:
     masks: GuidedMasks
     read_before: Callable[[], None]
     waiting: Callable[[], AbstractContextManager[None]]
-    threads: Any
     is_complete: dict[int, bool] = field(default_factory=dict)
     """By request id: whether the grammar ended with this step's tokens."""
     error: dict[int, str] = field(default_factory=dict)
@@ -211,11 +209,13 @@ class GuidedBatch:
                 if request.grammar is not None:
                     with self._blaming(request):
                         request.grammar.go_ahead(draft)
-        try:
-            fill_rows(masks, [request.grammar for request in requests], self.threads)
-        except Exception:  # drafts that are not masked are slower and as good
-            logger.exception("Drafts are not masked in this step.")
-            masks[: len(requests)] = OPEN
+        for row, request in enumerate(requests):
+            grammar = request.grammar
+            if grammar is None or grammar.is_broken or grammar.is_complete:
+                masks[row] = OPEN
+                continue
+            with self._blaming(request):
+                grammar.fill_row(masks, row)
         self.masks.draft.send(len(requests))
 
     def _blaming(self, request: Request) -> AbstractContextManager[None]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ..guided.grammar import OPEN
+from ..guided.grammar import OPEN, Masks
 from ..metadata.guided import GuidedStep, Point
 
 
@@ -22,12 +21,13 @@ class MaskRows:
         if device.type == "cuda":
             self.host = torch.full_like(self.device, OPEN, device="cpu").pin_memory()
             self._sent = torch.cuda.Event()
+        self._rows: Masks = self.host.numpy()
 
-    def to_write(self) -> Tensor:
+    def to_write(self) -> Masks:
         """Returns the host's rows, once the device has read what was sent before."""
         if self._sent is not None:
             self._sent.synchronize()
-        return self.host
+        return self._rows
 
     def send(self, num_rows: int) -> None:
         """Copies the first rows to the device, without waiting."""

@@ -336,7 +336,6 @@ class PyExecutor:
             masks=self.runner.masks,
             read_before=read_before,
             waiting=self.runner.waiting,
-            threads=self.guide.compiler.threads,
         )
 
     # -- read ----------------------------------------------------------------------------------

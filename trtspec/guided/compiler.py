@@ -12,12 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
 from ..errors import ConfigError, RequestError, shown
-from .grammar import Grammar, WhiteSpace
+from .grammar import Grammar, WhiteSpace, Without
 from .schema import find_unenforced
 
 CACHE_BYTES = 2**28
@@ -54,15 +51,13 @@ class GrammarCompiler:
         self._compiler = self.xgrammar.GrammarCompiler(
             self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES
         )
-        self.threads = self.xgrammar.BatchGrammarMatcher()
-        """Fills several rows of masks at once."""
         self._tasks: _Tasks = queue.SimpleQueue()
         self._num_threads = 0
         weakref.finalize(self, self._tasks.put, None)
         # Tokens that no text has. XGrammar would allow their spelling inside a string.
         special = [i for i in tokenizer.all_special_ids if i < vocab_size and i not in end_ids]
-        self._without_special = _all_but(special, vocab_size)
-        self._white_space = _white_space(self._info.decoded_vocab, vocab_size)
+        self._special = Without.of(special)
+        self._white_space = _white_space(self._info.decoded_vocab)
 
     @property
     def num_words(self) -> int:
@@ -144,7 +139,7 @@ class GrammarCompiler:
             ),
             marker=marker,
             end_ids=frozenset(ends),
-            allowed=None if may_be_special else self._without_special,
+            never=Without((), ()) if may_be_special else self._special,
             white_space=self._white_space if is_json else None,
         )
         if grammar.is_stuck(self.num_words):
@@ -214,24 +209,13 @@ def _quoted(text: str) -> str:
     return '"' + "".join(escapes.get(c, c) for c in text) + '"'
 
 
-def _all_but(ids: Sequence[int], vocab_size: int) -> Tensor | None:
-    """Returns a mask [W] int32 that allows every token but these; None if there are none."""
-    if not ids:
-        return None
-    words = torch.zeros((vocab_size + 31) // 32, dtype=torch.int64)
-    for token in ids:
-        words[token // 32] |= 1 << (token % 32)
-    return (~words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
-
-
-def _white_space(texts: Sequence[bytes], vocab_size: int) -> WhiteSpace | None:
+def _white_space(texts: Sequence[bytes]) -> WhiteSpace | None:
     """Returns the vocabulary's white space; None if no token is a line break alone."""
     lengths = {token: len(text) for token, text in enumerate(texts) if text and not text.strip()}
-    others = _all_but(list(lengths), vocab_size)
     line_break = next((token for token in lengths if texts[token] == b"\n"), None)
-    if line_break is None or others is None:
+    if line_break is None:
         return None
-    return WhiteSpace(lengths=lengths, line_break=line_break, all_others=others)
+    return WhiteSpace(lengths=lengths, line_break=line_break, others=Without.of(lengths))
 
 
 def _ends_with(tokenizer: Any, prompt: Sequence[int], marker: tuple[int, ...]) -> bool:

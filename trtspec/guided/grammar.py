@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 OPEN = -1
 """A word of a mask that allows its 32 tokens."""
 MAX_WHITE_SPACE = 40
 """Characters of it in a row, between JSON's values."""
-MANY_ROWS = 4
-"""Rows from which on threads share the work."""
+Masks = NDArray[np.int32]
+"""Rows [R, W] on the host: bit t % 32 of word t // 32 allows token t."""
 
 
-def fill_rows(masks: Tensor, grammars: Sequence[Grammar | None], threads: Any) -> None:
-    """Writes what each grammar allows next, to the first rows of masks; None is open.
+class Without(NamedTuple):
+    """Tokens that are taken out of a mask."""
 
-    Args:
-        threads: XGrammar's `BatchGrammarMatcher`.
-    """
-    rows, matchers = [], []
-    for row, grammar in enumerate(grammars):
-        if grammar is None or grammar.is_broken or grammar.is_complete:
-            masks[row] = OPEN
-        elif grammar.num_free < 0 or len(grammars) < MANY_ROWS:
-            grammar.fill_row(masks, row)
-        else:
-            rows.append(row)
-            matchers.append(grammar.matcher)
-    if not rows:
-        return
-    threads.batch_fill_next_token_bitmask(matchers, masks, rows)
-    for row in rows:
-        grammars[row].narrow(masks, row)  # type: ignore[union-attr]
+    words: tuple[int, ...]
+    kept: tuple[np.int32, ...]  # of each such word, the bits that stay
+
+    @staticmethod
+    def of(tokens: Iterable[int]) -> Without:
+        bits: dict[int, int] = {}
+        for token in tokens:
+            bits[token // 32] = bits.get(token // 32, 0) | 1 << (token % 32)
+        kept = np.array([~value & 0xFFFFFFFF for value in bits.values()], dtype=np.uint32)
+        return Without(tuple(bits), tuple(kept.view(np.int32)))
+
+    def narrow(self, masks: Masks, row: int) -> None:
+        for word, kept in zip(self.words, self.kept, strict=True):
+            masks[row, word] &= kept
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class WhiteSpace:
 
     lengths: dict[int, int]  # characters of each such token
     line_break: int  # the token of one
-    all_others: Tensor  # [W] int32
+    others: Without
 
     def has_enough(self, tokens: Sequence[int]) -> bool:
         """Whether a text ends with as much of it as may stand in a row."""
@@ -66,13 +63,11 @@ class WhiteSpace:
 class Grammar:
     """Follows one request's output.
 
-    Masks are rows [W] int32 on the host: bit t % 32 of word t // 32 allows token t.
-
     Args:
         matcher: XGrammar's, at its start.
         marker: tokens of the output after which the grammar holds; () is from the start.
         end_ids: tokens that end the output. None may come before the marker.
-        allowed: [W] int32, tokens that any state may allow; None is all.
+        never: tokens that no state allows.
         white_space: of JSON, limited outside of its texts; None is not.
     """
 
@@ -82,12 +77,12 @@ class Grammar:
         *,
         marker: tuple[int, ...] = (),
         end_ids: frozenset[int] = frozenset(),
-        allowed: Tensor | None = None,
+        never: Without = Without((), ()),  # noqa: B008 - it cannot change
         white_space: WhiteSpace | None = None,
     ):
-        self.matcher, self.marker, self.allowed = matcher, marker, allowed
+        self.matcher, self.marker, self.never = matcher, marker, never
         self.white_space = white_space
-        self.end_ids = end_ids
+        self.end_ids, self._ends = end_ids, Without.of(end_ids)
         self.tokens: list[int] = []  # of the output, followed so far
         self.num_free = 0 if not marker else -1  # tokens before the grammar; -1: not known yet
         self.is_broken = False  # a token came that it does not allow
@@ -116,7 +111,7 @@ class Grammar:
             self._step_back()
         self.is_broken = False
 
-    def fill(self, masks: Tensor, first: int, drafts: Sequence[int]) -> None:
+    def fill(self, masks: Masks, first: int, drafts: Sequence[int]) -> None:
         """Writes what is allowed after the output, and after each draft.
 
         After a draft that is not allowed, and after -1, rows repeat the last valid mask. So
@@ -162,27 +157,25 @@ class Grammar:
 
     def is_stuck(self, num_words: int) -> bool:
         """Whether it allows no token at all."""
-        row = torch.empty((1, num_words), dtype=torch.int32)
-        self.fill(row, 0, [])
-        return not bool(row.any())
+        masks = np.zeros((1, num_words), dtype=np.int32)
+        self.fill(masks, 0, [])
+        return not masks.any()
 
-    def fill_row(self, masks: Tensor, row: int) -> None:
+    def fill_row(self, masks: Masks, row: int) -> None:
         """Writes what may come next, after the drafts that were read ahead too."""
         if self.num_free < 0:
             masks[row] = OPEN
-            for token in self.end_ids:
-                masks[row, token // 32] &= ~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
+            self._ends.narrow(masks, row)
             return
         self.matcher.fill_next_token_bitmask(masks, row)
         self.narrow(masks, row)
 
-    def narrow(self, masks: Tensor, row: int) -> None:
+    def narrow(self, masks: Masks, row: int) -> None:
         """Takes tokens of no text, and too much white space, from a row of the matcher's."""
-        if self.allowed is not None:
-            masks[row] &= self.allowed
+        self.never.narrow(masks, row)
         space = self.white_space
         if space is not None and space.has_enough(self.tokens) and self._is_between_values(space):
-            masks[row] &= space.all_others
+            space.others.narrow(masks, row)
 
     def _is_between_values(self, space: WhiteSpace) -> bool:
         """Whether the state is in JSON, outside of its texts: those hold no line break."""
