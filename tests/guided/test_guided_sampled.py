@@ -90,6 +90,12 @@ def test_drafts_are_masked(folder: Path) -> None:
     guided = GuidedDecodingParams(regex=f"[{LETTERS}]{{24}}")
     params = SamplingParams(max_tokens=24, guided_decoding=guided)
     config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=folder / "target")
-    with engine(folder, config) as llm:
-        output = llm.generate(PROMPT, params)
-    assert output.spec_stats.acceptance_length == pytest.approx(4, abs=0.3)
+    lengths, tokens = [], []
+    for count in (None, 1, 0):
+        with engine(folder, config, guided_masked_drafts=count) as llm:
+            output = llm.generate(PROMPT, params)
+        lengths.append(output.spec_stats.acceptance_length)
+        tokens.append(output.outputs[0].token_ids)
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert lengths[0] == pytest.approx(4, abs=0.3)
+    assert 1.9 < lengths[1] < 3 and lengths[2] < 1.5

@@ -155,6 +155,8 @@ class EngineConfig:
         backend: "mp" starts those processes on this machine, "ray" on the hosts of a Ray cluster,
             "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
+        guided_masked_drafts: how many drafts of a step follow their request's grammar, the first ones.
+            On a GPU each waits for the host. None is all. The output is the same.
 
     Raises:
         ConfigError: a value is of the wrong type, or out of a range that no model widens.
@@ -187,6 +189,7 @@ class EngineConfig:
     enable_attention_dp: bool = False
     backend: str | None = None
     pipeline_parallel_size: int = 1
+    guided_masked_drafts: int | None = None
 
     def __post_init__(self) -> None:
         if self.speculative_config is not None:
@@ -210,6 +213,8 @@ class EngineConfig:
                 f"attn_backend={self.attn_backend!r}: use 'auto', 'torch', 'triton' or "
                 "'flashinfer'."
             )
+        if self.guided_masked_drafts is not None:
+            check_int("guided_masked_drafts", self.guided_masked_drafts, 0, None)
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -282,6 +287,7 @@ class ExecutorConfig:
     prefill_batch_size: int = 1
     overlap: bool = True
     cuda_graph: CudaGraphConfig | None = None
+    guided_masked_drafts: int | None = None
 
     def __post_init__(self) -> None:
         require_int(self, "max_batch_size", 1, None)

@@ -343,6 +343,7 @@ def _executor_config(
         enable_chunked_prefill=engine.enable_chunked_prefill,
         prefill_batch_size=engine.prefill_batch_size,
         overlap=is_cuda if no_overlap is None else not no_overlap,
+        guided_masked_drafts=engine.guided_masked_drafts,
         cuda_graph=cuda_graph,
     )
 

@@ -64,6 +64,7 @@ class StepRunner:
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
         self.max_batch_size = config.max_batch_size
         self.max_draft_len = parts.worker.max_draft_len
+        self._masked_drafts = config.guided_masked_drafts
         target, worker = parts.target, parts.worker
         self.step = DeviceStep(
             target=target,
@@ -160,12 +161,15 @@ class StepRunner:
     @cached_property
     def masks(self) -> GuidedMasks:
         """Allocates the masks of grammars, once a request has one."""
-        return GuidedMasks.allocate(
+        masks = GuidedMasks.allocate(
             self.max_batch_size,
             self.max_draft_len,
             self.step.target.config.vocab_size,
             self.device,
         )
+        if self._masked_drafts is not None:
+            masks.num_masked_drafts = self._masked_drafts
+        return masks
 
     # -- steps ---------------------------------------------------------------------------------
     def split_for_graphs(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
