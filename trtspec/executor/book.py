@@ -41,7 +41,7 @@ class RequestBook:
     def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
         """Gives new requests their slots. Returns the batch without those that failed admission."""
         for chunk in batch.contexts:
-            if chunk.start == 0:
+            if chunk.is_first:
                 try:
                     runner.admit(chunk.request)
                 except RankError:  # the engine's end, not the request's
@@ -81,6 +81,7 @@ class RequestBook:
             request.logprobs += result.logprobs[:num_appended]
         if result.hidden is not None:
             self.save_rows(request, result.hidden)
+        self.scheduler.publish(request)
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again
@@ -106,7 +107,7 @@ class RequestBook:
         if self.saver is not None:
             self.saver.finish(request)
         self.scheduler.finish(request)
-        request.embeds = None
+        request.embeds = request.prefix = None
         self.finished.append(request)
         self.live.pop(request.request_id, None)
 

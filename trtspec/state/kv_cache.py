@@ -28,12 +28,18 @@ A step in flight may have started further back. It was launched with a copy of t
 one stream of all launches, so it reads the blocks before a later launch writes to them. A table
 keeps its logical indexing: a block that was given back becomes NULL_BLOCK there. Masked reads find
 zeros in it, and nothing is written to it.
+
+Blocks may be shared. `publish` gives whole blocks their keys (`state/prefix.py`) once nothing writes
+to them again, `find` looks a sequence up, and `adopt` takes what was found. So a shared block is
+only read. A block that is free keeps its key until it is handed out. NaN in a published block is dealt
+with later than in others: it is zeroed when it is handed out (`BlockPool.take_suspects`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +49,16 @@ from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..utils import rows_to_tensor
 from .blocks import BlockPool
+from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
+
+
+@dataclass(frozen=True)
+class PrefixReuse:
+    """How prompts use blocks of earlier ones."""
+
+    is_on: bool = False
+    partial: bool = False  # a block that is shared in part is copied
+    tokens_ahead: int = 0  # `SpecWorkerBase.num_tokens_ahead`
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,7 @@ class KVCacheManager:
 
     Args:
         num_blocks: one number for all groups, or one for each; reserved blocks included.
+        reuse: whether prompts are looked up among blocks of earlier ones.
     """
 
     has_foreign_requests = False
@@ -87,6 +104,7 @@ class KVCacheManager:
         num_blocks: int | Sequence[int],
         page_size: int,
         device: torch.device,
+        reuse: PrefixReuse = PrefixReuse(),
     ):
         counts = [num_blocks] * len(specs) if isinstance(num_blocks, int) else list(num_blocks)
         if min(counts) <= NUM_RESERVED_BLOCKS:
@@ -98,7 +116,10 @@ class KVCacheManager:
             for spec, count in zip(specs, counts, strict=True)
         )
         self.windows = tuple(spec.window for spec in specs)
+        self.reuse = reuse
         self._pools = [BlockPool(count) for count in counts]
+        self._donors = Donors()
+        self._epoch = 0  # chains of an earlier one are not published
         self._tables: dict[int, list[list[int]]] = {}
         self._clock = itertools.count(1)
         self._versions: dict[int, int] = {}  # request -> time of its tables' last change
@@ -117,12 +138,21 @@ class KVCacheManager:
         tables, missing = self._missing(request_id, num_tokens)
         if not self.has_room(request_id, num_tokens):
             return False
-        for table, pool, count in zip(tables, self._pools, missing, strict=True):
+        for group, (table, count) in enumerate(zip(tables, missing, strict=True)):
             if count > 0:
-                table.extend(pool.allocate(count))
+                table.extend(self._allocate(group, count))
                 self._versions[request_id] = next(self._clock)
         self._tables[request_id] = tables
         return True
+
+    def _allocate(self, group: int, count: int) -> list[int]:
+        """Takes blocks of one group, and zeroes those that may hold NaN."""
+        pool = self._pools[group]
+        blocks = pool.allocate(count)
+        for key in pool.take_evicted():
+            self._donors.drop(key)
+        self.zero(group, pool.take_suspects(blocks))
+        return blocks
 
     def has_room(self, request_id: int, num_tokens: int) -> bool:
         """Whether `reserve` would succeed."""
@@ -164,7 +194,7 @@ class KVCacheManager:
                     unseen.append(table[i])
                 table[i] = NULL_BLOCK
             if blocks:
-                self.zero(g, unseen)
+                self._clean(g, unseen)
                 self._pools[g].free(blocks)
                 self._versions[request_id] = next(self._clock)
 
@@ -174,13 +204,14 @@ class KVCacheManager:
         self._versions.pop(request_id, None)
         if tables:
             for table, pool in zip(tables, self._pools, strict=True):
-                pool.free(_held(table))
+                pool.free(_held(table)[::-1])  # a block is evicted before those that it follows
 
     def start_over(self) -> None:
-        """Gives back every block, zeroed, after an exception."""
+        """Gives back every block, zeroed and without its key, after an exception."""
         for group, pool in enumerate(self._pools):
             self.zero(group, pool.taken)
         self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._donors = Donors()
         self._tables, self._versions = {}, {}
 
     def release_memory(self) -> None:
@@ -199,10 +230,23 @@ class KVCacheManager:
         """Zeroes a request's blocks after it wrote NaN.
 
         Masked reads multiply stale values by zero, and 0 * NaN would poison the next request that
-        gets the blocks.
+        gets the blocks. No later request finds them.
         """
         for group, table in enumerate(self._tables.get(request_id, [])):
-            self.zero(group, _held(table))
+            pool, blocks = self._pools[group], _held(table)
+            for block in blocks:
+                key = pool.forget(block)
+                if key is not None:
+                    self._donors.drop(key)
+            self._clean(group, blocks)
+
+    def _clean(self, group: int, blocks: list[int]) -> None:
+        """Zeroes blocks that may hold NaN, now or, where they may be read, when they are handed out
+        again."""
+        pool = self._pools[group]
+        read = [b for b in blocks if pool.has_key(b) or pool.num_holders(b) > 1]
+        pool.suspect(read)
+        self.zero(group, [block for block in blocks if block not in read] if read else blocks)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zeroes blocks of a group."""
@@ -222,13 +266,193 @@ class KVCacheManager:
             result.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width))
         return result
 
+    # -- prefixes ------------------------------------------------------------------------------
+    def chain(self, salt: str | None = None, content: Content = no_content) -> PrefixChain:
+        """Returns an empty chain of keys for a request's blocks."""
+        return PrefixChain(self.page_size, self.reuse.tokens_ahead, salt, content, self._epoch)
+
+    def is_current(self, chain: PrefixChain) -> bool:
+        """Whether the chain was begun after the last `reset_prefixes`."""
+        return chain.epoch == self._epoch
+
+    def find(
+        self,
+        chain: PrefixChain,
+        limit: int,
+        tokens: Callable[[int, int], Sequence[int]],
+        cut: Callable[[int], int] = int,
+    ) -> PrefixHit:
+        """Looks up the longest beginning of a sequence that every group still holds.
+
+        A group with a window holds it if it has the blocks that the row at its end sees.
+
+        Args:
+            limit: most tokens to be reused.
+            tokens: returns the tokens of positions [start, end), fewer where they are not known.
+            cut: returns the last position at or before the given one at which a pass may begin.
+        """
+        page = self.page_size
+        whole = self._num_known(chain)
+        donor = None
+        if self.reuse.partial and limit > whole * page:
+            start, parent = whole * page, chain.keys[whole - 1] if whole else chain.root
+            wanted = tokens(start, start + page + chain.ahead)
+            if not chain.content(start, start + len(wanted)):
+                donor = self._donors.longest(parent, wanted, chain.ahead)
+        end = min(limit, whole * page + (donor.num_tokens if donor else 0))
+        while end > 0 and (end := cut(end)) > 0:
+            count, copied = divmod(end, page)
+            source = None
+            if copied:
+                source = chain.keys[count] if count < whole else donor.key if donor else None
+                if not self._may_copy(source):
+                    end = count * page
+                    continue
+            missing = self._missing_in_windows(chain, count)
+            if missing is None:
+                return PrefixHit(end, count, source)
+            end = missing * page
+        return PrefixHit()
+
+    def _num_known(self, chain: PrefixChain) -> int:
+        """Returns how many blocks from the beginning on are known in all groups without window."""
+        pools = [p for p, w in zip(self._pools, self.windows, strict=True) if w is None]
+        for i, key in enumerate(chain.keys):
+            if any(pool.find(key) is None for pool in pools):
+                return i
+        return len(chain.keys)
+
+    def _may_copy(self, source: bytes | None) -> bool:
+        if source is None or not self.reuse.partial:
+            return False
+        return all(pool.find(source) is not None for pool in self._pools)
+
+    def _first_seen(self, window: int | None, num_blocks: int) -> int:
+        """Returns the first block that rows after `num_blocks` blocks see."""
+        if window is None:
+            return 0
+        return max(0, num_blocks * self.page_size - window + 1) // self.page_size
+
+    def _missing_in_windows(self, chain: PrefixChain, num_blocks: int) -> int | None:
+        """Returns the last block that a window needs for rows after `num_blocks` and that is gone.
+
+        None: all are there.
+        """
+        gone = -1
+        for pool, window in zip(self._pools, self.windows, strict=True):
+            if window is not None:
+                for i in range(num_blocks - 1, self._first_seen(window, num_blocks) - 1, -1):
+                    if pool.find(chain.keys[i]) is None:
+                        gone = max(gone, i)
+                        break
+        return None if gone < 0 else gone
+
+    def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
+        """Whether `adopt` would succeed and leave `spare` blocks of each group free."""
+        total = self.blocks_for(num_tokens)
+        for pool, held in zip(self._pools, self._blocks_of(chain, hit), strict=True):
+            if hit.source is not None:  # held while it is copied
+                held = [*held, pool.find(hit.source)]
+            revived = sum(pool.num_holders(block) == 0 for block in held if block is not None)
+            if total - hit.num_blocks + revived + spare > pool.num_free:
+                return False
+        return True
+
+    def _blocks_of(self, chain: PrefixChain, hit: PrefixHit) -> list[list[int | None]]:
+        """Returns per group the whole blocks of a hit that later rows see."""
+        return [
+            [
+                pool.find(key)
+                for key in chain.keys[self._first_seen(window, hit.num_blocks) : hit.num_blocks]
+            ]
+            for pool, window in zip(self._pools, self.windows, strict=True)
+        ]
+
+    def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
+        """Begins a request's tables with what was found, and reserves blocks for `num_tokens`.
+
+        `fits` must have said that there is room.
+        """
+        tables: list[list[int]] = []
+        for pool, found in zip(self._pools, self._blocks_of(chain, hit), strict=True):
+            blocks = [block for block in found if block is not None]
+            assert len(blocks) == len(found), "a block was evicted after it was found"
+            pool.hold(blocks)
+            tables.append([NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks)
+        sources = []
+        if hit.source is not None:
+            for pool in self._pools:
+                source = pool.find(hit.source)
+                assert source is not None
+                pool.hold([source])
+                sources.append(source)
+        self._tables[request_id] = tables
+        self._versions[request_id] = next(self._clock)
+        reserved = self.reserve(request_id, num_tokens)
+        assert reserved, "fits() must be asked first"
+        for group, source in enumerate(sources):
+            self.copy(group, source, tables[group][hit.num_blocks])
+            self._pools[group].free([source])
+        chain.num_published = hit.num_blocks
+
+    def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
+        """Lets other requests find the request's whole blocks among its first `num_tokens` tokens.
+
+        Nothing may write to them any more, and the step that wrote them must be launched.
+        """
+        count = min(num_tokens // self.page_size, len(chain.keys))
+        if count <= chain.num_published or not self.is_current(chain):
+            return
+        tables = self._tables[request_id]
+        for i in range(chain.num_published, count):
+            in_all = True
+            for table, pool in zip(tables, self._pools, strict=True):
+                if table[i] == NULL_BLOCK:
+                    in_all = False
+                else:
+                    pool.publish(table[i], chain.keys[i])
+            if in_all and self.reuse.partial:
+                self._donors.add(chain, i)
+        chain.num_published = count
+
+    def reset_prefixes(self) -> None:
+        """Forgets all keys. Running requests keep their blocks, which nobody finds any more."""
+        self._epoch += 1
+        for pool in self._pools:
+            pool.forget_all()
+        self._donors = Donors()
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Copies a block of a group to another, on the device."""
+        kv = self.groups[group]
+        kv.k_cache[:, target].copy_(kv.k_cache[:, source])
+        kv.v_cache[:, target].copy_(kv.v_cache[:, source])
+
+    @property
+    def num_known_blocks(self) -> int:
+        """Returns the blocks that can be found, of the group with most of them."""
+        return max(pool.num_keys for pool in self._pools)
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        return max(pool.num_evicted for pool in self._pools)
+
     def check_integrity(self) -> None:
-        """Raises KVCacheError unless every used block belongs to exactly one request. For tests."""
+        """Raises KVCacheError unless every block has as many holders as tables hold it. For tests.
+
+        A block that two tables hold must not be written, so each holds it at the same index.
+        """
         for g, pool in enumerate(self._pools):
-            held = [block for tables in self._tables.values() for block in _held(tables[g])]
-            if len(held) != len(set(held)):
-                raise KVCacheError(f"KV group {g}: a block is held twice.")
-            pool.check(set(held))
+            held: Counter[int] = Counter()
+            index_of: dict[int, int] = {}
+            for tables in self._tables.values():
+                for i, block in enumerate(tables[g]):
+                    if block == NULL_BLOCK:
+                        continue
+                    held[block] += 1
+                    if index_of.setdefault(block, i) != i:
+                        raise KVCacheError(f"KV group {g}: block {block} is held at two positions.")
+            pool.check(dict(held))
 
 
 def _held(table: list[int]) -> list[int]:
