@@ -1,9 +1,9 @@
 """Blocks of one KV group: who holds them, and which free ones still have known contents.
 
-    blank ──allocate──▶ held (1, 2, … requests) ──free by the last──▶ blank, or cached if it has a key
-      ▲                   ▲      │ publish: gives it a key                      │
-      │                   └──────┼──────────── hold: found by its key ──────────┤
-      └──────────────────────────┴─── evicted by `allocate`, or forgotten ──────┘
+    blank ── allocate ──▶ held by 1, 2, … requests ── free, by the last ──▶ blank, or
+                            ▲     (publish: a key)                           cached, with a key
+                            └────────────── hold, found by its key ──────────── │
+    blank ◀──────────────── allocate (evicted), forget ─────────────────────────┘
 
 A cached block counts as free: `allocate` takes blank ones first, then the cached one that was given
 back longest ago.

@@ -29,10 +29,10 @@ one stream of all launches, so it reads the blocks before a later launch writes 
 keeps its logical indexing: a block that was given back becomes NULL_BLOCK there. Masked reads find
 zeros in it, and nothing is written to it.
 
-Blocks may be shared. `publish` gives whole blocks their keys (`state/prefix.py`) once nothing writes
-to them again, `find` looks a sequence up, and `adopt` takes what was found. So a shared block is
-only read. A block that is free keeps its key until it is handed out. NaN in a published block is dealt
-with later than in others: it is zeroed when it is handed out (`BlockPool.take_suspects`).
+Blocks may be shared. `publish` gives whole blocks their keys (`state/prefix.py`) once nothing
+writes to them again, `find` looks a sequence up, and `adopt` takes what was found. So a shared
+block is only read. A free block keeps its key until it is handed out. NaN in a published block is
+dealt with later than in others: it is zeroed when it is handed out (`BlockPool.take_suspects`).
 """
 
 from __future__ import annotations
