@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dflash_cases import make_dflash_case, make_dspark_case
+from drafting import LAYERS, Script, make_case, run_random_schedule
+from masked import MaskedScript, make_masked_case
 from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
 from oracle import Oracle
-from prefixes import GREEDY, SAMPLED, assert_same, converse
+from prefixes import GREEDY, SAMPLED, assert_same, converse, random_tokens, sharing_prompts
+from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, KvCacheConfig
@@ -53,3 +58,40 @@ def test_texts_and_drafts_are_those_without_it(
     cached = converse(llm, params)
     assert_same(cached, plain)
     assert cached.cached[1] >= (24 if partial else 16)
+
+
+# -- every draft logit -------------------------------------------------------------------------
+CASES_OF_KIND: dict[str, Any] = {
+    "chain": (make_case, Script, [
+        "eagle3", "eagle3_two_engine", "eagle1", "mtp_eagle", "mtp_vanilla", "deepseek_v3_vanilla",
+    ]),
+    "masked": (make_masked_case, MaskedScript, ["p_eagle", "pard"]),
+    "block": (make_dflash_case, MaskedScript, ["dflash"]),
+    "markov": (make_dspark_case, Script, ["dspark"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deep_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("deep"), seed=1, num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, n) for kind, (_, _, names) in CASES_OF_KIND.items() for n in names]
+)
+def test_every_draft_logit_equals_recomputation(
+    deep_target_dir: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    """First and second turns arrive at random while others run; blocks run out all the time."""
+    k = 4
+    make, script, _ = CASES_OF_KIND[kind]
+    case, rng = make(name, deep_target_dir, tmp_path, k), random.Random(3)
+    prompts = sharing_prompts(rng, 21)
+    second = [[*p, *case.oracle.extend(p, 10), *random_tokens(rng, 2)] for p in prompts]
+    prompts += rng.sample(second, 4)
+    compared, executor = run_random_schedule(case, k, 1, script, prompts, max_seq_len=72)
+    assert compared > 100
+    stats = executor.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache.hit_tokens > 60
+    assert stats.prefix_cache.evicted_blocks > 0
