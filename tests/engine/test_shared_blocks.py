@@ -69,7 +69,7 @@ class Session:
 
     def __init__(self, windows: Sequence[int | None], ahead: int, seed: int):
         self.rng, self.ahead, self.windows = random.Random(seed), ahead, windows
-        self.num_blocks = [NUM_RESERVED_BLOCKS + (40 if w is None else 28) for w in windows]
+        self.num_blocks = [NUM_RESERVED_BLOCKS + (40 if w is None else 36) for w in windows]
         self.cache = Shadow(windows, self.num_blocks, ahead)
         self.live: dict[int, tuple[Text, PrefixChain]] = {}
         self.texts: list[list[int]] = [[1] * 9]
@@ -182,7 +182,7 @@ def test_what_is_found_is_the_text_s_own(windows: tuple[int | None, ...], ahead:
     session = Session(windows, ahead, seed=ahead)
     session.run(OPERATIONS // 12)
     counted, cache = session.counted, session.cache
-    assert counted["hit"] > 40 and counted["copy"] > 20 and counted["scrub"] > 10
+    assert counted["hit"] > 40 and counted["copy"] > 5 and counted["scrub"] > 10
     assert cache.num_evicted_blocks > 100
     free = [count - NUM_RESERVED_BLOCKS for count in session.num_blocks]
     assert [pool.num_free for pool in cache._pools] == free
