@@ -112,6 +112,22 @@ def content_of(request: Request) -> Content:
     return content
 
 
+def reusable_tokens(request: Request, num_rewritten: int) -> int | None:
+    """Returns how many tokens at most have keys and values as a prompt's pass computes them.
+
+    Vanilla MTP's first generation computes the prompt's last rows again, and as text: where an
+    image is among them, the blocks from there on are this request's alone. None: all tokens.
+    """
+    prompt, end = request.embeds, len(request.prompt_token_ids)
+    start = max(0, end - num_rewritten)
+    if prompt is None or start == end:
+        return None
+    has_embeds = bool((prompt.positions >= start).any())
+    as_text = torch.arange(start, end).repeat(3, 1) + prompt.rope_delta
+    is_text = not has_embeds and torch.equal(_axes(prompt, start, end), as_text)
+    return None if is_text else start
+
+
 def _axes(prompt: EmbedsPrompt, start: int, end: int) -> Tensor:
     """Returns the rotary positions of [start, end), [3, n] int64; those of output follow the
     prompt's."""

@@ -11,7 +11,7 @@ from collections import deque
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
 from ..state.prefix import PrefixHit
-from .embeds import content_of
+from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
 
@@ -205,7 +205,9 @@ class Scheduler:
         """
         cache, chain = self.kv_cache, request.prefix
         if chain is None or not cache.is_current(chain):
-            chain = request.prefix = cache.chain(request.cache_salt, content_of(request))
+            limit = reusable_tokens(request, self.rewritten)
+            chain = cache.chain(request.cache_salt, content_of(request), limit)
+            request.prefix = chain
         if not cache.reuse.is_on:
             return PrefixHit()
         chain.extend(request.tokens_between, request.num_tokens)

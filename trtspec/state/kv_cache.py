@@ -267,9 +267,15 @@ class KVCacheManager:
         return result
 
     # -- prefixes ------------------------------------------------------------------------------
-    def chain(self, salt: str | None = None, content: Content = no_content) -> PrefixChain:
+    def chain(
+        self,
+        salt: str | None = None,
+        content: Content = no_content,
+        max_published: int | None = None,
+    ) -> PrefixChain:
         """Returns an empty chain of keys for a request's blocks."""
-        return PrefixChain(self.page_size, self.reuse.tokens_ahead, salt, content, self._epoch)
+        ahead = self.reuse.tokens_ahead
+        return PrefixChain(self.page_size, ahead, salt, content, self._epoch, max_published)
 
     def is_current(self, chain: PrefixChain) -> bool:
         """Whether the chain was begun after the last `reset_prefixes`."""
@@ -400,6 +406,8 @@ class KVCacheManager:
 
         Nothing may write to them any more, and the step that wrote them must be launched.
         """
+        if chain.max_published is not None:
+            num_tokens = min(num_tokens, chain.max_published)
         count = min(num_tokens // self.page_size, len(chain.keys))
         if count <= chain.num_published or not self.is_current(chain):
             return

@@ -44,6 +44,8 @@ class PrefixChain:
         page_size: tokens of a block.
         ahead: tokens after a block that its key depends on.
         content: what the sequence holds beside tokens.
+        epoch: of the cache when the chain was begun (`KVCacheManager.is_current`).
+        max_published: most tokens whose blocks others may find; None is all.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class PrefixChain:
         salt: str | None = None,
         content: Content = no_content,
         epoch: int = 0,
+        max_published: int | None = None,
     ):
         self.page_size, self.ahead, self.epoch = page_size, ahead, epoch
+        self.max_published = max_published
         self.root, self.content = root_key(salt), content
         self.keys: list[bytes] = []
         self.tokens: list[bytes] = []
