@@ -234,6 +234,37 @@ def test_an_assistant_without_keys_reads_nothing_ahead(tmp_path: Path) -> None:
     assert llm.executor.worker.num_tokens_ahead == 1
 
 
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp", "dflash"])
+def test_a_block_is_published_when_no_step_writes_to_it_any_more(
+    target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str
+) -> None:
+    """The last token of an answer has no keys; what reads ahead is not settled before it."""
+    llm = cpu_engine(target_dir, config_of(mode, K, drafters), kv_cache_config=cache_config())
+    unsettled = max(1, llm.executor.worker.num_tokens_ahead)
+    for count in range(1, 2 * PAGE + 1):
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        said = llm.generate(PROMPT[:27], params, cache_salt=f"{count}").outputs[0].token_ids
+        text = [*PROMPT[:27], *said]
+        output = llm.generate([*text, 90, 91, 92, 93], GREEDY, cache_salt=f"{count}")
+        assert output.cached_tokens == (len(text) - unsettled) // PAGE * PAGE
+        assert output.outputs[0].token_ids == oracle.extend(output.prompt_token_ids, 14)
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "mtp"])
+def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
+    target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str
+) -> None:
+    config = config_of(mode, K, drafters)
+    llm = cpu_engine(target_dir, config, chunk=24, kv_cache_config=cache_config(), max_batch_size=2)
+    request = llm.executor.enqueue([*PROMPT, *PROMPT], GREEDY)
+    llm.executor.step()
+    llm.executor.cancel(request.request_id)
+    output = llm.generate([*PROMPT, *PROMPT], GREEDY)
+    settled = 25 - max(1, llm.executor.worker.num_tokens_ahead)
+    assert output.cached_tokens == settled // PAGE * PAGE
+    assert output.outputs[0].token_ids == oracle.extend(output.prompt_token_ids, 14)
+
+
 # -- ends --------------------------------------------------------------------------------------
 @covering(
     mode=MODES if full() else ["none", "ngram", "eagle3", "mtp", "pard", "dflash"],
@@ -330,10 +361,11 @@ def test_changed_weights_need_a_reset(target_dir: Path) -> None:
     llm.reset_prefix_cache()
     while not running.is_finished:
         llm.executor.step()
-    after = llm.generate([PROMPT, running.token_ids[:70]], GREEDY)
-    assert [output.cached_tokens for output in after] == [0, 32], "what the other just computed"
+    prompts = [PROMPT, running.token_ids[:57], running.token_ids[:70]]
+    after = [llm.generate(prompt, GREEDY) for prompt in prompts]
+    assert [output.cached_tokens for output in after[::2]] == [0, 56], "none of the running one's"
     plain = cpu_engine(target_dir, None, kv_cache_config=cache_config(enable_block_reuse=False))
     plain.executor.target.layers[0].input_layernorm.weight.data.mul_(-1)
-    expected = plain.generate([PROMPT, running.token_ids[:70]], GREEDY)
+    expected = plain.generate(prompts, GREEDY)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in expected]
     assert after[0].outputs[0].token_ids != before
