@@ -14,6 +14,7 @@ from trtspec.errors import KVCacheError
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.state.blocks import BlockPool
 from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
+from trtspec.state.lookup import Sought
 from trtspec.state.prefix import Donors, PrefixChain, root_key
 
 PAGE, CPU, JUNK = 4, torch.device("cpu"), -1
@@ -92,8 +93,11 @@ class Session:
         chain.extend(text.between, count)
         images = (6, 11) if rng.random() < 0.2 else (0, 0)
         hit = cache.find(
-            chain, count - 1, text.between, lambda end: images[0] if end in range(*images) else end
-        )
+            Sought(
+                chain, text.between, count - 1,
+                lambda end: images[0] if end in range(*images) else end,
+            )
+        )  # fmt: skip
         self.counted["find"] += 1
         assert hit.num_tokens < count
         if not cache.fits(chain, hit, count + 5):
@@ -207,7 +211,7 @@ def _run(cache: KVCacheManager, request_id: int, tokens: list[int], **options: s
 
     chain = cache.chain(**options)
     chain.extend(between, len(tokens))
-    hit = cache.find(chain, len(tokens) - 1, between)
+    hit = cache.find(Sought(chain, between, len(tokens) - 1))
     assert cache.fits(chain, hit, len(tokens))
     cache.adopt(request_id, chain, hit, len(tokens))
     cache.publish(request_id, chain, len(tokens))
@@ -349,7 +353,7 @@ def test_what_a_reset_forgets_is_not_published_again() -> None:
     cache, tokens = _manager(), list(range(9))
     chain = cache.chain()
     chain.extend(lambda a, b: tokens[a:b], 9)
-    cache.adopt(0, chain, cache.find(chain, 8, lambda a, b: tokens[a:b]), 9)
+    cache.adopt(0, chain, cache.find(Sought(chain, lambda a, b: tokens[a:b], 8)), 9)
     cache.publish(0, chain, 4)
     cache.reset_prefixes()
     cache.publish(0, chain, 8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
 from ..state.kv_cache import KVCacheManager
+from ..state.lookup import Sought
 from ..state.prefix import Donors, PrefixChain, PrefixHit
 
 
@@ -144,17 +144,11 @@ class OwnedKVCache(LinkedKVCache):
         self._owners = {}
 
     # -- prefixes ------------------------------------------------------------------------------
-    def find(
-        self,
-        chain: PrefixChain,
-        limit: int,
-        tokens: Callable[[int, int], Sequence[int]],
-        cut: Callable[[int], int] = int,
-    ) -> PrefixHit:
+    def find(self, sought: Sought) -> PrefixHit:
         best = PrefixHit()
         for owner in range(len(self._pools_of)):
             self._turn_to(owner)
-            hit = super().find(chain, limit, tokens, cut)
+            hit = super().find(sought)
             if hit.num_tokens > best.num_tokens:
                 best = hit._replace(owner=owner)
         return best

@@ -10,6 +10,7 @@ from collections import deque
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
+from ..state.lookup import Sought
 from ..state.prefix import PrefixHit
 from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
@@ -102,6 +103,8 @@ class Scheduler:
         if not self.waiting or not self._may_start():
             return 0
         request = self.waiting[0]
+        if self._may_chunk(request) and not request.images:
+            return 0
         hit = self._find(request)
         least = self._least_tokens(request, hit.num_tokens)
         most = min(request.num_context_tokens, hit.num_tokens + self.config.max_num_tokens)
@@ -182,7 +185,8 @@ class Scheduler:
         Returns None, with nothing changed, where budget or blocks do not suffice.
         """
         assert request.prefix is not None
-        for found in (hit, hit.without_copy(self.kv_cache.page_size), PrefixHit()):
+        shorter = hit.without_copy(self.kv_cache.page_size)
+        for found in dict.fromkeys((hit, shorter, PrefixHit())):
             start = request.cut_before_image(found.num_tokens)
             if start != found.num_tokens:
                 continue
@@ -212,7 +216,7 @@ class Scheduler:
             return PrefixHit()
         chain.extend(request.tokens_between, request.num_tokens)
         limit = request.num_context_tokens - max(1, self.rewritten)
-        return cache.find(chain, limit, request.tokens_between, request.cut_before_image)
+        return cache.find(Sought(chain, request.tokens_between, limit, request.cut_before_image))
 
     def _is_coming(self, request: Request, hit: PrefixHit, coming: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""

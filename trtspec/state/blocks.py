@@ -112,6 +112,19 @@ class BlockPool:
         """Returns the block with this key."""
         return self._block_of.get(key)
 
+    def num_found(self, keys: Iterable[bytes]) -> int:
+        """Returns how many keys, up to the first unknown one, have a block."""
+        known, count = self._block_of, 0
+        for key in keys:
+            if key not in known:
+                break
+            count += 1
+        return count
+
+    def num_unused(self, keys: Iterable[bytes]) -> int:
+        """Returns how many of the blocks with these keys nothing holds."""
+        return sum(self._block_of[key] not in self._holders for key in keys)
+
     def has_key(self, block: int) -> bool:
         return block in self._key_of
 

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,7 @@ from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..utils import rows_to_tensor
 from .blocks import BlockPool
+from .lookup import Lookup, Sought
 from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
 
 
@@ -281,98 +282,18 @@ class KVCacheManager:
         """Whether the chain was begun after the last `reset_prefixes`."""
         return chain.epoch == self._epoch
 
-    def find(
-        self,
-        chain: PrefixChain,
-        limit: int,
-        tokens: Callable[[int, int], Sequence[int]],
-        cut: Callable[[int], int] = int,
-    ) -> PrefixHit:
-        """Looks up the longest beginning of a sequence that every group still holds.
+    def find(self, sought: Sought) -> PrefixHit:
+        """Looks up the longest beginning of a sequence that every group still holds."""
+        return self._lookup.longest(sought)
 
-        A group with a window holds it if it has the blocks that the row at its end sees.
-
-        Args:
-            limit: most tokens to be reused.
-            tokens: returns the tokens of positions [start, end), fewer where they are not known.
-            cut: returns the last position at or before the given one at which a pass may begin.
-        """
-        page = self.page_size
-        whole = self._num_known(chain)
-        donor = None
-        if self.reuse.partial and limit > whole * page:
-            start, parent = whole * page, chain.keys[whole - 1] if whole else chain.root
-            wanted = tokens(start, start + page + chain.ahead)
-            if not chain.content(start, start + len(wanted)):
-                donor = self._donors.longest(parent, wanted, chain.ahead)
-        end = min(limit, whole * page + (donor.num_tokens if donor else 0))
-        while end > 0 and (end := cut(end)) > 0:
-            count, copied = divmod(end, page)
-            source = None
-            if copied:
-                source = chain.keys[count] if count < whole else donor.key if donor else None
-                if not self._may_copy(source):
-                    end = count * page
-                    continue
-            missing = self._missing_in_windows(chain, count)
-            if missing is None:
-                return PrefixHit(end, count, source)
-            end = missing * page
-        return PrefixHit()
-
-    def _num_known(self, chain: PrefixChain) -> int:
-        """Returns how many blocks from the beginning on are known in all groups without window."""
-        pools = [p for p, w in zip(self._pools, self.windows, strict=True) if w is None]
-        for i, key in enumerate(chain.keys):
-            if any(pool.find(key) is None for pool in pools):
-                return i
-        return len(chain.keys)
-
-    def _may_copy(self, source: bytes | None) -> bool:
-        if source is None or not self.reuse.partial:
-            return False
-        return all(pool.find(source) is not None for pool in self._pools)
-
-    def _first_seen(self, window: int | None, num_blocks: int) -> int:
-        """Returns the first block that rows after `num_blocks` blocks see."""
-        if window is None:
-            return 0
-        return max(0, num_blocks * self.page_size - window + 1) // self.page_size
-
-    def _missing_in_windows(self, chain: PrefixChain, num_blocks: int) -> int | None:
-        """Returns the last block that a window needs for rows after `num_blocks` and that is gone.
-
-        None: all are there.
-        """
-        gone = -1
-        for pool, window in zip(self._pools, self.windows, strict=True):
-            if window is not None:
-                for i in range(num_blocks - 1, self._first_seen(window, num_blocks) - 1, -1):
-                    if pool.find(chain.keys[i]) is None:
-                        gone = max(gone, i)
-                        break
-        return None if gone < 0 else gone
+    @property
+    def _lookup(self) -> Lookup:
+        donors = self._donors if self.reuse.partial else None
+        return Lookup(self.page_size, self._pools, self.windows, donors)
 
     def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
         """Whether `adopt` would succeed and leave `spare` blocks of each group free."""
-        total = self.blocks_for(num_tokens)
-        for pool, held in zip(self._pools, self._blocks_of(chain, hit), strict=True):
-            if hit.source is not None:  # held while it is copied
-                held = [*held, pool.find(hit.source)]
-            revived = sum(pool.num_holders(block) == 0 for block in held if block is not None)
-            if total - hit.num_blocks + revived + spare > pool.num_free:
-                return False
-        return True
-
-    def _blocks_of(self, chain: PrefixChain, hit: PrefixHit) -> list[list[int | None]]:
-        """Returns per group the whole blocks of a hit that later rows see."""
-        return [
-            [
-                pool.find(key)
-                for key in chain.keys[self._first_seen(window, hit.num_blocks) : hit.num_blocks]
-            ]
-            for pool, window in zip(self._pools, self.windows, strict=True)
-        ]
+        return self._lookup.has_room(chain, hit, self.blocks_for(num_tokens), spare)
 
     def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
         """Begins a request's tables with what was found, and reserves blocks for `num_tokens`.
@@ -380,9 +301,10 @@ class KVCacheManager:
         `fits` must have said that there is room.
         """
         tables: list[list[int]] = []
-        for pool, found in zip(self._pools, self._blocks_of(chain, hit), strict=True):
-            blocks = [block for block in found if block is not None]
-            assert len(blocks) == len(found), "a block was evicted after it was found"
+        for group, pool in enumerate(self._pools):
+            keys = self._lookup.seen_keys(chain, hit, group)
+            blocks = [block for key in keys if (block := pool.find(key)) is not None]
+            assert len(blocks) == len(keys), "a block was evicted after it was found"
             pool.hold(blocks)
             tables.append([NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks)
         sources = []
@@ -424,7 +346,7 @@ class KVCacheManager:
         chain.num_published = count
 
     def reset_prefixes(self) -> None:
-        """Forgets all keys. Running requests keep their blocks, which nobody finds any more."""
+        """Forgets all keys. Running requests keep their blocks, which no request finds."""
         self._epoch += 1
         for pool in self._pools:
             pool.forget_all()
