@@ -230,15 +230,19 @@ class Scheduler:
     def publish(self, request: Request) -> None:
         """Lets other requests find the blocks that no later step of this one writes to."""
         chain = request.prefix
-        if chain is None or request.is_finished or not self.kv_cache.reuse.is_on:
+        if chain is None:
             return
-        num_tokens, ahead = request.num_tokens, chain.ahead
-        computed = max(request.num_computed, num_tokens - 1)
-        if request.state is RequestState.CONTEXT:
-            computed = request.num_computed
-        final = min(computed + 1 - max(ahead, 1), num_tokens - ahead)
+        settled = request.num_tokens - chain.ahead  # rows whose tokens are known
+        if settled < (chain.num_published + 1) * chain.page_size:
+            return
+        if request.is_finished or not self.kv_cache.reuse.is_on:
+            return
+        computed = request.num_computed
+        if request.is_generation:
+            computed = max(computed, request.num_tokens - 1)
+        final = min(computed + 1 - max(chain.ahead, 1), settled)
         if final // chain.page_size > chain.num_published:
-            chain.extend(request.tokens_between, num_tokens)
+            chain.extend(request.tokens_between, request.num_tokens)
             self.kv_cache.publish(request.request_id, chain, final)
 
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
