@@ -351,6 +351,8 @@ def test_a_lost_request_spoils_no_shared_block() -> None:
 
 def test_what_a_reset_forgets_is_not_published_again() -> None:
     cache, tokens = _manager(), list(range(9))
+    _run(cache, 7, [60 + i for i in range(40)])
+    cache.free(7)
     chain = cache.chain()
     chain.extend(lambda a, b: tokens[a:b], 9)
     cache.adopt(0, chain, cache.find(Sought(chain, lambda a, b: tokens[a:b], 8)), 9)
@@ -360,7 +362,10 @@ def test_what_a_reset_forgets_is_not_published_again() -> None:
     assert cache.num_known_blocks == 0
     cache.free(0)
     assert _run(cache, 1, tokens) == 0 and cache.num_known_blocks == 2
+    evicted = cache.num_evicted_blocks
+    assert evicted > 0
     cache.start_over()
+    assert cache.num_evicted_blocks == evicted, "statistics go on"
     assert cache.num_known_blocks == 0 and cache.num_free_blocks == 10
     cache.check_integrity()
 

@@ -20,9 +20,13 @@ from ..metadata.attention import NUM_RESERVED_BLOCKS
 
 
 class BlockPool:
-    """Hands out block ids, blank ones lowest first. The reserved blocks are never handed out."""
+    """Hands out block ids, blank ones lowest first. The reserved blocks are never handed out.
 
-    def __init__(self, num_blocks: int):
+    Args:
+        num_evicted: how many blocks an earlier pool of the same group has evicted.
+    """
+
+    def __init__(self, num_blocks: int, num_evicted: int = 0):
         self.num_blocks = num_blocks
         self._blank = list(range(NUM_RESERVED_BLOCKS, num_blocks))  # a heap
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with a key; next victim first
@@ -32,7 +36,7 @@ class BlockPool:
         self._suspect: set[int] = set()
         """Blocks with a key whose rows may hold NaN: to be zeroed when they are handed out."""
         self._evicted: list[bytes] = []
-        self.num_evicted = 0
+        self.num_evicted = num_evicted
 
     @property
     def num_free(self) -> int:

@@ -211,7 +211,7 @@ class KVCacheManager:
         """Gives back every block, zeroed and without its key, after an exception."""
         for group, pool in enumerate(self._pools):
             self.zero(group, pool.taken)
-        self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
         self._donors = Donors()
         self._tables, self._versions = {}, {}
 
