@@ -12,11 +12,12 @@ from drafting import LAYERS, Script, make_case, run_random_schedule
 from masked import MaskedScript, make_masked_case
 from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
 from oracle import Oracle
+from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from prefixes import GREEDY, SAMPLED, assert_same, converse, random_tokens, sharing_prompts
 from tiny import tiny_model_dir
 from tiny_heads import mtp_model_dir
 
-from trtspec import LLM, KvCacheConfig
+from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
 
 PAGE = 8
 
@@ -95,3 +96,26 @@ def test_every_draft_logit_equals_recomputation(
     assert stats.num_preemptions > 0
     assert stats.prefix_cache.hit_tokens > 60
     assert stats.prefix_cache.evicted_blocks > 0
+
+
+# -- acceptance --------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["eagle3", "mtp_eagle", "mtp"])
+def test_a_perfect_head_stays_perfect(tmp_path: Path, mode: str) -> None:
+    """The same prompt again, and prompts that part at a block's end, accept every draft."""
+    k, target = 3, one_layer_target(tmp_path)
+    if mode == "eagle3":
+        head = perfect_eagle3(tmp_path, target)
+        config: Any = EagleDecodingConfig(
+            max_draft_len=k, speculative_model=head, eagle3_layers_to_capture=[0]
+        )
+    else:
+        add_perfect_mtp(target, k if mode == "mtp" else 1)
+        config = MTPDecodingConfig(num_nextn_predict_layers=k, use_mtp_vanilla=mode == "mtp")
+    llm = engine(target, config, reuse=True, overlap=False)
+    params = SamplingParams(max_tokens=1 + 3 * (k + 1), ignore_eos=True)
+    base = random_tokens(random.Random(0), 24)
+    for last in range(12):
+        for turn in range(2):
+            output = llm.generate([*base, last, last + 1], params)
+            assert output.cached_tokens >= (24 - k if turn else 16 if last else 0)
+            assert output.spec_stats.acceptance_per_position == [1.0] * k
