@@ -10,7 +10,7 @@ import pytest
 from dflash_cases import make_dflash_case, make_dspark_case
 from drafting import LAYERS, Script, make_case, run_random_schedule
 from masked import MaskedScript, make_masked_case
-from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
+from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from prefixes import GREEDY, SAMPLED, assert_same, converse, random_tokens, sharing_prompts
@@ -43,9 +43,13 @@ def engine(
     return cpu_engine(target, config, kv_cache_config=cache, **options)
 
 
-@covering(
-    mode=MODES, sampled=[False, True], chunk=[None, 21], overlap=[False, True],
-    pool=[None, 144], partial=[True, False],
+@spread(
+    mode=MODES,
+    **{"sampled,chunk,overlap,pool,partial": [
+        (False, None, False, None, True), (True, 21, False, 144, True),
+        (False, 21, True, 144, True), (True, None, False, None, False),
+        (False, None, True, 144, False),
+    ]},
 )  # fmt: skip
 def test_texts_and_drafts_are_those_without_it(
     target_dir: Path, drafters: Drafters, mode: str, sampled: bool, chunk: int | None,

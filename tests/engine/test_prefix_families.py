@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir, vl_with_mtp
 from gemma_images import image_prompt, whole_dir
-from matrix import Drafters, config_of, covering, cpu_engine, spread
+from matrix import Drafters, config_of, cpu_engine, spread
 from prefixes import GREEDY, SAMPLED, Seen, Watched, assert_same, converse
 from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
@@ -40,9 +40,12 @@ def assert_reuse_changes_nothing(
     return cached
 
 
-@covering(
-    mode=["none", "eagle3", "draft_target", "mtp"], window=[2, 5, 11], kinds=["all", "mixed"],
-    chunk=[None, 17], pool=[None, 100],
+@spread(
+    mode=["none", "eagle3", "draft_target", "mtp"],
+    **{"window,kinds,chunk,pool": [
+        (2, "all", None, None), (5, "mixed", 17, 100), (11, "mixed", None, 100),
+        (5, "all", None, 100), (2, "mixed", None, None), (11, "all", 17, None),
+    ]},
 )  # fmt: skip
 def test_windows(
     tmp_path: Path, mode: str, window: int, kinds: str, chunk: int | None, pool: int | None

@@ -13,7 +13,6 @@ from matrix import (
     NETWORKS,
     Drafters,
     config_of,
-    covering,
     cpu_engine,
     full,
     make_drafters,
@@ -266,9 +265,11 @@ def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
 
 
 # -- ends --------------------------------------------------------------------------------------
-@covering(
+@spread(
     mode=MODES if full() else ["none", "ngram", "eagle3", "mtp", "pard", "dflash"],
-    overlap=[False, True], chunk=[None, 24], partial=[False, True],
+    **{"overlap,chunk,partial": [
+        (True, 24, True), (False, None, True), (True, None, False), (False, 24, False),
+    ]},
 )  # fmt: skip
 def test_random_schedules(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, overlap: bool,
