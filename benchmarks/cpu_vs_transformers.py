@@ -74,6 +74,8 @@ def main() -> None:
             engines["ngram"].reset_stats()
             for turn in range(args.repeat + 1):  # the first is a warm-up
                 for name, run in runners.items():
+                    if name in engines:
+                        engines[name].reset_prefix_cache()
                     started = time.perf_counter()
                     tokens[name] = run(ids)
                     if turn:

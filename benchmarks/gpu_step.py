@@ -176,7 +176,9 @@ def _engine(
             dtype="bfloat16",
             max_batch_size=largest,
             max_seq_len=longest,
-            kv_cache_config=KvCacheConfig(max_tokens=largest * (longest + 96)),
+            kv_cache_config=KvCacheConfig(
+                max_tokens=largest * (longest + 96), enable_block_reuse=False
+            ),
             attn_backend=args.attn_backend,
             cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
         )

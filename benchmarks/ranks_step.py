@@ -93,7 +93,9 @@ def _lead(
             dtype=args.dtype,
             max_batch_size=max(args.batch),
             max_seq_len=args.max_seq_len,
-            kv_cache_config=KvCacheConfig(max_tokens=max(args.batch) * (args.max_seq_len + 96)),
+            kv_cache_config=KvCacheConfig(
+                max_tokens=max(args.batch) * (args.max_seq_len + 96), enable_block_reuse=False
+            ),
             cuda_graph_config=CudaGraphConfig(enable_autotuner=True),
             tensor_parallel_size=args.tp,
             moe_expert_parallel_size=args.ep,

@@ -18,6 +18,7 @@ from .checkpoints.tokenizer import load_tokenizer
 from .checkpoints.zoo import resolve_model
 from .config import EngineConfig, takes_fields_of
 from .errors import RequestError, shown
+from .executor.admission import check_salt
 from .executor.build import build_executor
 from .executor.request import Request
 from .metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -25,6 +26,7 @@ from .metadata.mode import SpeculativeDecodingMode
 
 Prompt = str | Sequence[int] | EmbedsPrompt
 Messages = Sequence[dict[str, Any]]
+CacheSalt = str | Sequence[str | None] | None
 
 
 class LLM:
@@ -95,12 +97,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: CacheSalt = None,
     ) -> Any:
         """Completes prompts of text or token ids.
 
         Args:
             prompts: one prompt (text, a list of ids or an `EmbedsPrompt`) or a list of prompts.
             sampling_params: for all prompts, or one per prompt.
+            cache_salt: text, for all prompts or one per prompt: only requests of the same salt
+                share the prefix cache.
 
         Returns:
             A `RequestOutput` for one prompt, a list of them (in order) for a list. A request
@@ -111,15 +117,17 @@ class LLM:
         """
         prompts = _plain(prompts)
         if isinstance(prompts, str | EmbedsPrompt) or _is_token_list(prompts):
-            return self._run([prompts], sampling_params)[0]  # type: ignore[list-item]
+            return self._run([prompts], sampling_params, cache_salt)[0]  # type: ignore[list-item]
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise RequestError(f"prompts={prompts!r}: give text, token ids, or a list of prompts.")
-        return self._run(list(prompts), sampling_params)  # type: ignore[arg-type]
+        return self._run(list(prompts), sampling_params, cache_salt)  # type: ignore[arg-type]
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: CacheSalt = None,
     ) -> Any:
         """`generate` on conversations: `[{"role": "user", "content": "…"}]`, or a list of such."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -128,11 +136,16 @@ class LLM:
             )
         is_one = isinstance(messages[0], dict)
         conversations = [messages] if is_one else list(messages)
-        outputs = self._run([self.apply_chat_template(m) for m in conversations], sampling_params)  # type: ignore[arg-type]
+        prompts = [self.apply_chat_template(m) for m in conversations]  # type: ignore[arg-type]
+        outputs = self._run(prompts, sampling_params, cache_salt)  # type: ignore[arg-type]
         return outputs[0] if is_one else outputs
 
     def generate_stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Returns an iterator of snapshots, one after each step with new tokens, the last finished.
 
@@ -143,7 +156,7 @@ class LLM:
         (params,) = _params_per_prompt(sampling_params, 1)
         text, ids = self._tokenize(_plain(prompt))
         with self._lock:
-            return RequestStream(self, self._enqueue(ids, params), text)
+            return RequestStream(self, self._enqueue(ids, params, cache_salt), text)
 
     def abort(self, request_id: int) -> bool:
         """Cancels a running request (finish_reason "cancelled"); False if there is none.
@@ -201,12 +214,19 @@ class LLM:
         with self._lock:
             self.executor.reset_stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the keys and values of earlier prompts, as after a change of the weights."""
+        with self._lock:
+            self.executor.reset_prefix_cache()
+
     def _run(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: CacheSalt,
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
+        salts = _salt_per_prompt(cache_salt, len(prompts))
         tokenized = []
         for number, prompt in enumerate(prompts):
             with _saying_which(number, len(prompts)):
@@ -217,8 +237,8 @@ class LLM:
                 with _saying_which(number, len(prompts)):  # before any is queued
                     self.executor.check_prompt(ids, p.max_tokens)
                     self.executor.check_params(self._with_token_ids(p.each()[0]))
-            for (_, ids), p in zip(tokenized, params, strict=True):
-                groups.append([self._enqueue(ids, one) for one in p.each()])
+            for (_, ids), p, salt in zip(tokenized, params, salts, strict=True):
+                groups.append([self._enqueue(ids, one, salt) for one in p.each()])
         requests = [request for group in groups for request in group]
         try:
             while not all(request.is_finished for request in requests):
@@ -309,8 +329,10 @@ class LLM:
             )
         return replace(params, bad_words=ids)
 
-    def _enqueue(self, ids: list[int] | EmbedsPrompt, params: SamplingParams) -> Request:
-        return self.executor.enqueue(ids, self._with_token_ids(params))
+    def _enqueue(
+        self, ids: list[int] | EmbedsPrompt, params: SamplingParams, cache_salt: str | None
+    ) -> Request:
+        return self.executor.enqueue(ids, self._with_token_ids(params), cache_salt=cache_salt)
 
     def snapshot(
         self, request: Request, prompt: str | None, seen_tokens: int = 0, seen_text: int = 0
@@ -343,6 +365,7 @@ class LLM:
             ),
             finished=request.is_finished,
             error=request.error,
+            cached_tokens=request.cached_tokens or 0,
         )
 
 
@@ -458,3 +481,18 @@ def _params_per_prompt(
             "for all, or a list with one for each."
         )
     return params
+
+
+def _salt_per_prompt(cache_salt: CacheSalt, count: int) -> list[str | None]:
+    if cache_salt is None or isinstance(cache_salt, str):
+        salts: list[str | None] = [cache_salt] * count
+    else:
+        salts = list(cache_salt) if isinstance(cache_salt, list | tuple) else []
+    if len(salts) != count:
+        raise RequestError(
+            f"cache_salt={shown(cache_salt)} for {count} prompt(s): give one text for all, or a "
+            "list with one for each."
+        )
+    for salt in salts:
+        check_salt(salt)
+    return salts

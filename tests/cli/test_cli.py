@@ -134,6 +134,9 @@ class FakeLLM:
     def reset_stats(self):
         self.num_tokens = 0
 
+    def reset_prefix_cache(self):
+        self.num_resets = getattr(self, "num_resets", 0) + 1
+
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch, tmp_path):
@@ -296,8 +299,12 @@ def test_options_reach_the_engine(run, fake):
         "--max-batch-size", "3", "--tp", "2", "--ep", "2")  # fmt: skip
     assert fake.built[0].options == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 3, "tensor_parallel_size": 2,
-        "moe_expert_parallel_size": 2,
+        "moe_expert_parallel_size": 2, "kv_cache_config": trtspec.KvCacheConfig(),
     }  # fmt: skip
+    run("bench", "--prompt", "a", "--speculative", "ngram", "--no-block-reuse", "--repeat", "2")
+    for llm in fake.built[1:]:
+        assert not llm.options["kv_cache_config"].enable_block_reuse
+        assert llm.num_resets == 3, "a run finds nothing of the one before"
 
 
 def test_acceptance_rules_by_name(run):

@@ -16,7 +16,7 @@ from soak import (
     soak,
 )
 
-REQUESTS = 80
+REQUESTS = 140
 
 
 @pytest.fixture(scope="module")

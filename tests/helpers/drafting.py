@@ -199,8 +199,11 @@ class Script:
 
 
 def run_random_schedule(
-    case: Case, k: int, seed: int, script_type: type[Script] = Script, **limits: Any
-) -> tuple[int, Any]:
+    case: Case, k: int, seed: int, script_type: type[Script] = Script,
+    prompts: Sequence[list[int]] | None = None, **limits: Any,
+) -> tuple[int, Any]:  # fmt: skip
+    """Returns how many draft logits were compared, and the executor. `prompts` None: random
+    ones."""
     llm = LLM(
         case.target, case.config, device="cpu", dtype="float32", max_batch_size=3,
         disable_overlap_scheduler=True, enable_chunked_prefill=True,
@@ -212,6 +215,8 @@ def run_random_schedule(
     script, rng = script_type(llm, case, seed), random.Random(seed)
     executor = llm.executor
     waiting = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(4)]
+    if prompts is not None:
+        waiting = list(reversed(prompts))
     case.foresee(waiting, 30 + k)
     compared = 0
     while waiting or executor.has_work:

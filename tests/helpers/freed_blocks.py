@@ -16,7 +16,8 @@ from trtspec.state.blocks import BlockPool
 
 
 def poison_free_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free block is NaN, a new one zeros, so that a read of what was given back spoils a row."""
+    """A block that nobody holds or finds is NaN, a new one zeros, so that a read of what was given
+    back spoils a row."""
     cache = llm.executor.kv_cache
     groups = dict(zip(map(id, cache._pools), cache.groups, strict=True))
     allocate, free = BlockPool.allocate, BlockPool.free
@@ -27,7 +28,8 @@ def poison_free_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(pool: BlockPool, blocks: list[int]) -> None:
         free(pool, blocks)
-        fill(pool, blocks, float("nan"))
+        lost = [b for b in blocks if not pool.num_holders(b) and not pool.has_key(b)]
+        fill(pool, lost, float("nan"))
 
     def cleaned(pool: BlockPool, count: int) -> list[int]:
         blocks = allocate(pool, count)

@@ -56,6 +56,28 @@ class RequestOutput:
     spec_stats: SpecStats
     finished: bool
     error: str | None = None  # why, when finish_reason is "error"
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed but found in the prefix cache; of n completions
+    those of the first."""
+
+
+@dataclass(frozen=True)
+class PrefixCacheStats:
+    """What the prefix cache did for requests since the engine started or `reset_stats`.
+
+    queried_tokens: tokens of prompts that began. hit_tokens: how many of them were found.
+    cached_blocks: blocks that a prompt can find now, in use or free. evicted_blocks: those that
+        were handed out for something else. Of several KV groups the one with most counts.
+    """
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    cached_blocks: int = 0
+    evicted_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,7 @@ class EngineStats:
     tokens_per_second: tokens from generation rows (all but each request's first) per
         decode second.
     forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None.
+    prefix_cache: what prompts found of earlier ones.
     """
 
     generated_tokens: int
@@ -78,6 +101,7 @@ class EngineStats:
     num_steps: int
     num_preemptions: int
     forced_acceptance: float | None
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
 
 def acceptance_stats(

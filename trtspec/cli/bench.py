@@ -143,6 +143,7 @@ class Measurement:
 
     def _run_once(self, llm: LLM, prompts: Sequence[Prompt], side: Side) -> None:
         inputs = to_inputs(llm, prompts, self.raw)
+        llm.reset_prefix_cache()  # else all runs but the first would find the prompts
         llm.reset_stats()
         outputs = llm.generate(inputs, self.params)
         for number, output in enumerate(outputs, start=1):

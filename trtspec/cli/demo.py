@@ -92,6 +92,7 @@ def run_demo(options: EngineOptions, sampling: SamplingOptions) -> int:
         for llm in (plain, speculative):
             progress(f"warming up {llm.mode.name}")
             llm.generate([to_token_ids(llm, Prompt(DEMO_PROMPTS[0]))], warm_up)
+            llm.reset_prefix_cache()
             llm.reset_stats()
     mode = f"{speculative.mode.name}, K = {speculative.max_draft_len}"
     console.print(Rule(f"trtspec · {options.model} · {dtype_name(plain)} on {plain.device}"))

@@ -90,6 +90,10 @@ class EngineOptions:
     max_batch_size: MaxBatchSize = 8
     tensor_parallel_size: TensorParallelSize = None
     moe_expert_parallel_size: Annotated[int, _engine_option("moe_expert_parallel_size", "--ep")] = 1
+    no_block_reuse: Annotated[
+        bool,
+        typer.Option("--no-block-reuse", help="Compute every prompt anew: no prefix cache."),
+    ] = False
 
 
 @dataclass(frozen=True)

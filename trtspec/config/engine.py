@@ -29,7 +29,7 @@ ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 @dataclass(frozen=True, kw_only=True)
 class KvCacheConfig:
-    """Size of the paged KV cache.
+    """Size of the paged KV cache, and how prompts reuse what earlier ones left in it.
 
     Args:
         max_tokens: tokens the cache holds over all requests; layers with a sliding window hold no
@@ -38,16 +38,24 @@ class KvCacheConfig:
             within a quarter of the machine's free memory.
         free_gpu_memory_fraction: share of the GPU memory free after loading weights.
         tokens_per_block: page size.
+        enable_block_reuse: a prompt takes over blocks of earlier prompts and answers that begin
+            with the same tokens (docs/prefix_cache.md).
+        enable_partial_reuse: a block that is shared in part is copied, and computed from where
+            the two differ.
     """
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
     tokens_per_block: int = 32
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             require_int(self, "max_tokens", 1, None)
         require_int(self, "tokens_per_block", 1, 1024)
+        require_bool(self, "enable_block_reuse")
+        require_bool(self, "enable_partial_reuse")
         share = self.free_gpu_memory_fraction
         if not is_number(share) or not 0.0 < share <= 1.0:
             raise ConfigError(
@@ -155,7 +163,7 @@ class EngineConfig:
         backend: "mp" starts those processes on this machine, "ray" on the hosts of a Ray cluster,
             "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
-        guided_masked_drafts: how many drafts of a step follow their request's grammar, the first ones.
+        guided_masked_drafts: how many drafts of a step follow the grammar, the first ones.
             On a GPU each waits for the host. None is all. The output is the same.
 
     Raises:

@@ -25,6 +25,12 @@ def end_ids(params: SamplingParams, model: DecoderConfig) -> frozenset[int]:
     return params.ends(model.eos_token_ids)
 
 
+def check_salt(cache_salt: object) -> None:
+    """Raises RequestError unless it is text or None."""
+    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        raise RequestError(f"cache_salt={shown(cache_salt)}: give non-empty text, or None.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admission:
     """What an engine can serve: the model's vocabulary and positions, the executor's limits."""
@@ -36,8 +42,14 @@ class Admission:
 
     ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def make_request(self, prompt: Sequence[int] | EmbedsPrompt, params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        prompt: Sequence[int] | EmbedsPrompt,
+        params: SamplingParams,
+        cache_salt: str | None = None,
+    ) -> Request:
         """Makes a waiting request. Raises RequestError as the checks do."""
+        check_salt(cache_salt)
         token_ids = self.check_prompt(prompt, params.max_tokens)
         self.check_params(params)
         embeds = kept_embeds(prompt, self.target) if isinstance(prompt, EmbedsPrompt) else None
@@ -49,6 +61,7 @@ class Admission:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_total_tokens=min(len(token_ids) + params.max_tokens, self.config.max_seq_len),
             embeds=embeds,
+            cache_salt=cache_salt,
             images=embeds.images if embeds is not None and reads_images_whole else (),
         )
 

@@ -53,7 +53,7 @@ class RequestBook:
     def admit_new(self, batch: ScheduledBatch, runner: StepRunner) -> ScheduledBatch:
         """Gives new requests their slots. Returns the batch without those that failed admission."""
         for chunk in batch.contexts:
-            if chunk.start == 0:
+            if chunk.is_first:
                 try:
                     if chunk.request.grammar is not None:
                         chunk.request.grammar.rewind(len(chunk.request.output_token_ids))
@@ -95,6 +95,7 @@ class RequestBook:
             request.logprobs += result.logprobs[:num_appended]
         if result.hidden is not None:
             self.save_rows(request, result.hidden)
+        self.scheduler.publish(request)
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again
@@ -123,7 +124,7 @@ class RequestBook:
             request.state = RequestState.FINISHED
         else:
             self.scheduler.finish(request)
-        request.embeds = request.grammar = None
+        request.embeds = request.grammar = request.prefix = None
         self.finished.append(request)
         self.live.pop(request.request_id, None)
 

@@ -28,7 +28,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.clustered_head import ClusteredHead
-from ..state.kv_cache import KVCacheManager, KVGroupSpec
+from ..state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
 from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
@@ -177,7 +177,7 @@ def _build(
         worker=loaded.worker,
         draft_model=drafter.model,
         draft_vocab=DraftVocab(drafter.vocab_size, drafter.d2t),
-        kv_cache=_kv_cache(loaded, num_blocks, device, link, parallel.attention_dp),
+        kv_cache=_kv_cache(loaded, num_blocks, engine, device, link),
         mode=drafter.mode,
         device=device,
         layers_to_capture=drafter.layers_to_capture,
@@ -201,14 +201,21 @@ def _is_on_every_rank(drafter: LoadedDrafter) -> bool:
 def _kv_cache(
     loaded: _Loaded,
     num_blocks: list[int],
+    engine: EngineConfig,
     device: torch.device,
     link: EngineLink | None,
-    by_owner: bool,
 ) -> KVCacheManager:
-    sizes = loaded.specs, num_blocks, loaded.needs.page_size, device
+    config, saves = engine.kv_cache, loaded.drafter.mode.is_save_hidden_states()
+    reuse = PrefixReuse(
+        is_on=config.enable_block_reuse and not saves,  # a sample has every row
+        partial=config.enable_partial_reuse,
+        tokens_ahead=loaded.worker.num_tokens_ahead,
+    )
+    arguments = loaded.specs, num_blocks, loaded.needs.page_size, device, reuse
     if link is None:
-        return KVCacheManager(*sizes)
-    return OwnedKVCache(*sizes, link=link) if by_owner else LinkedKVCache(*sizes, link=link)
+        return KVCacheManager(*arguments)
+    kind = OwnedKVCache if engine.enable_attention_dp else LinkedKVCache
+    return kind(*arguments, link=link)
 
 
 def _load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import accumulate
 
 import torch
@@ -14,8 +15,9 @@ from ..errors import RequestError
 from ..metadata.attention import ImageRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..models.decoder import Decoder
+from ..state.prefix import Content, no_content
 from ..utils import rows_to_tensor, to_device
-from .request import ContextChunk
+from .request import ContextChunk, Request
 
 
 def check_embeds(
@@ -82,19 +84,80 @@ def kept_embeds(prompt: EmbedsPrompt, target: Decoder) -> EmbedsPrompt:
     )
 
 
+def content_of(request: Request) -> Content:
+    """Returns what tells a prompt's embeddings, positions and images apart (`state/prefix.py`).
+
+    An image that is read in both directions belongs, whole, to each block that has some of it.
+    """
+    prompt, images = request.embeds, request.images
+    if prompt is None:
+        return no_content
+    embeds, places, axes = prompt.prompt_embeds, prompt.positions, prompt.mrope_positions
+
+    def content(start: int, end: int) -> bytes:
+        spans = [(first, stop) for first, stop in images if first < end and stop > start]
+        first = min([start, *(span[0] for span in spans)])
+        last = max([end, *(span[1] for span in spans)])
+        begin, finish = (int(torch.searchsorted(places, bound)) for bound in (first, last))
+        has_axes = axes is not None and _differ_from_text(prompt, start, end)
+        if begin == finish and not has_axes:
+            return b""
+        digest = blake2b(repr((start, spans)).encode())
+        digest.update(places[begin:finish].numpy().tobytes())
+        digest.update(embeds[begin:finish].contiguous().view(torch.uint8).numpy().tobytes())
+        if has_axes:
+            digest.update(_axes(prompt, start, end).numpy().tobytes())
+        return digest.digest()
+
+    return content
+
+
+def reusable_tokens(request: Request, num_rewritten: int) -> int | None:
+    """Returns how many tokens at most have keys and values as a prompt's pass computes them.
+
+    Vanilla MTP's first generation computes the prompt's last rows again, and as text: where an
+    image is among them, the blocks from there on are this request's alone. None: all tokens.
+    """
+    prompt, end = request.embeds, len(request.prompt_token_ids)
+    start = max(0, end - num_rewritten)
+    if prompt is None or start == end:
+        return None
+    has_embeds = bool((prompt.positions >= start).any())
+    as_text = torch.arange(start, end).repeat(3, 1) + prompt.rope_delta
+    is_text = not has_embeds and torch.equal(_axes(prompt, start, end), as_text)
+    return None if is_text else start
+
+
+def _axes(prompt: EmbedsPrompt, start: int, end: int) -> Tensor:
+    """Returns the rotary positions of [start, end), [3, n] int64; those of output follow the
+    prompt's."""
+    positions = torch.arange(start, end).repeat(3, 1)
+    if prompt.mrope_positions is not None:
+        known = prompt.mrope_positions[:, start:end]
+        positions += prompt.rope_delta
+        positions[:, : known.shape[1]] = known
+    return positions
+
+
+def _differ_from_text(prompt: EmbedsPrompt, start: int, end: int) -> bool:
+    return not torch.equal(_axes(prompt, start, end), torch.arange(start, end).repeat(3, 1))
+
+
 def row_embeds(
     chunks: Sequence[ContextChunk], ahead: int, device: torch.device, before: int = 0
 ) -> RowEmbeds | None:
     """Returns the embeddings of the tokens `ahead` positions after each row's.
 
     Args:
-        before: how many rows are computed again in front of each chunk, at most all there are.
+        before: how many rows are computed again in front of each chunk, at most all that the
+            request has computed.
     """
     rows: list[int] = []
     values: list[Tensor] = []
     first = 0
     for chunk in chunks:
-        start, prompt = max(0, chunk.start - before), chunk.request.embeds
+        start = max(chunk.request.num_reused, chunk.start - before)
+        prompt = chunk.request.embeds
         if prompt is not None:
             positions = prompt.positions - ahead
             begin, end = (int(torch.searchsorted(positions, bound)) for bound in (start, chunk.end))
@@ -149,11 +212,9 @@ def context_rope_positions(
         return None
     parts = []
     for chunk in chunks:
-        start, prompt = max(0, chunk.start - before), chunk.request.embeds
-        positions = torch.arange(start, chunk.end).repeat(3, 1)
-        if prompt is not None and prompt.mrope_positions is not None:
-            known = prompt.mrope_positions[:, start : chunk.end]
-            positions += prompt.rope_delta  # for output, which a preempted request reads again
-            positions[:, : known.shape[1]] = known
-        parts.append(positions)
+        start = max(chunk.request.num_reused, chunk.start - before)
+        if chunk.request.embeds is None:
+            parts.append(torch.arange(start, chunk.end).repeat(3, 1))
+        else:  # those of output too, which a preempted request reads again
+            parts.append(_axes(chunk.request.embeds, start, chunk.end))
     return to_device(torch.cat(parts, dim=1), device)

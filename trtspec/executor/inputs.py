@@ -39,6 +39,7 @@ class ContextRows:
     next_prompt_tokens: Tensor  # [C] int32, -1 at the prompt's end
     lens: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()  # as context_firsts in AttentionMetadata
     is_padded: bool = False  # True: only the number and the sum of `lens` hold
     inputs_embeds: RowEmbeds | None = None  # as in SpecMetadata
     next_inputs_embeds: RowEmbeds | None = None
@@ -149,6 +150,7 @@ def _context_rows(
         next_prompt_tokens=ints([c.next_prompt_token for c in chunks], torch.int32),
         lens=lens,
         starts=tuple(chunk.start for chunk in chunks),
+        firsts=tuple(chunk.request.num_reused for chunk in chunks),
         inputs_embeds=row_embeds(chunks, 0, device),
         next_inputs_embeds=row_embeds(chunks, 1, device),
         reread_embeds=reread_embeds(chunks, num_rewritten, device),
@@ -200,6 +202,7 @@ def assemble(
     attn_metadata = AttentionMetadata(
         context_lens=prompts.lens,
         context_starts=prompts.starts,
+        context_firsts=prompts.firsts,
         last_context_rows=prompts.last_rows if prompts.is_padded else None,
         num_generations=inputs.num_generations,
         rows_per_generation=rows,

@@ -11,6 +11,8 @@ from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
 from ..state.kv_cache import KVCacheManager
+from ..state.lookup import Sought
+from ..state.prefix import Donors, PrefixChain, PrefixHit
 
 
 class CopiedTables(NamedTuple):
@@ -41,6 +43,17 @@ class LinkedKVCache(KVCacheManager):
         if owner in (None, self.link.world.rank):
             super().zero(group, blocks)
 
+    def copy(self, group: int, source: int, target: int) -> None:
+        world = self.link.world
+        if world.is_leader and world.failure is None:
+            self.link.tell("copy", group, source, target, self.owner)
+        self.copy_own(group, source, target, self.owner)
+
+    def copy_own(self, group: int, source: int, target: int, owner: int | None) -> None:
+        """Copies a block of this rank, if it is its own."""
+        if owner in (None, self.link.world.rank):
+            super().copy(group, source, target)
+
     def copy_of(self, request_id: int) -> CopiedTables:
         """Returns what the other ranks must know of a request's blocks."""
         version, owner = self.version(request_id), self.owner_of(request_id)
@@ -61,7 +74,8 @@ class OwnedKVCache(LinkedKVCache):
 
     Each rank has blocks of its own, by the same numbers. To the others a request has null blocks
     alone: they write nothing, and what they attend to is zero. So the ranks' attention adds up to
-    the owner's. A request goes to the rank with the most free blocks.
+    the owner's. A request goes to the rank that has most of its prompt, else to the one with the
+    most free blocks.
     """
 
     has_foreign_requests = True
@@ -70,6 +84,7 @@ class OwnedKVCache(LinkedKVCache):
         super().__init__(*arguments, link=link)
         counts = [pool.num_blocks for pool in self._pools]
         self._pools_of = [[BlockPool(n) for n in counts] for _ in range(link.world.size)]
+        self._donors_of = [Donors() for _ in range(link.world.size)]
         self._owners: dict[int, int] = {}
 
     def owner_of(self, request_id: int) -> int | None:
@@ -81,6 +96,7 @@ class OwnedKVCache(LinkedKVCache):
 
     def _turn_to(self, owner: int) -> None:
         self.owner, self._pools = owner, self._pools_of[owner]
+        self._donors = self._donors_of[owner]
 
     def _turn_to_owner_of(self, request_id: int) -> None:
         owner = self._owners.get(request_id)
@@ -124,8 +140,46 @@ class OwnedKVCache(LinkedKVCache):
         for owner in range(len(self._pools_of)):
             self._turn_to(owner)
             super().start_over()
-            self._pools_of[owner] = self._pools
+            self._pools_of[owner], self._donors_of[owner] = self._pools, self._donors
         self._owners = {}
+
+    # -- prefixes ------------------------------------------------------------------------------
+    def find(self, sought: Sought) -> PrefixHit:
+        best = PrefixHit()
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            hit = super().find(sought)
+            if hit.num_tokens > best.num_tokens:
+                best = hit._replace(owner=owner)
+        return best
+
+    def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
+        self._turn_to(self._freest() if hit.owner is None else hit.owner)
+        return super().fits(chain, hit, num_tokens, spare)
+
+    def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
+        self._turn_to(self._freest() if hit.owner is None else hit.owner)
+        assert self.owner is not None
+        self._owners[request_id] = self.owner
+        super().adopt(request_id, chain, hit, num_tokens)
+
+    def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
+        self._turn_to_owner_of(request_id)
+        super().publish(request_id, chain, num_tokens)
+
+    def reset_prefixes(self) -> None:
+        for owner in range(len(self._pools_of)):
+            self._turn_to(owner)
+            super().reset_prefixes()
+            self._donors_of[owner] = self._donors
+
+    @property
+    def num_known_blocks(self) -> int:
+        return sum(max(pool.num_keys for pool in pools) for pools in self._pools_of)
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        return sum(max(pool.num_evicted for pool in pools) for pools in self._pools_of)
 
     def copy_tables(self, request_id: int, copy: CopiedTables) -> None:
         super().copy_tables(request_id, copy)

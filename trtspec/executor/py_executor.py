@@ -96,9 +96,16 @@ class PyExecutor:
 
     # -- requests ------------------------------------------------------------------------------
     def enqueue(
-        self, prompt: Sequence[int] | EmbedsPrompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Sequence[int] | EmbedsPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Request:
         """Queues a request. Its prompt is token ids, or an EmbedsPrompt.
+
+        Args:
+            cache_salt: only requests of the same salt share blocks of the prefix cache.
 
         Raises:
             RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
@@ -111,7 +118,7 @@ class PyExecutor:
                 f"stop={params.stop!r} needs text: set executor.stop_check, use LLM, or give "
                 "stop_token_ids."
             )
-        request = admission.make_request(prompt, params)
+        request = admission.make_request(prompt, params, cache_salt)
         request.steps = [] if self.record_steps else None
         if params.guided_decoding is None:
             self.book.add(request)
@@ -207,6 +214,19 @@ class PyExecutor:
             finished += self.step()
         return finished + self.book.take_finished()
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the blocks of earlier prompts, as after a change of the weights.
+
+        Running requests go on with their blocks, which no later request finds.
+        """
+        if self._is_half_done:
+            self._start_over()
+        try:
+            self.kv_cache.reset_prefixes()
+        except BaseException:
+            self._is_half_done = True
+            raise
+
     # -- the loop ------------------------------------------------------------------------------
     def step(self) -> list[Request]:
         """Launches the next step and reads what is due. Returns the requests that finished.
@@ -230,6 +250,7 @@ class PyExecutor:
         self._cancel_marked()
         self._take_compiled()
         batch = self.book.admit_new(self._schedule(), self.runner)
+        self.statistics.add_prefixes(batch)
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
             self._pending.append(self._launch(part, draft_len))
@@ -302,6 +323,8 @@ class PyExecutor:
             drafts = GuidedDrafts(guided, self.runner.drafts_of(batch))
         launched = self.reader.copy(plan, outputs, num_proposed, drafts)
         plan.count_as_launched()
+        for request in [chunk.request for chunk in batch.contexts]:
+            self.scheduler.publish(request)
         return launched
 
     # -- grammars ------------------------------------------------------------------------------
@@ -384,7 +407,7 @@ class PyExecutor:
 
     # -- statistics ----------------------------------------------------------------------------
     def stats(self) -> EngineStats:
-        return self.statistics.summary(self.forced_acceptance)
+        return self.statistics.summary(self.forced_acceptance, self.kv_cache)
 
     def reset_stats(self) -> None:
-        self.statistics.reset()
+        self.statistics.reset(self.kv_cache.num_evicted_blocks)

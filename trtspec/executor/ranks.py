@@ -176,6 +176,9 @@ class Follower:
     def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
         self.kv_cache.zero_own(group, blocks, owner)
 
+    def copy(self, group: int, source: int, target: int, owner: int | None) -> None:
+        self.kv_cache.copy_own(group, source, target, owner)
+
     def start_over(self) -> None:
         self.runner.start_over()
 
@@ -200,7 +203,7 @@ def compare_outputs(world: World, outputs: StepOutputs) -> None:
 
 def _without_host_state(request: Request) -> Request:
     """Returns a copy with what a runner reads of a request."""
-    return replace(request, text=None, steps=None, logprobs=None, grammar=None)
+    return replace(request, text=None, steps=None, logprobs=None, grammar=None, prefix=None)
 
 
 def _drop(link: EngineLink) -> None:

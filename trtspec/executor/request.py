@@ -15,6 +15,7 @@ from ..api.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..api.text_stream import TextStream
 from ..guided.grammar import Grammar
 from ..metadata.guided import Point
+from ..state.prefix import PrefixChain
 
 
 class RequestState(Enum):
@@ -44,7 +45,11 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1
-    num_computed: int = 0  # context tokens launched so far
+    num_computed: int = 0  # context tokens launched so far, with those that were reused
+    num_reused: int = 0  # context tokens whose KV was found in the cache at the last admission
+    cached_tokens: int | None = None  # the same at the first admission; None before it
+    cache_salt: str | None = None  # requests of other salts share no blocks with it
+    prefix: PrefixChain | None = None  # keys of its blocks, if it may share them
     past_upper: int = 0  # upper bound of valid KV tokens; exact when nothing is in flight
     num_drafts: int = 0  # drafts its last launched step was asked for
     num_in_flight: int = 0  # launched steps whose tokens the host has not read
@@ -67,6 +72,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Returns the known tokens at positions [start, end), without joining all of them."""
+        prompt, output = self.prompt_token_ids, self.output_token_ids
+        split = len(prompt)
+        return prompt[start:end] + output[max(0, start - split) : max(0, end - split)]
 
     @property
     def num_context_tokens(self) -> int:
@@ -93,10 +104,10 @@ class Request:
         """
         return self.num_tokens + self.num_in_flight >= self.max_total_tokens
 
-    @property
-    def least_context_tokens(self) -> int:
-        """Tokens that its next context pass must read: all of an image that is next, else one."""
-        return next((end - start for start, end in self.images if start == self.num_computed), 1)
+    def least_context_tokens(self, first: int) -> int:
+        """Returns how many tokens a context pass from `first` on must read: all of an image that is
+        next, else one."""
+        return next((end - start for start, end in self.images if start == first), 1)
 
     def cut_before_image(self, end: int) -> int:
         """Returns `end`, or the start of the image that a chunk ending there would cut."""
@@ -110,11 +121,13 @@ class Request:
         self.text, self.error, self.is_poisoned = None, None, False
         self.state, self.slot = RequestState.WAITING, -1
         self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
+        self.num_reused, self.prefix = 0, None
 
     def end(self) -> None:
         """Forgets slot, positions and steps in flight."""
         self.state, self.slot = RequestState.FINISHED, -1
-        self.embeds, self.grammar, self.num_in_flight = None, None, 0
+        self.embeds = self.grammar = self.prefix = None
+        self.num_in_flight = 0
 
     def append(
         self, tokens: Sequence[int], ends: frozenset[int], stop_check: StopCheck | None
@@ -153,6 +166,10 @@ class ContextChunk:
     token_ids: Sequence[int]
     start: int
     end: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == self.request.num_reused
 
     @property
     def is_last(self) -> bool:

@@ -10,6 +10,9 @@ from collections import deque
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
+from ..state.lookup import Sought
+from ..state.prefix import PrefixHit
+from .embeds import content_of, reusable_tokens
 from .request import ContextChunk, Request, RequestState, ScheduledBatch
 
 
@@ -93,19 +96,24 @@ class Scheduler:
         least (`embeds.check_embeds`), so that blocks become free.
         """
         if started:
-            least = self._least_tokens(started[0])
-            held = self._held_after(started[0].num_computed + least)
+            first = started[0].num_computed
+            least = self._least_tokens(started[0], first)
+            held = self._held_after(first + least)
             return least if self.kv_cache.has_room(started[0].request_id, held) else 0
         if not self.waiting or not self._may_start():
             return 0
-        least = self._least_tokens(self.waiting[0])
-        most = min(self.waiting[0].num_context_tokens, self.config.max_num_tokens)
-        return least if least and self._can_admit(self.waiting[0], most) else 0
+        request = self.waiting[0]
+        if self._may_chunk(request) and not request.images:
+            return 0
+        hit = self._find(request)
+        least = self._least_tokens(request, hit.num_tokens)
+        most = min(request.num_context_tokens, hit.num_tokens + self.config.max_num_tokens)
+        return least if least and self._can_admit(request, hit, most) else 0
 
-    def _least_tokens(self, request: Request) -> int:
+    def _least_tokens(self, request: Request, first: int) -> int:
         if not self._may_chunk(request):
-            return request.num_context_tokens
-        least = request.least_context_tokens
+            return request.num_context_tokens - first
+        least = request.least_context_tokens(first)
         return least if least > 1 else 0
 
     def _may_start(self) -> bool:
@@ -126,10 +134,11 @@ class Scheduler:
         """Returns the KV tokens to hold for a context that has computed `num_tokens`."""
         return min(num_tokens + self.rows + self.extra_kv, self.config.max_seq_len)
 
-    def _can_admit(self, request: Request, num_tokens: int) -> bool:
+    def _can_admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> bool:
         """Whether blocks are free for it, and one more for each running request."""
-        needed = self.kv_cache.blocks_for(self._held_after(num_tokens))
-        return needed + len(self.running) <= self.kv_cache.num_free_blocks
+        assert request.prefix is not None
+        held, spare = self._held_after(num_tokens), len(self.running)
+        return self.kv_cache.fits(request.prefix, hit, held, spare)
 
     def _schedule_contexts(self, started: list[Request], budget: int) -> list[ContextChunk]:
         chunks: list[ContextChunk] = []
@@ -139,30 +148,116 @@ class Scheduler:
                 return chunks
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        may_start = self._may_start()
-        while self.waiting and may_start and self._free_slots and budget > 0:
+        if self._may_start():
+            chunks += self._start_waiting(budget)
+        return chunks
+
+    def _start_waiting(self, budget: int) -> list[ContextChunk]:
+        """Admits waiting requests, oldest first. Those whose prompt another one is about to compute
+        wait for it."""
+        chunks: list[ContextChunk] = []
+        later: list[Request] = []
+        coming: set[bytes] = set()  # keys of blocks that running prompts are about to compute
+        for request in self.running if self.waiting else []:
+            if request.state is RequestState.CONTEXT:
+                coming.update(_keys_to_come(request))
+        while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
-            if not self._can_admit(request, min(request.num_context_tokens, budget)):
-                break
-            chunk = self._chunk(request, budget)
+            hit = self._find(request)
+            if self._is_coming(request, hit, coming):
+                later.append(self.waiting.popleft())
+                continue
+            chunk = self._start(request, hit, budget)
             if chunk is None:
                 break
             self.waiting.popleft()
             self.running.append(request)
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
             chunks.append(chunk)
+            coming.update(_keys_to_come(request))
             budget -= chunk.end - chunk.start
+        self.waiting.extendleft(reversed(later))
         return chunks
+
+    def _start(self, request: Request, hit: PrefixHit, budget: int) -> ContextChunk | None:
+        """Takes over what the cache holds of a waiting request, and blocks for its first chunk.
+
+        Returns None, with nothing changed, where budget or blocks do not suffice.
+        """
+        assert request.prefix is not None
+        shorter = hit.without_copy(self.kv_cache.page_size)
+        for found in dict.fromkeys((hit, shorter, PrefixHit())):
+            start = request.cut_before_image(found.num_tokens)
+            if start != found.num_tokens:
+                continue
+            end = self._end_of_chunk(request, start, budget)
+            if end is not None and self._can_admit(request, found, end):
+                held = self._held_after(end)
+                self.kv_cache.adopt(request.request_id, request.prefix, found, held)
+                request.num_computed = request.num_reused = start
+                if request.cached_tokens is None:
+                    request.cached_tokens = start
+                return ContextChunk(request, request.tokens_between(start, end), start, end)
+        return None
+
+    # -- prefixes ------------------------------------------------------------------------------
+    def _find(self, request: Request) -> PrefixHit:
+        """Looks up what the cache holds of a waiting request.
+
+        At least its last token is computed, for its logits and hidden states, and as many more as
+        the first draft computes again.
+        """
+        cache, chain = self.kv_cache, request.prefix
+        if chain is None or not cache.is_current(chain):
+            limit = reusable_tokens(request, self.rewritten)
+            chain = cache.chain(request.cache_salt, content_of(request), limit)
+            request.prefix = chain
+        if not cache.reuse.is_on:
+            return PrefixHit()
+        chain.extend(request.tokens_between, request.num_tokens)
+        limit = request.num_context_tokens - max(1, self.rewritten)
+        return cache.find(Sought(chain, request.tokens_between, limit, request.cut_before_image))
+
+    def _is_coming(self, request: Request, hit: PrefixHit, coming: set[bytes]) -> bool:
+        """Whether running prompts are about to compute half or more of what the request lacks."""
+        assert request.prefix is not None
+        keys, end = request.prefix.keys, hit.num_blocks
+        while end < len(keys) and keys[end] in coming:
+            end += 1
+        gained = end * self.kv_cache.page_size - hit.num_tokens
+        return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
+
+    def publish(self, request: Request) -> None:
+        """Lets other requests find the blocks that no later step of this one writes to."""
+        chain = request.prefix
+        if chain is None:
+            return
+        settled = request.num_tokens - chain.ahead  # rows whose tokens are known
+        if settled < (chain.num_published + 1) * chain.page_size:
+            return
+        if request.is_finished or not self.kv_cache.reuse.is_on:
+            return
+        computed = request.num_computed
+        if request.is_generation:
+            computed = max(computed, request.num_tokens - 1)
+        final = min(computed + 1 - max(chain.ahead, 1), settled)
+        if final // chain.page_size > chain.num_published:
+            chain.extend(request.tokens_between, request.num_tokens)
+            self.kv_cache.publish(request.request_id, chain, final)
 
     def _chunk(self, request: Request, budget: int) -> ContextChunk | None:
         """Returns the request's next tokens within budget and free blocks, or None."""
-        start, total = request.num_computed, request.num_context_tokens
+        start = request.num_computed
+        end = self._end_of_chunk(request, start, budget)
+        if end is None or not self._reserve(request, self._held_after(end)):
+            return None
+        return ContextChunk(request, request.tokens_between(start, end), start, end)
+
+    def _end_of_chunk(self, request: Request, start: int, budget: int) -> int | None:
+        """Returns where a part of its prompt ends, or None if none fits into the budget."""
+        total = request.num_context_tokens
         end = request.cut_before_image(min(total, start + budget))
-        if end <= start or (end < total and not self._may_chunk(request)):
-            return None
-        if not self._reserve(request, self._held_after(end)):
-            return None
-        return ContextChunk(request, request.token_ids[start:end], start, end)
+        return None if end <= start or (end < total and not self._may_chunk(request)) else end
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         return self.kv_cache.reserve(request.request_id, num_tokens)
@@ -189,6 +284,7 @@ class Scheduler:
         self._leave(request)
         self.release_blocks(request)
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
+        request.num_reused = 0
         self.waiting.appendleft(request)
 
     def start_over(self, requests: list[Request]) -> None:
@@ -224,3 +320,8 @@ class Scheduler:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+
+
+def _keys_to_come(request: Request) -> list[bytes]:
+    """Returns the keys of its blocks that it has not published."""
+    return [] if request.prefix is None else request.prefix.keys[request.prefix.num_published :]

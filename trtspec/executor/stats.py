@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..api.outputs import EngineStats, acceptance_stats
+from ..api.outputs import EngineStats, PrefixCacheStats, acceptance_stats
 from ..metadata.mode import SpeculativeDecodingMode
+from ..state.kv_cache import KVCacheManager
 from .dead_drafter import DeadDrafterWatch
-from .request import StepRecord
+from .request import ScheduledBatch, StepRecord
 from .results import RequestResult
 
 
@@ -19,9 +20,16 @@ class Statistics:
         self.dead_drafter_watch = DeadDrafterWatch.for_mode(mode)
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, num_evicted: int = 0) -> None:
+        """Begins anew.
+
+        Args:
+            num_evicted: blocks of the prefix cache that were evicted before.
+        """
         self.generated_tokens = self.decoded_tokens = self.num_preemptions = 0
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.queried_tokens = self.hit_tokens = 0
+        self._evicted_before = num_evicted
         self.accepted_lens: Counter[int] = Counter()  # accepted drafts -> generation steps
 
     def add_seconds(self, seconds: float, *, is_prefill: bool) -> None:
@@ -29,6 +37,13 @@ class Statistics:
             self.prefill_seconds += seconds
         else:
             self.decode_seconds += seconds
+
+    def add_prefixes(self, batch: ScheduledBatch) -> None:
+        """Counts what the cache held of requests that begin; of preempted ones nothing."""
+        for chunk in batch.contexts:
+            if chunk.is_first and not chunk.request.output_token_ids:
+                self.queried_tokens += chunk.request.num_context_tokens
+                self.hit_tokens += chunk.start
 
     def add_result(
         self, result: RequestResult, num_tokens: int, kv_len: int, *, is_forced: bool
@@ -54,7 +69,7 @@ class Statistics:
         if self.dead_drafter_watch is not None and not is_forced and result.num_asked:
             self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
 
-    def summary(self, forced_acceptance: float | None) -> EngineStats:
+    def summary(self, forced_acceptance: float | None, kv_cache: KVCacheManager) -> EngineStats:
         acceptance = acceptance_stats(self.accepted_lens, self.max_draft_len)
         seconds = self.decode_seconds
         return EngineStats(
@@ -67,4 +82,10 @@ class Statistics:
             num_steps=acceptance.num_steps,
             num_preemptions=self.num_preemptions,
             forced_acceptance=forced_acceptance,
+            prefix_cache=PrefixCacheStats(
+                queried_tokens=self.queried_tokens,
+                hit_tokens=self.hit_tokens,
+                cached_blocks=kv_cache.num_known_blocks,
+                evicted_blocks=kv_cache.num_evicted_blocks - self._evicted_before,
+            ),
         )

@@ -71,6 +71,9 @@ class AttentionMetadata:
     slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64: where a row's KV goes, -1 nowhere
     max_seq_len: int  # rows at or past this position write nowhere
     context_starts: tuple[int, ...] = ()  # position of each context's first row; () is all 0
+    context_firsts: tuple[int, ...] = ()
+    """Position of the first row that each context's request has computed: rows before it came from
+    the prefix cache, with their keys and values alone. () is all 0."""
     last_context_rows: Tensor | None = None
     """[C] int64: each context's last row, set for a padded pass (a captured graph). Then only the
     number and the sum of `context_lens` hold. Rows after the last one are padding, and so are
@@ -156,6 +159,7 @@ class AttentionMetadata:
             self,
             context_lens=(),
             context_starts=(),
+            context_firsts=(),
             last_context_rows=None,
             images=(),
             num_generations=num_seqs,

@@ -28,11 +28,17 @@ A step in flight may have started further back. It was launched with a copy of t
 one stream of all launches, so it reads the blocks before a later launch writes to them. A table
 keeps its logical indexing: a block that was given back becomes NULL_BLOCK there. Masked reads find
 zeros in it, and nothing is written to it.
+
+Blocks may be shared. `publish` gives whole blocks their keys (`state/prefix.py`) once nothing
+writes to them again, `find` looks a sequence up, and `adopt` takes what was found. So a shared
+block is only read. A free block keeps its key until it is handed out. NaN in a published block is
+dealt with later than in others: it is zeroed when it is handed out (`BlockPool.take_suspects`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +49,17 @@ from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..utils import rows_to_tensor
 from .blocks import BlockPool
+from .lookup import Lookup, Sought
+from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
+
+
+@dataclass(frozen=True)
+class PrefixReuse:
+    """How prompts use blocks of earlier ones."""
+
+    is_on: bool = False
+    partial: bool = False  # a block that is shared in part is copied
+    tokens_ahead: int = 0  # `SpecWorkerBase.num_tokens_ahead`
 
 
 @dataclass(frozen=True)
@@ -77,6 +94,7 @@ class KVCacheManager:
 
     Args:
         num_blocks: one number for all groups, or one for each; reserved blocks included.
+        reuse: whether prompts are looked up among blocks of earlier ones.
     """
 
     has_foreign_requests = False
@@ -87,6 +105,7 @@ class KVCacheManager:
         num_blocks: int | Sequence[int],
         page_size: int,
         device: torch.device,
+        reuse: PrefixReuse = PrefixReuse(),
     ):
         counts = [num_blocks] * len(specs) if isinstance(num_blocks, int) else list(num_blocks)
         if min(counts) <= NUM_RESERVED_BLOCKS:
@@ -98,7 +117,10 @@ class KVCacheManager:
             for spec, count in zip(specs, counts, strict=True)
         )
         self.windows = tuple(spec.window for spec in specs)
+        self.reuse = reuse
         self._pools = [BlockPool(count) for count in counts]
+        self._donors = Donors()
+        self._epoch = 0  # chains of an earlier one are not published
         self._tables: dict[int, list[list[int]]] = {}
         self._clock = itertools.count(1)
         self._versions: dict[int, int] = {}  # request -> time of its tables' last change
@@ -117,12 +139,21 @@ class KVCacheManager:
         tables, missing = self._missing(request_id, num_tokens)
         if not self.has_room(request_id, num_tokens):
             return False
-        for table, pool, count in zip(tables, self._pools, missing, strict=True):
+        for group, (table, count) in enumerate(zip(tables, missing, strict=True)):
             if count > 0:
-                table.extend(pool.allocate(count))
+                table.extend(self._allocate(group, count))
                 self._versions[request_id] = next(self._clock)
         self._tables[request_id] = tables
         return True
+
+    def _allocate(self, group: int, count: int) -> list[int]:
+        """Takes blocks of one group, and zeroes those that may hold NaN."""
+        pool = self._pools[group]
+        blocks = pool.allocate(count)
+        for key in pool.take_evicted():
+            self._donors.drop(key)
+        self.zero(group, pool.take_suspects(blocks))
+        return blocks
 
     def has_room(self, request_id: int, num_tokens: int) -> bool:
         """Whether `reserve` would succeed."""
@@ -164,7 +195,7 @@ class KVCacheManager:
                     unseen.append(table[i])
                 table[i] = NULL_BLOCK
             if blocks:
-                self.zero(g, unseen)
+                self._clean(g, unseen)
                 self._pools[g].free(blocks)
                 self._versions[request_id] = next(self._clock)
 
@@ -174,13 +205,14 @@ class KVCacheManager:
         self._versions.pop(request_id, None)
         if tables:
             for table, pool in zip(tables, self._pools, strict=True):
-                pool.free(_held(table))
+                pool.free(_held(table)[::-1])  # a block is evicted before those that it follows
 
     def start_over(self) -> None:
-        """Gives back every block, zeroed, after an exception."""
+        """Gives back every block, zeroed and without its key, after an exception."""
         for group, pool in enumerate(self._pools):
             self.zero(group, pool.taken)
-        self._pools = [BlockPool(pool.num_blocks) for pool in self._pools]
+        self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
+        self._donors = Donors()
         self._tables, self._versions = {}, {}
 
     def release_memory(self) -> None:
@@ -199,10 +231,23 @@ class KVCacheManager:
         """Zeroes a request's blocks after it wrote NaN.
 
         Masked reads multiply stale values by zero, and 0 * NaN would poison the next request that
-        gets the blocks.
+        gets the blocks. No later request finds them.
         """
         for group, table in enumerate(self._tables.get(request_id, [])):
-            self.zero(group, _held(table))
+            pool, blocks = self._pools[group], _held(table)
+            for block in blocks:
+                key = pool.forget(block)
+                if key is not None:
+                    self._donors.drop(key)
+            self._clean(group, blocks)
+
+    def _clean(self, group: int, blocks: list[int]) -> None:
+        """Zeroes blocks that may hold NaN, now or, where they may be read, when they are handed out
+        again."""
+        pool = self._pools[group]
+        read = [b for b in blocks if pool.has_key(b) or pool.num_holders(b) > 1]
+        pool.suspect(read)
+        self.zero(group, [block for block in blocks if block not in read] if read else blocks)
 
     def zero(self, group: int, blocks: list[int]) -> None:
         """Zeroes blocks of a group."""
@@ -222,13 +267,122 @@ class KVCacheManager:
             result.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width))
         return result
 
+    # -- prefixes ------------------------------------------------------------------------------
+    def chain(
+        self,
+        salt: str | None = None,
+        content: Content = no_content,
+        max_published: int | None = None,
+    ) -> PrefixChain:
+        """Returns an empty chain of keys for a request's blocks."""
+        ahead = self.reuse.tokens_ahead
+        return PrefixChain(self.page_size, ahead, salt, content, self._epoch, max_published)
+
+    def is_current(self, chain: PrefixChain) -> bool:
+        """Whether the chain was begun after the last `reset_prefixes`."""
+        return chain.epoch == self._epoch
+
+    def find(self, sought: Sought) -> PrefixHit:
+        """Looks up the longest beginning of a sequence that every group still holds."""
+        return self._lookup.longest(sought)
+
+    @property
+    def _lookup(self) -> Lookup:
+        donors = self._donors if self.reuse.partial else None
+        return Lookup(self.page_size, self._pools, self.windows, donors)
+
+    def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
+        """Whether `adopt` would succeed and leave `spare` blocks of each group free."""
+        return self._lookup.has_room(chain, hit, self.blocks_for(num_tokens), spare)
+
+    def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
+        """Begins a request's tables with what was found, and reserves blocks for `num_tokens`.
+
+        `fits` must have said that there is room.
+        """
+        tables: list[list[int]] = []
+        for group, pool in enumerate(self._pools):
+            keys = self._lookup.seen_keys(chain, hit, group)
+            blocks = [block for key in keys if (block := pool.find(key)) is not None]
+            assert len(blocks) == len(keys), "a block was evicted after it was found"
+            pool.hold(blocks)
+            tables.append([NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks)
+        sources = []
+        if hit.source is not None:
+            for pool in self._pools:
+                source = pool.find(hit.source)
+                assert source is not None
+                pool.hold([source])
+                sources.append(source)
+        self._tables[request_id] = tables
+        self._versions[request_id] = next(self._clock)
+        reserved = self.reserve(request_id, num_tokens)
+        assert reserved, "fits() must be asked first"
+        for group, source in enumerate(sources):
+            self.copy(group, source, tables[group][hit.num_blocks])
+            self._pools[group].free([source])
+        chain.num_published = hit.num_blocks
+
+    def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
+        """Lets other requests find the request's whole blocks among its first `num_tokens` tokens.
+
+        Nothing may write to them any more, and the step that wrote them must be launched.
+        """
+        if chain.max_published is not None:
+            num_tokens = min(num_tokens, chain.max_published)
+        count = min(num_tokens // self.page_size, len(chain.keys))
+        if count <= chain.num_published or not self.is_current(chain):
+            return
+        tables = self._tables[request_id]
+        for i in range(chain.num_published, count):
+            in_all = True
+            for table, pool in zip(tables, self._pools, strict=True):
+                if table[i] == NULL_BLOCK:
+                    in_all = False
+                else:
+                    pool.publish(table[i], chain.keys[i])
+            if in_all and self.reuse.partial:
+                self._donors.add(chain, i)
+        chain.num_published = count
+
+    def reset_prefixes(self) -> None:
+        """Forgets all keys. Running requests keep their blocks, which no request finds."""
+        self._epoch += 1
+        for pool in self._pools:
+            pool.forget_all()
+        self._donors = Donors()
+
+    def copy(self, group: int, source: int, target: int) -> None:
+        """Copies a block of a group to another, on the device."""
+        kv = self.groups[group]
+        kv.k_cache[:, target].copy_(kv.k_cache[:, source])
+        kv.v_cache[:, target].copy_(kv.v_cache[:, source])
+
+    @property
+    def num_known_blocks(self) -> int:
+        """Returns the blocks that can be found, of the group with most of them."""
+        return max(pool.num_keys for pool in self._pools)
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        return max(pool.num_evicted for pool in self._pools)
+
     def check_integrity(self) -> None:
-        """Raises KVCacheError unless every used block belongs to exactly one request. For tests."""
+        """Raises KVCacheError unless every block has as many holders as tables hold it. For tests.
+
+        A block that two tables hold must not be written, so each holds it at the same index.
+        """
         for g, pool in enumerate(self._pools):
-            held = [block for tables in self._tables.values() for block in _held(tables[g])]
-            if len(held) != len(set(held)):
-                raise KVCacheError(f"KV group {g}: a block is held twice.")
-            pool.check(set(held))
+            held: Counter[int] = Counter()
+            index_of: dict[int, int] = {}
+            for tables in self._tables.values():
+                for i, block in enumerate(tables[g]):
+                    if block == NULL_BLOCK:
+                        continue
+                    held[block] += 1
+                    if index_of.setdefault(block, i) != i:
+                        raise KVCacheError(f"KV group {g}: block {block} is held at two positions.")
+            pool.check(dict(held))
 
 
 def _held(table: list[int]) -> list[int]:

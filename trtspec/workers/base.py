@@ -79,6 +79,15 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """KV rows per request that drafting computes again, before the step's first one."""
         return 0
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        """How many tokens after a row the drafter reads for the row's keys and values.
+
+        The prefix cache shares a block between texts that agree so far beyond it. An unknown
+        drafter with a network may read as far as it drafts.
+        """
+        return self.max_draft_len if self.drafts_with_network else 0
+
     # -- per-slot state ------------------------------------------------------------------------
     def allocate_state(
         self,

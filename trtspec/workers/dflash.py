@@ -44,6 +44,10 @@ class DFlashWorker(MaskedWorker):
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len + 1
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        return 0  # a context row reads the target's state at its own token
+
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
         head = cast(BlockDraftModel, model)

@@ -31,6 +31,10 @@ class DraftTargetWorker(SpecWorkerBase):
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        return 0
+
     def draft(self, inputs: DraftInputs) -> Tensor:
         network, meta = draft_network(inputs)
         model, num_tokens = cast(LanguageModel, network), meta.num_context_tokens

@@ -57,6 +57,10 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len - 1
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        return 1  # a row reads the token after its own
+
     def draft(self, inputs: DraftInputs) -> Tensor:
         chain = self.first_pass(inputs)
         for _ in range(1, self.num_passes(inputs)):

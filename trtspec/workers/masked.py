@@ -50,6 +50,10 @@ class MaskedWorker(SpecWorkerBase):
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len - 1 + self.first_row_offset
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        return 1 - self.first_row_offset
+
     def num_proposals(self, inputs: DraftInputs) -> int:
         """Returns P. It is at least 1: the pass always runs, so that the drafter lacks no KV."""
         return max(1, inputs.step.draft_len)

@@ -57,6 +57,10 @@ class MTPWorker(SpecWorkerBase):
     def num_rewritten_tokens(self) -> int:
         return self.window
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        return self.max_draft_len  # the deepest layer's
+
     def allocate_state(
         self,
         num_slots: int,
@@ -118,8 +122,9 @@ class MTPWorker(SpecWorkerBase):
 class _Rows:
     """The rows of the target's pass with each request's window in front of them.
 
-    A context that starts at position s has min(window, s) window rows, which the host knows. A
-    generation always has all of them: rows before position 0 write nowhere.
+    A context that starts at position s has min(window, s) window rows, which the host knows; rows
+    that came from the prefix cache are none of them. A generation always has all: rows before
+    position 0 write nowhere, and the last K-1 rows of a prompt are always computed.
 
     Args:
         rope_positions: [3, rows] int64 of contexts' rows here, where prompts have axes (M-RoPE). A
@@ -132,8 +137,11 @@ class _Rows:
         device = meta.position_ids.device
         self.num_seqs, self.rows = meta.num_seqs, meta.rows_per_generation
         self.order: Tensor | None = None  # row here -> row of [windows of all, rows of the pass]
-        starts = meta.context_starts or (0,) * meta.num_contexts
-        per_context = [min(window, start) for start in starts]
+        zeros = (0,) * meta.num_contexts
+        starts, computed_from = meta.context_starts or zeros, meta.context_firsts or zeros
+        per_context = [
+            min(window, start - first) for start, first in zip(starts, computed_from, strict=True)
+        ]
         if meta.num_contexts:
             order, certain, firsts = _mixed_rows(meta, window, per_context)
             self.order = to_device(torch.tensor(order, dtype=torch.int64), device)

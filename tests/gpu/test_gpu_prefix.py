@@ -1,0 +1,124 @@
+"""The prefix cache on CUDA: blocks are shared and copied between replays, and a hit is fast."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import MODES, Drafters, config_of, make_drafters
+from oracle import Oracle
+from prefixes import GREEDY, SAMPLED, Seen, Watched, assert_same, converse
+from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+
+from trtspec import LLM, CudaGraphConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+K = 3
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=K)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"), Oracle(target_dir))
+
+
+def _engine(
+    target: Path, config: Any, *, reuse: bool, pool: int | None = None, **options: Any
+) -> LLM:
+    return LLM(
+        target, config, device="cuda", dtype="float32", max_batch_size=4, max_seq_len=96,
+        kv_cache_config=KvCacheConfig(
+            max_tokens=pool, tokens_per_block=8, enable_block_reuse=reuse
+        ),
+        **options,
+    )  # fmt: skip
+
+
+def _texts(seen: Seen) -> Any:
+    return seen.outputs, seen.accepted
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("pool", [None, 144])
+def test_texts_are_those_without_it(
+    target_dir: Path, drafters: Drafters, mode: str, sampled: bool, pool: int | None
+) -> None:
+    config, params = config_of(mode, K, drafters), SAMPLED if sampled else GREEDY
+    plain = converse(_engine(target_dir, config, reuse=False), params)
+    cached = converse(_engine(target_dir, config, reuse=True, pool=pool), params)
+    assert _texts(cached) == _texts(plain)
+    assert cached.cached[1] >= 24
+
+
+@pytest.mark.parametrize("graphs", [None, CudaGraphConfig()])
+@pytest.mark.parametrize("mode", ["eagle3", "mtp", "dflash", "draft_target"])
+def test_drafts_are_those_without_it(
+    target_dir: Path, drafters: Drafters, mode: str, graphs: CudaGraphConfig | None
+) -> None:
+    """Without overlap every draft is seen."""
+    config = config_of(mode, K, drafters)
+    options: dict[str, Any] = {"disable_overlap_scheduler": True, "cuda_graph_config": graphs}
+    plain = converse(_engine(target_dir, config, reuse=False, **options), GREEDY)
+    assert_same(converse(_engine(target_dir, config, reuse=True, **options), GREEDY), plain)
+
+
+@pytest.mark.parametrize("window", [5, 11])
+def test_windows(tmp_path: Path, window: int) -> None:
+    target = tiny_model_dir(
+        tmp_path, "qwen2", seed=3, sliding_window=window, use_sliding_window=True,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    )  # fmt: skip
+    config = config_of("eagle3", K, Drafters(head=eagle3_dir(tmp_path)))
+    plain = converse(_engine(target, config, reuse=False), GREEDY)
+    cached = converse(_engine(target, config, reuse=True, pool=112), GREEDY)
+    assert _texts(cached) == _texts(plain) and sum(cached.cached) > 60
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    path = mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=K)
+    config = MTPDecodingConfig(num_nextn_predict_layers=K, use_mtp_vanilla=True)
+    plain = converse(_engine(path, config, reuse=False), GREEDY)
+    cached = converse(_engine(path, config, reuse=True), GREEDY)
+    assert _texts(cached) == _texts(plain) and sum(cached.cached) > 60
+
+
+def test_completions_share_their_prompt(target_dir: Path, drafters: Drafters) -> None:
+    params = SamplingParams(max_tokens=12, n=4, temperature=2.0, seed=1, ignore_eos=True)
+    texts = []
+    for reuse in (False, True):
+        llm = _engine(target_dir, config_of("eagle3", K, drafters), reuse=reuse)
+        output = llm.generate(list(range(3, 40)), params)
+        texts.append([completion.token_ids for completion in output.outputs])
+    assert texts[0] == texts[1]
+
+
+def test_the_same_prompt_again_is_fast(tmp_path: Path) -> None:
+    """A wide model, so that a prompt's pass is the device's time and not the host's."""
+    target = tiny_model_dir(
+        tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8,
+        num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=8192,
+    )  # fmt: skip
+    llm = LLM(target, device="cuda", dtype="bfloat16", max_batch_size=1, max_seq_len=8192)
+    times: list[list[float]] = [[], []]
+    for number in range(4):
+        prompt = [(number * 31 + 7 * i) % 97 for i in range(8000)]
+        for turn in range(2):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            (request,) = Watched(llm).run([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+            if number:  # the first compiles and captures
+                times[turn].append(time.perf_counter() - started)
+            assert request.cached_tokens == (7999 if turn else 0)
+    assert min(times[1]) < 0.5 * min(times[0])
