@@ -71,7 +71,7 @@ def steady(llm: LLM, batch: int, args: argparse.Namespace, guided: dict[str, Any
 def host_part(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
     """Returns microseconds of the host's work for a step of `batch` requests."""
     params = GuidedDecodingParams(json=SCHEMA)
-    grammars = [compiler.compile(params, [1], []).result() for _ in range(batch)]
+    grammars = [compiler.compile(params, [1], []).future.result() for _ in range(batch)]
     tokens = compiler.tokenizer.convert_tokens_to_ids(list('{"name": "ab'))
     for grammar in grammars:
         grammar.follow(tokens)

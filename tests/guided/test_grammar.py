@@ -25,7 +25,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 def make(compiler: GrammarCompiler, params: GuidedDecodingParams, prompt: Any = ()) -> Grammar:
-    return compiler.compile(params, [EOS], prompt).result(30)
+    return compiler.compile(params, [EOS], prompt).future.result(30)
 
 
 def tokens_of(masks: Masks | torch.Tensor) -> list[list[int]]:
@@ -77,7 +77,7 @@ def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> Non
         assert grammar.is_complete == (EOS in output)
 
 
-def test_rewinding(compiler: GrammarCompiler) -> None:
+def test_restarting(compiler: GrammarCompiler) -> None:
     texts = token_texts()
     params = GuidedDecodingParams(regex="[cd]{2,9}", reasoning_end=[10, 11])
     grammar, masks = make(compiler, params), new_masks(1)
@@ -89,7 +89,8 @@ def test_rewinding(compiler: GrammarCompiler) -> None:
         grammar.follow([token])
     assert grammar.is_complete
     for length in (7, 6, 4, 3, 2, 0):
-        grammar.rewind(length)
+        grammar.go_ahead(3)
+        grammar.restart(output[:length])
         grammar.fill(masks, 0, [])
         assert tokens_of(masks)[0] == rows[length]
         grammar.follow(output[length:])

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from guided import of_choice, save_tokenizer
+from guided import EOS, VOCAB, of_choice, save_tokenizer, token_texts
+from interrupts import RaiseAtLine
 from matrix import config_of, cpu_engine, make_drafters
 from tiny import tiny_model_dir
 
-from trtspec import LLM, EagleDecodingConfig, GuidedDecodingParams, SamplingParams
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    GuidedDecodingParams,
+    SamplingParams,
+    UserProvidedDecodingConfig,
+)
 from trtspec.errors import RequestError
 from trtspec.executor import guide
 from trtspec.guided.compiler import GrammarCompiler
@@ -81,7 +92,10 @@ def test_min_tokens_is_refused() -> None:
         ({"json": {"type": "nosuch"}}, "json cannot be compiled .*nosuch"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json cannot be compiled"),
         ({"json": {"not": {"type": "integer"}}}, '"not" at #'),
-        ({"structural_tag": "{"}, "structural_tag cannot be compiled"),
+        ({"structural_tag": "{"}, "structural_tag is not JSON"),
+        ({"structural_tag": {"type": "nosuch"}}, "structural_tag cannot be compiled"),
+        ({"regex": "a$b"}, '"." in its middle'),
+        ({"regex": "(?=a)b"}, "would be passed over"),
     ],
 )
 def test_a_wrong_grammar_ends_its_request_alone(
@@ -99,22 +113,20 @@ def test_a_wrong_grammar_ends_its_request_alone(
 def test_a_grammar_that_raises_ends_its_request_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = Grammar.fill
+    fill, victims = Grammar.fill, []
 
     def raising(self: Grammar, masks: Any, first: int, drafts: Any) -> None:
-        if len(self.tokens) >= 4 and self.end_ids == frozenset({2, 90}):
+        if len(self.tokens) >= 4 and victims in ([], [self]):
+            victims[:] = [self]
             raise ValueError("broken on purpose")
         fill(self, masks, first, drafts)
 
     monkeypatch.setattr(Grammar, "fill", raising)
-    marked = GuidedDecodingParams(regex="[cdef]{40}")
-    params = [
-        SamplingParams(max_tokens=20, guided_decoding=marked, stop_token_ids=[90]),
-        SamplingParams(max_tokens=20, guided_decoding=marked),
-    ]
-    broken, right = llm.generate([PROMPT] * 2, params)
+    params = guided(max_tokens=20, regex="[cdef]{40}")
+    broken, right = sorted(llm.generate([PROMPT] * 2, params), key=lambda o: o.error is None)
     assert broken.outputs[0].finish_reason == "error" and "broken on purpose" in broken.error
     assert right.error is None and len(right.outputs[0].token_ids) == 20
+    assert set(broken.outputs[0].text) <= set("cdef"), "no token that was chosen freely"
 
 
 def test_contradicting_parameters_end_the_request(llm: LLM) -> None:
@@ -216,3 +228,157 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     entries = llm.generate(PROMPT, params).outputs[0].logprobs
     ranks = [next(iter(entry.values())).rank for entry in entries]
     assert max(ranks) > 1, "a masked distribution would have rank 1 alone"
+
+
+class Proposes:
+    """A drafter of the same tokens at every step."""
+
+    def __init__(self, *tokens: int):
+        self.tokens = list(tokens)
+
+    def draft(self, request_id: int, token_ids: Any, max_draft_len: int) -> list[int]:
+        return self.tokens
+
+
+def proposing(*tokens: int) -> UserProvidedDecodingConfig:
+    return UserProvidedDecodingConfig(
+        max_draft_len=3, drafter=Proposes(*tokens), acceptance="strict"
+    )
+
+
+def test_nothing_follows_the_end_that_a_drafter_proposed(target: Path) -> None:
+    """The row after it chooses any token, which is no output."""
+    params = [
+        SamplingParams(
+            max_tokens=40,
+            ignore_eos=True,
+            temperature=4.0,
+            seed=seed,
+            guided_decoding=GuidedDecodingParams(regex="[cdef]{2,40}"),
+            logprobs=1,
+        )
+        for seed in range(20)
+    ]
+    outputs = []
+    for config in (
+        None,
+        proposing(EOS),
+    ):
+        with cpu_engine(target, config) as llm:
+            done = [output.outputs[0] for output in llm.generate([PROMPT] * 20, params)]
+            outputs.append([one.token_ids for one in done])
+            assert all(len(one.logprobs) == len(one.token_ids) for one in done)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_dead_end_behind_a_rejected_draft_is_no_error(target: Path) -> None:
+    """After "ec" the grammar wants "d", which is banned; the target chooses "ea"."""
+    texts = token_texts()
+    params = SamplingParams(
+        guided_decoding=GuidedDecodingParams(choice=["eab", "ecd"]),
+        bad_token_ids=[texts.index("d")],
+        logit_bias={texts.index("a"): 50.0},
+    )
+    for config in (
+        None,
+        proposing(texts.index("c")),
+    ):
+        with cpu_engine(target, config) as llm:
+            output = llm.generate(PROMPT, params)
+        assert output.error is None and output.outputs[0].text == "eab"
+
+
+def test_an_interrupt_anywhere_in_a_grammar(llm: LLM) -> None:
+    """At every line of `guided/grammar.py`: the output is the same afterwards."""
+    params = guided(max_tokens=14, regex="([cdef]|ab|xy){40}")
+    executor = llm.executor
+    expected = executor.enqueue(PROMPT, params)
+    executor.run_until_done()
+    with RaiseAtLine(None, KeyboardInterrupt) as trace:
+        executor.enqueue(PROMPT, params)
+        executor.run_until_done()
+    lines = [place for place in trace.seen if place[0].endswith("grammar.py")]
+    assert len(lines) > 25
+    for place in lines:
+        request = executor.enqueue(PROMPT, params)
+        with suppress(KeyboardInterrupt), RaiseAtLine(place, KeyboardInterrupt):
+            executor.run_until_done()
+        executor.run_until_done()
+        assert request.error is None, (place, request.error)
+        assert request.output_token_ids == expected.output_token_ids, place
+
+
+def test_a_slow_grammar_ends_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = Grammar.fill
+
+    def slow(self: Grammar, masks: Any, first: int, drafts: Any) -> None:
+        time.sleep(0.1 if len(self.tokens) > 3 else 0)
+        fill(self, masks, first, drafts)
+
+    monkeypatch.setattr(guide, "MASK_SECONDS", 0.05)
+    monkeypatch.setattr(Grammar, "fill", slow)
+    output = llm.generate(PROMPT, guided(max_tokens=20, regex="[cdef]{40}"))
+    assert output.outputs[0].finish_reason == "error" and "masks of a step" in output.error
+
+
+def test_a_start_that_fails_leaves_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: GrammarCompiler) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(GrammarCompiler, "add_thread", failing)
+    with pytest.raises(RuntimeError, match="new thread"):
+        llm.generate(PROMPT, guided(choice=["abc"]))
+    assert not llm.executor.has_work
+
+
+def test_grammars_that_wait_for_a_thread_have_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of compiling, not of waiting; cancelled ones are not compiled."""
+    compiled, started = GrammarCompiler._compiled, []
+
+    def slow(self: GrammarCompiler, params: GuidedDecodingParams) -> Any:
+        started.append(params)
+        time.sleep(0.15)
+        return compiled(self, params)
+
+    monkeypatch.setattr(guide, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+    executor = llm.executor
+    requests = [executor.enqueue(PROMPT, guided(choice=["abc"])) for _ in range(12)]
+    for request in requests[8:]:
+        executor.cancel(request.request_id)
+    executor.run_until_done()
+    assert [request.finish_reason for request in requests[:8]] == ["stop"] * 8
+    assert len(started) < 12 and not executor.guide.compiling
+
+
+def test_an_engine_is_gone_after_a_grammar(target: Path, config: EagleDecodingConfig) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        llm = cpu_engine(target, config)
+        llm.generate(PROMPT, guided(regex="[cdef]{8}"))
+        ref = weakref.ref(llm.executor)
+        del llm
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("marker", [[VOCAB], [EOS], [10, EOS]])
+def test_a_marker_that_cannot_come_is_refused(llm: LLM, marker: list[int]) -> None:
+    with pytest.raises(RequestError, match=f"reasoning_end has token {marker[-1]}"):
+        llm.generate(PROMPT, guided(choice=["abc"], reasoning_end=marker))
+
+
+def test_a_stop_token_that_is_text_ends_the_output(llm: LLM) -> None:
+    texts = token_texts()
+    params = SamplingParams(
+        max_tokens=30,
+        stop_token_ids=[texts.index("d")],
+        logit_bias={texts.index("d"): 50.0},
+        guided_decoding=GuidedDecodingParams(regex="c[cdef]{10}"),
+    )
+    output = llm.generate(PROMPT, params).outputs[0]
+    assert output.text == "cd" and output.finish_reason == "stop"

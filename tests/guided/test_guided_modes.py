@@ -74,13 +74,14 @@ def params_of(language: Language | None, marker: tuple[int, ...], **others: Any)
 
 @pytest.fixture
 def outputs_of(target: Path, cases: list[Case]) -> Iterator[Any]:
-    def run(config: Any, **options: Any) -> list[list[int]]:
-        with cpu_engine(target, config, **options) as llm:
+    def run(config: Any, pool: int | None, **options: Any) -> list[list[int]]:
+        with cpu_engine(target, config, pool=pool, **options) as llm:
             outputs = llm.generate(
                 [prompt for prompt, _, _ in cases],
                 [params_of(language, marker) for _, language, marker in cases],
             )
             assert not [output.error for output in outputs if output.error]
+            assert pool is None or llm.stats().num_preemptions > 0
             return [output.outputs[0].token_ids for output in outputs]
 
     yield run

@@ -14,7 +14,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.executor.request import Request
 
 PACKAGE = Path(trtspec.__file__).parent
-WINDOW = ("executor", "state")
+WINDOW = ("executor", "state", "guided")
 """Packages whose lines are the window between a step's launch and its end."""
 
 

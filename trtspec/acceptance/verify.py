@@ -28,7 +28,7 @@ from ..metadata.step import StepNeeds, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
-from .guided import mask_target
+from .guided import mask_target, revive_rows
 from .rule import Candidates, Judged
 from .rules import rule_of
 from .target import sample_target_tokens
@@ -124,6 +124,8 @@ class Verification(nn.Module):
             candidates.step.require(self.step_needs)
             if candidates.step.logits_state is not None:
                 shaped = _shaped(candidates, candidates.step.logits_state)
+                if guided is not None:
+                    shaped = revive_rows(shaped, num_contexts, drafts.shape[1])
                 candidates = replace(candidates, logits=shaped)
             if sharded is None:
                 accepted = self._judge(candidates, spec_metadata)

@@ -68,7 +68,8 @@ class GuidedDecodingParams:
             if text is None:
                 continue
             if not isinstance(text, str) or not text:
-                _refuse(name, text, "text that is not empty")
+                is_json = name in ("json", "structural_tag")
+                _refuse(name, text, "a dict or JSON text" if is_json else "text, not empty")
             if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
                 raise RequestError(
                     f"GuidedDecodingParams.{name} has {len(text)} characters: at most "
@@ -77,7 +78,8 @@ class GuidedDecodingParams:
         self._check_reasoning_end()
 
     def _check_choice(self) -> None:
-        choice = () if isinstance(self.choice, str) else tuple(self.choice or ())
+        given = self.choice if isinstance(self.choice, list | tuple) else ()
+        choice = tuple(given)
         if not 0 < len(choice) <= MAX_CHOICES or not all(isinstance(c, str) and c for c in choice):
             _refuse("choice", self.choice, f"a list of 1 … {MAX_CHOICES} texts, none empty")
         object.__setattr__(self, "choice", choice)
@@ -86,7 +88,7 @@ class GuidedDecodingParams:
         marker = self.reasoning_end
         if marker is None or (isinstance(marker, str) and marker):
             return
-        ids = () if isinstance(marker, str | bytes) else tuple(marker)
+        ids = tuple(marker) if isinstance(marker, list | tuple) else ()
         if not 0 < len(ids) <= MAX_MARKER_TOKENS or not all(is_int(i, 0) for i in ids):
             allowed = f"text, or a list of 1 … {MAX_MARKER_TOKENS} token ids"
             _refuse("reasoning_end", marker, allowed)

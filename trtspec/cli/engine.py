@@ -186,9 +186,10 @@ def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:
         "grammar": None if options.grammar is None else _read(options.grammar),
         "regex": options.regex,
         "choice": options.choice or None,
-        "json_object": options.json_object,
+        "json_object": options.json_object or None,
     }
-    return GuidedDecodingParams(**given) if any(given.values()) else None
+    given = {name: value for name, value in given.items() if value is not None}
+    return GuidedDecodingParams(**given) if given else None
 
 
 def _read(path: Path) -> str:

@@ -56,7 +56,7 @@ class RequestBook:
             if chunk.is_first:
                 try:
                     if chunk.request.grammar is not None:
-                        chunk.request.grammar.rewind(len(chunk.request.output_token_ids))
+                        chunk.request.grammar.restart(chunk.request.output_token_ids)
                     runner.admit(chunk.request)
                 except RankError:  # the engine's end, not the request's
                     raise
@@ -145,11 +145,8 @@ class RequestBook:
         )
 
     def end_by_grammar(self, request: Request, guided: GuidedBatch) -> None:
-        """Ends a request whose grammar ended, or failed, with the tokens of this step."""
-        error = guided.error.get(request.request_id)
-        if error is not None:
-            self.fail(request, error)
-        elif guided.is_complete.get(request.request_id):
+        """Ends a request whose grammar ended with the tokens of this step."""
+        if guided.is_complete.get(request.request_id):
             self.finish(request, "stop")
 
     def take_finished(self) -> list[Request]:

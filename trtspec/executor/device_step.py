@@ -42,7 +42,7 @@ class DeviceStep:
             draft_len: drafts to propose for the next step.
         """
         tensors = assemble(inputs, self.state, self.kv_cache, self.shape, draft_len)
-        return forward_step(
+        outputs = forward_step(
             self.target,
             self.worker,
             self.draft_model,
@@ -51,12 +51,16 @@ class DeviceStep:
             mode=self.shape.mode,
             num_logprobs=inputs.num_logprobs,
         )
+        if outputs.draft_inputs is None:
+            self.worker.forget_step()
+        return outputs
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:
         """Runs the passes that follow the step in modes EAGLE3 and MTP_EAGLE, one per item."""
         if outputs.draft_inputs is not None:
             yield from draft_in_passes(self.worker, outputs.draft_inputs, self.state)
+            self.worker.forget_step()
 
     def release_memory(self) -> None:
         """Frees models and slots, for good. Nothing may be in flight."""

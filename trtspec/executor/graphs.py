@@ -232,7 +232,7 @@ class CudaGraphs:
         inputs = replace(self._step_inputs(key), is_cuda_graph=True)
         if key.is_guided:
             assert self.masks is not None
-            inputs = replace(inputs, guided=self.masks.step(self._reach))
+            inputs = replace(inputs, guided=self.masks.step(self._reach, key.draft_len))
         return self.step.run(inputs, key.draft_len)
 
     def _step_inputs(self, key: GraphKey) -> StepInputs:

@@ -13,28 +13,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
-from ..guided.compiler import GrammarCompiler
-from ..guided.grammar import OPEN, Grammar
+from ..guided.compiler import Compilation, GrammarCompiler
+from ..guided.grammar import OPEN
 from ..metadata.guided import DraftPoint, Point, VerifyPoint
 from ..models.config import DecoderConfig
 from .admission import end_ids
 from .guided_masks import GuidedMasks
 from .request import Request, ScheduledBatch
 
+if TYPE_CHECKING:
+    from .results import RequestResult
+
 logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 60.0
 """A grammar that takes longer ends its request with an error."""
 POLL_SECONDS = 0.05
+MASK_SECONDS = 1.0
+"""A grammar that takes longer for a step's masks ends its request with an error: others wait."""
 
 
 class Tokens(NamedTuple):
@@ -43,12 +48,6 @@ class Tokens(NamedTuple):
     tokens: list[list[int]]  # [B, K+1], -1 past the length
     lens: list[int]
     drafts: list[list[int]]  # [B, K] for the next step
-
-
-class _Compiling(NamedTuple):
-    request: Request
-    future: Future[Grammar]
-    deadline: float
 
 
 class Guide:
@@ -61,7 +60,7 @@ class Guide:
 
     def __init__(self, model: DecoderConfig, skips_wrong_tokens: bool):
         self.model, self.skips_wrong_tokens = model, skips_wrong_tokens
-        self.compiling: dict[int, _Compiling] = {}
+        self.compiling: dict[int, tuple[Request, Compilation]] = {}
         self._tokenizer: Any = None
         self._compiler: GrammarCompiler | None = None
 
@@ -95,12 +94,11 @@ class Guide:
         """Starts to compile a request's grammar."""
         params = request.sampling_params
         assert params.guided_decoding is not None
-        ends = {*end_ids(params, self.model), *self.model.eos_token_ids}
-        future = self.compiler.compile(
+        ends = self.compiler.ends_of(end_ids(params, self.model))
+        compilation = self.compiler.compile(
             params.guided_decoding, sorted(ends), request.prompt_token_ids
         )
-        deadline = time.monotonic() + COMPILE_SECONDS
-        self.compiling[request.request_id] = _Compiling(request, future, deadline)
+        self.compiling[request.request_id] = request, compilation
 
     def compiled(self, waits: bool) -> Iterable[tuple[Request, str | None]]:
         """Yields requests whose grammar is compiled, and why it failed if it did.
@@ -108,15 +106,19 @@ class Guide:
         Args:
             waits: there is nothing else to do.
         """
+        for request_id, (request, compilation) in list(self.compiling.items()):
+            if request.is_finished:  # cancelled meanwhile
+                compilation.future.cancel()
+                del self.compiling[request_id]
         if waits and self.compiling:
-            futures = [entry.future for entry in self.compiling.values()]
+            futures = [compilation.future for _, compilation in self.compiling.values()]
             wait(futures, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-        for request_id, (request, future, deadline) in list(self.compiling.items()):
-            error = None
+        for request_id, (request, compilation) in list(self.compiling.items()):
+            error, future = None, compilation.future
             if not future.done():
-                if time.monotonic() < deadline:
+                if compilation.seconds < COMPILE_SECONDS:
                     continue
-                self.compiler.add_thread()
+                compilation.give_up()
                 error = f"its grammar took more than {COMPILE_SECONDS:.0f} s to compile"
             elif (raised := future.exception()) is not None:
                 error = str(raised)
@@ -125,6 +127,11 @@ class Guide:
                 request.grammar.skips_wrong_tokens = self.skips_wrong_tokens
             yield request, error
             self.compiling.pop(request_id, None)
+
+    def close(self) -> None:
+        """Forgets tokenizer and grammars."""
+        self.set_tokenizer(None)
+        self.compiling.clear()
 
 
 @dataclass(eq=False)
@@ -144,7 +151,10 @@ class GuidedBatch:
     is_complete: dict[int, bool] = field(default_factory=dict)
     """By request id: whether the grammar ended with this step's tokens."""
     error: dict[int, str] = field(default_factory=dict)
-    """By request id: why its grammar failed at this step's tokens."""
+    """By request id: why its grammar failed in this step."""
+    num_taken: dict[int, int] = field(default_factory=dict)
+    """By request id: this step's tokens up to the grammar's end."""
+    is_read: bool = False
     _is_followed: bool = False
 
     def __post_init__(self) -> None:
@@ -162,9 +172,18 @@ class GuidedBatch:
 
     def read(self, read_back: Tokens) -> None:
         """Follows what the step accepted, and keeps the drafts of the next one."""
+        self.is_read = True
         self._follow(read_back.tokens, read_back.lens)
         for request, drafts in zip(self.batch.requests, read_back.drafts, strict=True):
             request.next_drafts = drafts
+
+    def cut(self, result: RequestResult) -> RequestResult:
+        """Returns a result without tokens after the grammar's end."""
+        count = self.num_taken.get(result.request.request_id, len(result.tokens))
+        if count >= len(result.tokens):
+            return result
+        logprobs = None if result.logprobs is None else result.logprobs[:count]
+        return result._replace(tokens=result.tokens[:count], logprobs=logprobs)
 
     def _follow(self, tokens: Sequence[Sequence[int]], lens: Sequence[int]) -> None:
         if self._is_followed:
@@ -175,7 +194,7 @@ class GuidedBatch:
             if grammar is None or not self.chooses[row]:
                 continue
             with self._blaming(request):
-                grammar.follow(tokens[row][: lens[row]])
+                self.num_taken[request.request_id] = grammar.follow(tokens[row][: lens[row]])
             self.is_complete[request.request_id] = grammar.is_complete
             if grammar.is_broken:
                 new = list(tokens[row][: lens[row]])
@@ -204,6 +223,9 @@ class GuidedBatch:
         requests = self.batch.requests
         if lens is not None:
             self._follow(tokens, lens)
+            for request in requests:  # of prompts read in parts nothing is followed
+                if request.grammar is not None:
+                    request.grammar.come_back()
         else:
             for request, draft in zip(requests, tokens, strict=False):  # a graph may have more rows
                 if request.grammar is not None:
@@ -223,19 +245,26 @@ class GuidedBatch:
 
 
 class _Blame(AbstractContextManager[None]):
-    """Ends one request where its grammar raises; the others go on."""
+    """Ends one request where its grammar raises, or takes too long; the others go on."""
 
     def __init__(self, batch: GuidedBatch, request: Request):
         self.batch, self.request = batch, request
+        self.started = time.monotonic()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
+        seconds = time.monotonic() - self.started
+        if isinstance(error, Exception):
+            logger.exception("The grammar of request %d raised.", self.request.request_id)
+            reason = f"its grammar raised {type(error).__name__}: {error}"
+        elif error is None and seconds > MASK_SECONDS:
+            reason = (
+                f"its grammar took {seconds:.1f} s for the masks of a step, while others wait: "
+                "write it with fewer alternatives that begin alike"
+            )
+        else:
             return False
-        logger.exception("The grammar of request %d raised.", self.request.request_id)
-        grammar = self.request.grammar
-        assert grammar is not None
-        grammar.is_broken = True
-        reason = f"its grammar raised {type(error).__name__}: {error}"
+        assert self.request.grammar is not None
+        self.request.grammar.is_broken = True
         self.batch.error[self.request.request_id] = reason
         return True
 

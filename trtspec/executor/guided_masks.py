@@ -55,12 +55,12 @@ class GuidedMasks:
             num_masked_drafts=max_draft_len,
         )
 
-    def step(self, reach: Callable[[Point], None] | None) -> GuidedStep:
+    def step(self, reach: Callable[[Point], None] | None, draft_len: int) -> GuidedStep:
         """Returns what a step reads. On other ranks than the first the host has no part."""
         return GuidedStep(
             verify_masks=self.verify.device,
             draft_masks=self.draft.device,
-            num_masked_drafts=self.num_masked_drafts,
+            num_masked_drafts=min(self.num_masked_drafts, draft_len),
             reach=reach or _pass_by,
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
@@ -124,8 +125,8 @@ class PyExecutor:
             self.book.add(request)
         else:
             self.guide.check(params)
-            self.book.hold(request)
             self.guide.start(request)
+            self.book.hold(request)
         return request
 
     @property
@@ -197,6 +198,7 @@ class PyExecutor:
             self._is_shut_down = True
             vars(self).pop("_admission", None)  # it holds the target
             self.stop_check = None
+            self.guide.close()
             self.runner.release_memory()
             self._pending.clear()
             if self.device.type == "cuda":
@@ -251,6 +253,7 @@ class PyExecutor:
         self._take_compiled()
         batch = self.book.admit_new(self._schedule(), self.runner)
         self.statistics.add_prefixes(batch)
+        has_work = bool(batch or self._pending)  # else it has waited for a grammar
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
             self._pending.append(self._launch(part, draft_len))
@@ -259,7 +262,8 @@ class PyExecutor:
             self._read(self._pending.popleft())
         self.book.flush_when_idle()
         is_prefill = bool(batch) and not batch.generations
-        self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
+        if has_work:
+            self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
         return self.book.take_finished()
 
     def _start_over(self) -> None:
@@ -336,8 +340,6 @@ class PyExecutor:
         """Schedules requests whose grammar is compiled, and ends those whose is wrong."""
         is_idle = not (self.scheduler.waiting or self.scheduler.running or self._pending)
         for request, error in self.guide.compiled(waits=is_idle):
-            if request.is_finished:  # cancelled meanwhile
-                continue
             if error is not None:
                 self.book.fail(request, error)
             else:
@@ -347,11 +349,16 @@ class PyExecutor:
         """Returns the host's part of a step, which is about to be launched."""
         members = {request.request_id for request in batch.requests}
 
+        # A step in flight must not hold the executor, which holds it.
+        this = weakref.ref(self)
+
         def read_before() -> None:
-            for launched in self._pending:
+            executor = this()
+            assert executor is not None
+            for launched in executor._pending:
                 if any(request.request_id in members for request in launched.batch.requests):
-                    with self.runner.waiting():
-                        self.reader.follow(launched)
+                    with executor.runner.waiting():
+                        executor.reader.follow(launched)
 
         return GuidedBatch(
             batch=batch,
@@ -374,9 +381,14 @@ class PyExecutor:
                 self.scheduler.release_blocks(request)
         num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
         for result in results:
-            if not result.request.is_finished:  # else it stopped while this step ran
+            if result.request.is_finished:  # it stopped while this step ran
+                continue
+            if launched.guided is None or result.request.is_poisoned:
                 self._apply(result, num_rows, is_forced)
-            if launched.guided is not None and not result.request.is_finished:
+            elif (error := launched.guided.error.get(result.request.request_id)) is not None:
+                self.book.fail(result.request, error)
+            else:
+                self._apply(launched.guided.cut(result), num_rows, is_forced)
                 self.book.end_by_grammar(result.request, launched.guided)
         if self.saver is not None:
             self.saver.write_full_shard()

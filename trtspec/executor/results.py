@@ -118,7 +118,7 @@ class StepReader:
 
     def follow(self, launched: LaunchedStep) -> None:
         """Lets the grammars of a step follow its tokens. Waits for the copies."""
-        if launched.guided is None:
+        if launched.guided is None or launched.guided.is_read:
             return
         if launched.ready is not None:
             launched.ready.synchronize()

@@ -194,7 +194,7 @@ class StepRunner:
             plan.batch, self.kv_cache, plan.num_drafts, self.device, worker.num_rewritten_tokens
         )
         if plan.batch.is_guided:
-            inputs = replace(inputs, guided=self.masks.step(plan.reach))
+            inputs = replace(inputs, guided=self.masks.step(plan.reach, plan.draft_len))
         outputs = self.step.run(inputs, plan.draft_len)
         for _ in self.step.draft_passes(outputs):
             pass

@@ -7,21 +7,46 @@ import json
 import queue
 import re
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
-from ..errors import ConfigError, RequestError, shown
+from ..errors import ConfigError, RequestError, TrtspecError, shown
 from .grammar import Grammar, WhiteSpace, Without
-from .schema import find_unenforced
+from .schema import find_in_tag, find_unenforced, find_unread
 
 CACHE_BYTES = 2**28
 """Memory of compiled grammars that is kept for later requests; the oldest go first."""
 NUM_THREADS = 2
 _PLACE = re.compile(r"^\[[^]]*\] \S+: ")
 """Where in XGrammar's source a message comes from."""
+
+
+class _OfVocabulary(NamedTuple):
+    compiler: Any  # XGrammar's
+    white_space: WhiteSpace | None
+
+
+class Compilation:
+    """A grammar that is being compiled."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self.future: Future[Grammar] = Future()
+        self.started: float | None = None  # once a thread has taken it
+        self._compiler = compiler
+
+    @property
+    def seconds(self) -> float:
+        """Since a thread has taken it."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
+
+    def give_up(self) -> None:
+        """Leaves the thread to it, and starts another for those that wait."""
+        self._compiler.add_thread()
 
 
 class GrammarCompiler:
@@ -39,38 +64,50 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]):
         self.xgrammar = _import_xgrammar()
         self.tokenizer, self.vocab_size, self.end_ids = tokenizer, vocab_size, tuple(end_ids)
+        self._special = [i for i in tokenizer.all_special_ids if i < vocab_size]
+        self._build = threading.Lock()
+        self._tasks: _Tasks = queue.SimpleQueue()
+        self._num_threads = 0
+        weakref.finalize(self, self._tasks.put, None)
+
+    @cached_property
+    def _of_vocabulary(self) -> _OfVocabulary:
+        """Reads the vocabulary: a second for a large one."""
         try:
-            self._info = self.xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids) or None
+            info = self.xgrammar.TokenizerInfo.from_huggingface(
+                self.tokenizer,
+                vocab_size=self.vocab_size,
+                stop_token_ids=list(self.end_ids) or None,
             )
         except Exception as error:
             raise ConfigError(
                 f"XGrammar cannot read this tokenizer ({type(error).__name__}: {error}): grammars "
                 "need a fast tokenizer of transformers."
             ) from error
-        self._compiler = self.xgrammar.GrammarCompiler(
-            self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES
-        )
-        self._tasks: _Tasks = queue.SimpleQueue()
-        self._num_threads = 0
-        weakref.finalize(self, self._tasks.put, None)
-        # Tokens that no text has. XGrammar would allow their spelling inside a string.
-        special = [i for i in tokenizer.all_special_ids if i < vocab_size and i not in end_ids]
-        self._special = Without.of(special)
-        self._white_space = _white_space(self._info.decoded_vocab)
+        compiler = self.xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        return _OfVocabulary(compiler, _white_space(info.decoded_vocab))
 
     @property
     def num_words(self) -> int:
         """Words of 32 bits in a mask of the vocabulary."""
         return (self.vocab_size + 31) // 32
 
+    def ends_of(self, end_ids: Iterable[int]) -> list[int]:
+        """Returns the tokens that may end a text once its grammar allows it.
+
+        They are the model's, and those of `stop_token_ids` that are special. Others are text, which
+        a grammar allows where it fits; the output then ends there.
+        """
+        special = [token for token in end_ids if token in self._special]
+        return sorted({*self.end_ids, *special})
+
     def compile(
         self, params: GuidedDecodingParams, end_ids: Sequence[int], prompt: Sequence[int]
-    ) -> Future[Grammar]:
+    ) -> Compilation:
         """Starts to compile. The future's exception is a RequestError if the grammar is wrong.
 
         Args:
-            end_ids: tokens that may end this request's output, once the grammar allows it.
+            end_ids: as of `ends_of`.
             prompt: token ids, of which the last may end the reasoning already.
 
         Raises:
@@ -79,9 +116,13 @@ class GrammarCompiler:
         marker = self.marker(params)
         if marker and _ends_with(self.tokenizer, prompt, marker):
             marker = ()
-        future: Future[Grammar] = Future()
+        compilation = Compilation(self)
 
         def task() -> None:
+            future = compilation.future
+            if not future.set_running_or_notify_cancel():
+                return
+            compilation.started = time.monotonic()
             try:
                 future.set_result(self._grammar(params, tuple(end_ids), marker))
             except BaseException as error:  # noqa: BLE001 - it is the future's
@@ -90,11 +131,10 @@ class GrammarCompiler:
         self._tasks.put(task)
         if self._num_threads < NUM_THREADS:
             self.add_thread()
-        return future
+        return compilation
 
     def add_thread(self) -> None:
         """Starts another thread, also in place of one that a grammar keeps for ever."""
-
         # A daemon: a grammar that takes for ever must not keep the process alive.
         arguments = (self._tasks,)
         threading.Thread(target=_work, args=arguments, name="trtspec-grammar", daemon=True).start()
@@ -107,13 +147,20 @@ class GrammarCompiler:
             RequestError: they are no text of a few tokens.
         """
         marker = params.reasoning_end
-        if not isinstance(marker, str):
-            return tuple(marker or ())
-        ids = tuple(self.tokenizer.encode(marker, add_special_tokens=False))
-        if not 0 < len(ids) <= MAX_MARKER_TOKENS:
+        if isinstance(marker, str):
+            ids = tuple(self.tokenizer.encode(marker, add_special_tokens=False))
+        else:
+            ids = tuple(marker or ())
+        if marker is not None and not 0 < len(ids) <= MAX_MARKER_TOKENS:
             raise RequestError(
                 f"GuidedDecodingParams.reasoning_end={shown(marker)} has {len(ids)} tokens: it "
                 f"must have 1 … {MAX_MARKER_TOKENS}."
+            )
+        wrong = [token for token in ids if token >= self.vocab_size or token in self.end_ids]
+        if wrong:
+            raise RequestError(
+                f"GuidedDecodingParams.reasoning_end has token {wrong[0]}, which ends an output or "
+                f"is not in the vocabulary 0 … {self.vocab_size - 1}: it could never come."
             )
         return ids
 
@@ -123,12 +170,13 @@ class GrammarCompiler:
         name = f"GuidedDecodingParams.{params.kind}"
         try:
             compiled = self._compiled(params)
-        except RequestError:
+        except TrtspecError:
             raise
         except Exception as error:
             reason = _PLACE.sub("", str(error).strip())[:300]
             raise RequestError(f"{name} cannot be compiled ({reason}): correct it.") from error
         ends = [token for token in end_ids if token < self.vocab_size]
+        never = [token for token in self._special if token not in ends]
         is_json = params.kind in ("json", "json_object")
         may_be_special = params.kind in ("grammar", "structural_tag")
         grammar = Grammar(
@@ -139,24 +187,27 @@ class GrammarCompiler:
             ),
             marker=marker,
             end_ids=frozenset(ends),
-            never=Without((), ()) if may_be_special else self._special,
-            white_space=self._white_space if is_json else None,
+            never=Without.of(() if may_be_special else never),
+            white_space=self._of_vocabulary.white_space if is_json else None,
         )
         if grammar.is_stuck(self.num_words):
             raise RequestError(f"{name} allows no output at all: correct it.")
         return grammar
 
     def _compiled(self, params: GuidedDecodingParams) -> Any:
-        compiler = self._compiler
+        with self._build:
+            compiler = self._of_vocabulary.compiler
         if params.kind in ("json", "json_object"):
             schema = params.json or '{"type": "object", "additionalProperties": true}'
-            _check_schema(schema)
+            _check_schema(schema, "json")
             return compiler.compile_json_schema(schema)
         if params.kind == "regex":
+            _check_regex(params.regex or "", "GuidedDecodingParams.regex")
             return compiler.compile_regex(params.regex)
         if params.kind == "grammar":
             return compiler.compile_grammar(params.grammar)
         if params.kind == "structural_tag":
+            _check_schema(params.structural_tag, "structural_tag", is_tag=True)
             return compiler.compile_structural_tag(params.structural_tag)
         texts = " | ".join(_quoted(choice) for choice in params.choice or ())
         return compiler.compile_grammar(f"root ::= {texts}")
@@ -186,27 +237,37 @@ def _import_xgrammar() -> Any:
         ) from error
 
 
-def _check_schema(text: str) -> None:
+def _check_schema(text: str, name: str, is_tag: bool = False) -> None:
     """Raises RequestError for a schema of which something would be ignored."""
     try:
         schema = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RequestError(f"GuidedDecodingParams.json is not JSON: {error}.") from error
-    try:
-        found = find_unenforced(schema)
+        found = find_in_tag(schema) if is_tag else find_unenforced(schema)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"GuidedDecodingParams.{name} is not JSON: {error}.") from error
     except RecursionError as error:
-        raise RequestError("GuidedDecodingParams.json is nested too deeply.") from error
+        raise RequestError(f"GuidedDecodingParams.{name} is nested too deeply.") from error
     if found is not None:
         raise RequestError(
-            f"GuidedDecodingParams.json has {found}: no grammar can hold it, and it would be "
+            f"GuidedDecodingParams.{name} has {found}: no grammar can hold it, and it would be "
             "ignored. Leave it out, and check the output for it."
         )
+
+
+def _check_regex(text: str, name: str) -> None:
+    """Raises RequestError for what XGrammar would pass over in a regular expression."""
+    found = find_unread(text)
+    if found is not None:
+        raise RequestError(f"{name} has {found}, which would be passed over: leave it out.")
 
 
 def _quoted(text: str) -> str:
     """Returns a literal of the EBNF notation."""
     escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(escapes.get(c, c) for c in text) + '"'
+    return '"' + "".join(escapes.get(c, _escaped(c)) for c in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else f"\\u{ord(character):04x}"
 
 
 def _white_space(texts: Sequence[bytes]) -> WhiteSpace | None:

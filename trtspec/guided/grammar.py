@@ -95,21 +95,26 @@ class Grammar:
         """Whether it has ended: nothing may follow."""
         return self.num_free >= 0 and self.matcher.is_terminated()
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Reads the output's next tokens. After its end, or a token that it does not allow, it
-        reads no more."""
-        self._come_back()
-        for token in tokens:
-            if self.is_broken or self.is_complete:
-                return
-            self.is_broken = not self._step(token) and not self.skips_wrong_tokens
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Reads the output's next tokens, until its end or one that it does not allow.
 
-    def rewind(self, num_tokens: int) -> None:
-        """Returns to the state after the output's first `num_tokens`."""
-        self._come_back()
-        while len(self.tokens) > num_tokens:
-            self._step_back()
-        self.is_broken = False
+        Returns:
+            how many there are up to the end; all if it does not end.
+        """
+        self.come_back()
+        for count, token in enumerate(tokens):
+            if self.is_broken or self.is_complete:
+                return count
+            self.is_broken = not self._step(token) and not self.skips_wrong_tokens
+        return len(tokens)
+
+    def restart(self, tokens: Sequence[int]) -> None:
+        """Begins again after this output. It relies on nothing that an exception may have left half
+        done."""
+        self.matcher.reset()
+        self.tokens, self.num_free = [], -1 if self.marker else 0
+        self.is_broken, self._num_ahead, self._is_off = False, 0, False
+        self.follow(tokens)
 
     def fill(self, masks: Masks, first: int, drafts: Sequence[int]) -> None:
         """Writes what is allowed after the output, and after each draft.
@@ -120,7 +125,7 @@ class Grammar:
         Args:
             masks: [R, W] int32 on the host; rows first … first + len(drafts) are written.
         """
-        self._come_back()
+        self.come_back()
         end = first + 1 + len(drafts)
         if self.is_broken or self.is_complete:
             masks[first:end] = OPEN  # the request has ended: nothing of it is read
@@ -150,7 +155,8 @@ class Grammar:
             self._is_off = True
         self._num_ahead += not self._is_off
 
-    def _come_back(self) -> None:
+    def come_back(self) -> None:
+        """Forgets the drafts that were read ahead."""
         for _ in range(self._num_ahead):
             self._step_back()
         self._num_ahead, self._is_off = 0, False

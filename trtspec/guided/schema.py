@@ -32,6 +32,57 @@ _SINGLE = (
 )
 
 
+_LENGTHS = "minLength", "maxLength"
+_ALONE = {
+    "pattern": _LENGTHS,
+    "format": (*_LENGTHS, "pattern"),
+    "multipleOf": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+"""Keywords beside which XGrammar ignores others."""
+_OF_TYPES = (
+    *(*_LENGTHS, "pattern", "format", "multipleOf", "minItems", "maxItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+)
+
+
+def find_in_tag(tag: Any) -> str | None:
+    """Returns the same of the schemas inside a structural tag."""
+    if isinstance(tag, list):
+        return next((found for child in tag if (found := find_in_tag(child))), None)
+    if not isinstance(tag, dict):
+        return None
+    for name, child in tag.items():
+        is_schema = name in ("schema", "json_schema") and isinstance(child, dict)
+        found = find_unenforced(child) if is_schema else find_in_tag(child)
+        if found is not None:
+            return found
+    return None
+
+
+def find_unread(text: str) -> str | None:
+    """Returns what XGrammar passes over in a regular expression; None if there is nothing.
+
+    Those are anchors that do not stand at its ends, and look-arounds.
+    """
+    in_class, i = False, 0
+    while i < len(text):
+        character = text[i]
+        if character == "\\":
+            if text[i + 1 : i + 2] in ("A", "Z", "z", "b", "B") and not in_class:
+                return f'"{text[i : i + 2]}"'
+            i += 1
+        elif in_class:
+            in_class = character != "]"
+        elif character == "[":
+            in_class = True
+        elif character == "(" and text[i + 1 : i + 3] in ("?=", "?!", "?<"):
+            return f'"{text[i : i + 3]}"'
+        elif (character == "^" and i > 0) or (character == "$" and i < len(text) - 1):
+            return f'"{character}" in its middle'
+        i += 1
+    return None
+
+
 def find_unenforced(schema: Any) -> str | None:
     """Returns what the grammar of a schema would not enforce, and where; None if there is nothing.
 
@@ -59,8 +110,19 @@ def _unenforced(schema: Any, where: str) -> Iterator[str]:
             beside.remove("type")  # beside values that have it, it says nothing new
         if beside:
             yield f'"{beside[0]}" beside "{keyword}" at {where}'
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        yield f'a length beside "pattern" at {where}'
+    for keyword, others in _ALONE.items():
+        beside = [other for other in others if other in schema]
+        if keyword in schema and beside:
+            yield f'"{beside[0]}" beside "{keyword}" at {where}'
+    if "multipleOf" in schema and "number" in str(schema.get("type")):
+        yield f'"multipleOf" of a "number" at {where}'
+    untyped = [keyword for keyword in _OF_TYPES if keyword in schema and "type" not in schema]
+    if untyped:
+        yield f'"{untyped[0]}" without "type" at {where}'
+    if isinstance(schema.get("pattern"), str):
+        unread = find_unread(schema["pattern"])
+        if unread is not None:
+            yield f'{unread} in "pattern" at {where}'
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(required, list):
         unknown = [name for name in required if name not in (properties or {})]

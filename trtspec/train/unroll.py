@@ -77,7 +77,7 @@ def teach(target: Decoder, head: DraftHead, sequences: Sequences) -> Teacher:
     draftable = torch.ones_like(chosen, dtype=torch.bool)
     if kept is not None:
         in_draft = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=ids.device)
-        in_draft[kept] = True
+        in_draft.index_fill_(0, kept, True)  # an assignment would wait for the host
         draftable = in_draft[chosen]
     read = None if head.advances_positions else keys
     return Teacher(hidden, chosen, torch.cat(logits), draftable, read)

@@ -233,6 +233,10 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             step=step,
         )
 
+    def forget_step(self) -> None:
+        """Forgets what `verify` kept for the step's drafts."""
+        self._guided = None
+
     def put_known_tokens(
         self, accepted: Tensor, num_contexts: int, spec_metadata: SpecMetadata
     ) -> None:
