@@ -38,7 +38,7 @@ demo: $(STAMP)  ## Decode the same prompts without and with speculation
 
 # Products of parameters are run by sets that cover all pairs: tests/helpers/matrix.py. Tiny models
 # gain nothing from a second thread, the suite everything from a second process.
-test: $(STAMP)  ## Run the tests that need no GPU, in 8 to 9 minutes on 2 cores
+test: $(STAMP)  ## Run the tests that need no GPU, in 9 to 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD)
 
 test-all: $(STAMP)  ## Run them with whole products, every line interrupted and all statistics

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trtspec import DraftTargetDecodingConfig, GuidedDecodingParams, SamplingParams
 
-PROMPT, TEMPERATURE, LETTERS, COUNT = [5, 17, 33, 88, 41], 5.0, "cdegh", 2000
+PROMPT, TEMPERATURE, LETTERS, COUNT = [5, 17, 33, 88, 41], 5.0, "cdegh", 1000
 
 
 @pytest.fixture(scope="module")
