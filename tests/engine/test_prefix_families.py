@@ -173,5 +173,7 @@ def test_what_a_block_of_an_image_is_known_by() -> None:
     assert [a == b for a, b in zip(contents(changed), plain, strict=True)][:3] == [
         True, False, True,
     ]  # fmt: skip
+    as_image = contents(embeds_prompt(), ((12, 16),)), contents(None, ())
+    assert all(as_image[0][3:4]), "rows that see each other are no text, whatever they hold"
     both_ways = contents(changed, ((2, 8),)), contents(embeds_prompt(), ((2, 8),))
     assert [a == b for a, b in zip(*both_ways, strict=True)][:3] == [False, False, True]

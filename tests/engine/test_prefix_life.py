@@ -371,3 +371,16 @@ def test_changed_weights_need_a_reset(target_dir: Path) -> None:
     expected = plain.generate(prompts, GREEDY)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in expected]
     assert after[0].outputs[0].token_ids != before
+
+
+def test_equal_prompts_do_not_wait_for_one_answer(target_dir: Path) -> None:
+    """With `prefill_batch_size` a prompt that stepped aside would wait for slots."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with cpu_engine(target_dir, None, max_batch_size=4, prefill_batch_size=4) as llm:
+        for _ in range(4):
+            llm.executor.enqueue(list(range(20)), params)
+        steps = 0
+        while llm.executor.has_work:
+            llm.executor.step()
+            steps += 1
+    assert steps < 30

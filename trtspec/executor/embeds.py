@@ -100,7 +100,7 @@ def content_of(request: Request) -> Content:
         last = max([end, *(span[1] for span in spans)])
         begin, finish = (int(torch.searchsorted(places, bound)) for bound in (first, last))
         has_axes = axes is not None and _differ_from_text(prompt, start, end)
-        if begin == finish and not has_axes:
+        if begin == finish and not spans and not has_axes:
             return b""
         digest = blake2b(repr((start, spans)).encode())
         digest.update(places[begin:finish].numpy().tobytes())

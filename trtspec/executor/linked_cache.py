@@ -12,7 +12,7 @@ from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
 from ..state.kv_cache import KVCacheManager
 from ..state.lookup import Sought
-from ..state.prefix import Donors, PrefixChain, PrefixHit
+from ..state.prefix import PrefixChain, PrefixHit
 
 
 class CopiedTables(NamedTuple):
@@ -43,16 +43,18 @@ class LinkedKVCache(KVCacheManager):
         if owner in (None, self.link.world.rank):
             super().zero(group, blocks)
 
-    def copy(self, group: int, source: int, target: int) -> None:
+    def copy(self, group: int, source: int, target: int, num_rows: int) -> None:
         world = self.link.world
         if world.is_leader and world.failure is None:
-            self.link.tell("copy", group, source, target, self.owner)
-        self.copy_own(group, source, target, self.owner)
+            self.link.tell("copy", group, source, target, num_rows, self.owner)
+        self.copy_own(group, source, target, num_rows, self.owner)
 
-    def copy_own(self, group: int, source: int, target: int, owner: int | None) -> None:
+    def copy_own(
+        self, group: int, source: int, target: int, num_rows: int, owner: int | None
+    ) -> None:
         """Copies a block of this rank, if it is its own."""
         if owner in (None, self.link.world.rank):
-            super().copy(group, source, target)
+            super().copy(group, source, target, num_rows)
 
     def copy_of(self, request_id: int) -> CopiedTables:
         """Returns what the other ranks must know of a request's blocks."""
@@ -84,7 +86,7 @@ class OwnedKVCache(LinkedKVCache):
         super().__init__(*arguments, link=link)
         counts = [pool.num_blocks for pool in self._pools]
         self._pools_of = [[BlockPool(n) for n in counts] for _ in range(link.world.size)]
-        self._donors_of = [Donors() for _ in range(link.world.size)]
+        self._donors_of = [self._no_donors() for _ in range(link.world.size)]
         self._owners: dict[int, int] = {}
 
     def owner_of(self, request_id: int) -> int | None:
@@ -151,7 +153,11 @@ class OwnedKVCache(LinkedKVCache):
             hit = super().find(sought)
             if hit.num_tokens > best.num_tokens:
                 best = hit._replace(owner=owner)
-        return best
+        if 2 * best.num_tokens >= sought.limit:
+            return best
+        freest = self._freest()  # else a common beginning would send all requests to one rank
+        self._turn_to(freest)
+        return super().find(sought)._replace(owner=freest)
 
     def fits(self, chain: PrefixChain, hit: PrefixHit, num_tokens: int, spare: int = 0) -> bool:
         self._turn_to(self._freest() if hit.owner is None else hit.owner)

@@ -176,8 +176,8 @@ class Follower:
     def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
         self.kv_cache.zero_own(group, blocks, owner)
 
-    def copy(self, group: int, source: int, target: int, owner: int | None) -> None:
-        self.kv_cache.copy_own(group, source, target, owner)
+    def copy(self, group: int, source: int, target: int, num_rows: int, owner: int | None) -> None:
+        self.kv_cache.copy_own(group, source, target, num_rows, owner)
 
     def start_over(self) -> None:
         self.runner.start_over()

@@ -160,11 +160,12 @@ class Scheduler:
         coming: set[bytes] = set()  # keys of blocks that running prompts are about to compute
         for request in self.running if self.waiting else []:
             if request.state is RequestState.CONTEXT:
-                coming.update(_keys_to_come(request))
+                coming.update(self._keys_to_come(request))
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
             hit = self._find(request)
-            if self._is_coming(request, hit, coming):
+            may_wait = len(self._free_slots) >= self.config.prefill_batch_size  # or it would long
+            if may_wait and self._is_coming(request, hit, coming):
                 later.append(self.waiting.popleft())
                 continue
             chunk = self._start(request, hit, budget)
@@ -174,7 +175,7 @@ class Scheduler:
             self.running.append(request)
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
             chunks.append(chunk)
-            coming.update(_keys_to_come(request))
+            coming.update(self._keys_to_come(request))
             budget -= chunk.end - chunk.start
         self.waiting.extendleft(reversed(later))
         return chunks
@@ -226,6 +227,16 @@ class Scheduler:
             end += 1
         gained = end * self.kv_cache.page_size - hit.num_tokens
         return gained > 0 and 2 * gained >= request.num_context_tokens - hit.num_tokens
+
+    def _keys_to_come(self, request: Request) -> list[bytes]:
+        """Returns the keys of the request's blocks that it will publish."""
+        chain = request.prefix
+        if chain is None or not self.kv_cache.is_current(chain):
+            return []
+        end = len(chain.keys)
+        if chain.max_published is not None:
+            end = chain.max_published // chain.page_size
+        return chain.keys[chain.num_published : end]
 
     def publish(self, request: Request) -> None:
         """Lets other requests find the blocks that no later step of this one writes to."""
@@ -320,8 +331,3 @@ class Scheduler:
         self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot = -1
-
-
-def _keys_to_come(request: Request) -> list[bytes]:
-    """Returns the keys of its blocks that it has not published."""
-    return [] if request.prefix is None else request.prefix.keys[request.prefix.num_published :]

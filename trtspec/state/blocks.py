@@ -166,6 +166,11 @@ class BlockPool:
         """Returns the blocks that are not blank."""
         return sorted(set(range(NUM_RESERVED_BLOCKS, self.num_blocks)) - set(self._blank))
 
+    @property
+    def unclean(self) -> list[int]:
+        """Returns the blocks that may hold anything: those not blank, and those to be zeroed."""
+        return sorted({*self.taken, *self._suspect})
+
     def check(self, expected: dict[int, int]) -> None:
         """Raises KVCacheError unless the blocks are as they should be.
 

@@ -119,7 +119,7 @@ class KVCacheManager:
         self.windows = tuple(spec.window for spec in specs)
         self.reuse = reuse
         self._pools = [BlockPool(count) for count in counts]
-        self._donors = Donors()
+        self._donors = self._no_donors()
         self._epoch = 0  # chains of an earlier one are not published
         self._tables: dict[int, list[list[int]]] = {}
         self._clock = itertools.count(1)
@@ -210,10 +210,13 @@ class KVCacheManager:
     def start_over(self) -> None:
         """Gives back every block, zeroed and without its key, after an exception."""
         for group, pool in enumerate(self._pools):
-            self.zero(group, pool.taken)
+            self.zero(group, pool.unclean)
         self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
-        self._donors = Donors()
+        self._donors = self._no_donors()
         self._tables, self._versions = {}, {}
+
+    def _no_donors(self) -> Donors:
+        return Donors(least=max(1, self.page_size // 4))
 
     def release_memory(self) -> None:
         """Frees the storage, for good."""
@@ -245,7 +248,7 @@ class KVCacheManager:
         """Zeroes blocks that may hold NaN, now or, where they may be read, when they are handed out
         again."""
         pool = self._pools[group]
-        read = [b for b in blocks if pool.has_key(b) or pool.num_holders(b) > 1]
+        read = {b for b in blocks if pool.has_key(b) or pool.num_holders(b) > 1}
         pool.suspect(read)
         self.zero(group, [block for block in blocks if block not in read] if read else blocks)
 
@@ -318,8 +321,9 @@ class KVCacheManager:
         self._versions[request_id] = next(self._clock)
         reserved = self.reserve(request_id, num_tokens)
         assert reserved, "fits() must be asked first"
+        num_rows = hit.num_tokens - hit.num_blocks * self.page_size
         for group, source in enumerate(sources):
-            self.copy(group, source, tables[group][hit.num_blocks])
+            self.copy(group, source, tables[group][hit.num_blocks], num_rows)
             self._pools[group].free([source])
         chain.num_published = hit.num_blocks
 
@@ -350,13 +354,16 @@ class KVCacheManager:
         self._epoch += 1
         for pool in self._pools:
             pool.forget_all()
-        self._donors = Donors()
+        self._donors = self._no_donors()
 
-    def copy(self, group: int, source: int, target: int) -> None:
-        """Copies a block of a group to another, on the device."""
+    def copy(self, group: int, source: int, target: int, num_rows: int) -> None:
+        """Copies the first rows of a block of a group to another, on the device.
+
+        Later rows are another request's, and may hold NaN.
+        """
         kv = self.groups[group]
-        kv.k_cache[:, target].copy_(kv.k_cache[:, source])
-        kv.v_cache[:, target].copy_(kv.v_cache[:, source])
+        kv.k_cache[:, target, :num_rows].copy_(kv.k_cache[:, source, :num_rows])
+        kv.v_cache[:, target, :num_rows].copy_(kv.v_cache[:, source, :num_rows])
 
     @property
     def num_known_blocks(self) -> int:

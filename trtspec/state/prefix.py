@@ -92,9 +92,14 @@ class PrefixChain:
 
 
 class Donors:
-    """Blocks by their parent's key and first token, for requests that share a block's beginning."""
+    """Blocks by their parent's key and first token, for requests that share a block's beginning.
 
-    def __init__(self) -> None:
+    Args:
+        least: tokens that a request must share, or a copy is not worth it.
+    """
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
         self._of: dict[bytes, OrderedDict[bytes, bytes]] = {}  # parent, token -> key -> tokens
         self._place_of: dict[bytes, bytes] = {}  # key -> parent, token
 
@@ -136,7 +141,7 @@ class Donors:
         best: Donor | None = None
         for key, _ in zip(reversed(siblings), range(MAX_COMPARED), strict=False):
             count = _num_shared(siblings[key], packed) - ahead
-            if count > 0 and (best is None or count > best.num_tokens):
+            if count >= self._least and (best is None or count > best.num_tokens):
                 best = Donor(key, count)
         return best
 
