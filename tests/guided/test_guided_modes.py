@@ -125,3 +125,20 @@ def test_the_cases_reach_what_they_are_for(cases: list[Case], expected: list[lis
         text = "".join(texts[i] for i in output[begin:] if i != 2)
         assert language.is_prefix(text)
         assert (output[-1] == 2) == language.is_whole(text) or len(output) == COUNT
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "mtp", "dflash"])
+def test_prompts_found_in_the_prefix_cache(
+    drafters: Drafters,
+    target: Path,
+    cases: list[Case],
+    expected: list[list[int]],
+    mode: str,
+) -> None:
+    """A grammar follows the output alone, however much of the prompt is computed."""
+    params = [params_of(language, marker) for _, language, marker in cases]
+    with cpu_engine(target, config_of(mode, K, drafters), page=4) as llm:
+        for _ in range(2):
+            outputs = llm.generate([prompt for prompt, _, _ in cases], params)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert sum(output.cached_tokens for output in outputs) > 20
