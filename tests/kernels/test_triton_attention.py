@@ -142,17 +142,23 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
-@pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room"), [
-    ((4, 2), 64, None, None, True), ((3, 1), 64, 250, 2.0, True), ((4, 1), 128, None, None, True),
-    ((4, 1), 128, 300, None, True), ((4, 1), 128, 150, None, False), ((2, 1), 96, 40, None, True),
-    ((2, 1), 256, 130, 2.0, True), ((2, 1), 256, None, None, False), ((2, 1), 512, None, 2.0, True),
+@pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room", "parts"), [
+    ((4, 2), 64, None, None, True, 1), ((4, 2), 64, None, None, True, 16),
+    ((3, 1), 64, 250, 2.0, True, 3), ((4, 1), 128, None, None, True, 2),
+    ((4, 1), 128, 300, None, True, 1), ((4, 1), 128, 150, None, False, 3),
+    ((2, 1), 96, 40, None, True, 2), ((2, 1), 256, 130, 2.0, True, 1),
+    ((2, 1), 256, None, None, False, 16), ((2, 1), 512, None, 2.0, True, 1),
 ])  # fmt: skip
 def test_blocks_that_every_row_sees(
     heads: tuple[int, int], dim: int, window: int | None, softcap: float | None, has_room: bool,
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+    parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Long texts, beginnings and later chunks, against fp32; a tile of no rows writes nowhere."""
+    """Long texts, beginnings and later chunks, against fp32; a tile of no rows writes nowhere.
+
+    `parts` is what a tile's keys are cut into.
+    """
     monkeypatch.setattr(triton_paged, "_has_room", lambda _: has_room)
+    monkeypatch.setattr(triton_paged, "_context_parts", lambda _: parts)
     page, spans = 16, [(0, 70), (390, 37), (63, 2), (62, 3), (126, 3), (128, 1)]
     q_heads, kv_heads = heads
     texts = make_pass([s + n for s, n in spans], 1, kv_heads, dim, page, max_seq_len=4096)

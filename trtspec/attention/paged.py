@@ -4,7 +4,8 @@ Generations are split over their keys (`split_kv.py`). All query rows of a reque
 head are one tile.
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
-requests in a pass. The host knows their lengths and says which rows a tile has.
+requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are
+too few for the GPU, as behind a long prefix that was found in the cache, their keys are cut too.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -49,6 +50,8 @@ from .torch_sdpa import TorchAttention
 
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
+MAX_CONTEXT_PARTS = 16  # of a tile's keys
+JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
 
 class TritonAttention(TorchAttention):
@@ -224,6 +227,7 @@ class ContextBlocks(NamedTuple):
     """How a tile of a context is worked on."""
 
     SPLIT: bool  # keys that all rows see are looked at without a mask, in a loop of their own
+    PARTS: int  # that a tile's keys are cut into, at most
     BLOCK_M: int  # pairs of a row and a head
     BLOCK_N: int  # keys
     BLOCK_D: int
@@ -248,19 +252,56 @@ def context_attention(
         block_n, num_warps, split = max(block_n // 2, 16), 8 if block_d <= 128 else 4, False
     elif block_d > 64 and _has_room(q.device):
         block_n, num_warps = (2 * BLOCK_N, 8) if block_d == 128 else (block_n, 4)
-    _context_kernel[(len(tiles), layer.kv_heads)](
+    groups = len(tiles) * layer.kv_heads
+    blocks = ContextBlocks(
+        SPLIT=split,
+        PARTS=_context_parts(groups),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+    )
+    shape = (groups * blocks.PARTS if blocks.PARTS > 1 else 0), block_m
+    parts = Parts(
+        acc=torch.empty((*shape, block_d), dtype=torch.float32, device=q.device),
+        stats=torch.empty((*shape, 2), dtype=torch.float32, device=q.device),
+    )
+    _context_kernel[(len(tiles), layer.kv_heads, blocks.PARTS)](
         queries,
         _cache(cached),
         tables,
         tiles,
+        parts,
         tables.blocks.stride(0),
         tables.blocks.shape[1],
         layer=layer,
-        blocks=ContextBlocks(SPLIT=split, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d),
+        blocks=blocks,
         num_warps=num_warps,
         num_stages=2,
         **dependent_launch(q),
     )
+    if blocks.PARTS > 1:
+        _join_context_kernel[(len(tiles), layer.kv_heads, block_m // JOIN_ROWS)](
+            queries,
+            tables,
+            tiles,
+            parts,
+            layer=layer,
+            blocks=blocks,
+            ROWS=JOIN_ROWS,
+            num_warps=4,
+            **dependent_launch(q),
+        )
+
+
+def _context_parts(groups: int) -> int:
+    """Returns into how many parts the keys of tiles are cut.
+
+    Args:
+        groups: tiles, times KV heads.
+    """
+    if groups >= MULTIPROCESSORS:
+        return 1
+    return min(triton.cdiv(4 * MULTIPROCESSORS, groups), MAX_CONTEXT_PARTS)
 
 
 class Cache(NamedTuple):
@@ -356,45 +397,124 @@ def _context_kernel(
     cache,
     tables,
     tiles,
+    parts,
     table_row,
     table_width,
     layer: tl.constexpr,
     blocks: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of a context's rows, with the query heads of one KV head."""
+    """One tile of a context's rows, with the query heads of one KV head, and a part of its keys."""
     after_previous(PDL)
-    tile, kv_head = tiles + tl.program_id(0) * 3, tl.program_id(1)
-    seq, first_row, rows = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = tl.load(tiles + tile * 3)
     m, d = tl.arange(0, blocks.BLOCK_M), tl.arange(0, blocks.BLOCK_D)
-    row = (first_row + m // layer.per_kv).to(tl.int64)
-    head = kv_head * layer.per_kv + m % layer.per_kv
-    is_row = m // layer.per_kv < rows
+    row, head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
     positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
+    earliest, start, end = _keys_of_tile(positions, is_row, layer, blocks)
+    used, size = _parts_of_tile(start, end, blocks)
+    if part >= used:
+        return
+    start += part * size
+    end = tl.minimum(start + size, end)
     inside = is_row[:, None] & (d[None, :] < layer.dim)
     q = load_heads(queries, row, head, d, inside)
     keys = _keys_of(cache, kv_head, tables.blocks + seq * table_row, table_width)
     scale = queries.scale
     sums = no_sums(blocks.BLOCK_M, blocks.BLOCK_D)
-    end = tl.max(tl.where(is_row, positions, 0), 0) + 1
-    earliest = tl.min(tl.where(is_row, positions, end), 0)
-    start = end * 0
-    if layer.window > 0:
-        start = tl.maximum(earliest - layer.window + 1, 0) // blocks.BLOCK_N * blocks.BLOCK_N
     if blocks.SPLIT:
         # From here on there are keys that some row does not see yet.
         partly = tl.minimum(earliest + 1, end) // blocks.BLOCK_N * blocks.BLOCK_N
         if layer.window > 0:
             # Up to here there are keys that some row does not see any more.
-            clear = tl.cdiv(tl.maximum(end - layer.window, 0), blocks.BLOCK_N) * blocks.BLOCK_N
-            clear = tl.minimum(clear, end)
+            last = tl.max(tl.where(is_row, positions, 0), 0) + 1
+            clear = tl.cdiv(tl.maximum(last - layer.window, 0), blocks.BLOCK_N) * blocks.BLOCK_N
+            clear = tl.maximum(tl.minimum(clear, end), start)
             sums = _sums(sums, q, positions, start, clear, keys, scale, layer, blocks, True)
             start = clear
         sums = _sums(sums, q, positions, start, partly, keys, scale, layer, blocks, False)
         start = tl.maximum(start, partly)
-    _best, total, acc = _sums(sums, q, positions, start, end, keys, scale, layer, blocks, True)
-    acc = acc / tl.where(is_row, total, 1.0)[:, None]
-    store_heads(queries, row, head, d, acc, inside)
+    best, total, acc = _sums(sums, q, positions, start, end, keys, scale, layer, blocks, True)
+    is_whole = True
+    if blocks.PARTS > 1:
+        is_whole = used == 1
+    if is_whole:
+        acc = acc / tl.where(is_row, total, 1.0)[:, None]
+        store_heads(queries, row, head, d, acc, inside)
+    else:
+        index = ((tile * layer.kv_heads + kv_head) * blocks.PARTS + part) * blocks.BLOCK_M + m
+        tl.store(parts.acc + index[:, None] * blocks.BLOCK_D + d[None, :], acc)
+        tl.store(parts.stats + index * 2, best)
+        tl.store(parts.stats + index * 2 + 1, total)
+
+
+@triton.jit
+def _rows_of_tile(tiles, tile, kv_head, m, layer: tl.constexpr):
+    """Returns row, head and whether they exist, of the pairs `m` of a context's tile."""
+    first_row, rows = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    row = (first_row + m // layer.per_kv).to(tl.int64)
+    return row, kv_head * layer.per_kv + m % layer.per_kv, m // layer.per_kv < rows
+
+
+@triton.jit
+def _keys_of_tile(positions, is_row, layer: tl.constexpr, blocks: tl.constexpr):
+    """Returns a tile's first position, and the keys start … end - 1 that its rows see."""
+    end = tl.max(tl.where(is_row, positions, 0), 0) + 1
+    earliest = tl.min(tl.where(is_row, positions, end), 0)
+    start = end * 0
+    if layer.window > 0:
+        start = tl.maximum(earliest - layer.window + 1, 0) // blocks.BLOCK_N * blocks.BLOCK_N
+    return earliest, start, end
+
+
+@triton.jit
+def _parts_of_tile(start, end, blocks: tl.constexpr):
+    """Returns how many parts a tile's keys are cut into, and the keys of a part."""
+    count = tl.cdiv(end - start, blocks.BLOCK_N)
+    size = tl.maximum(tl.cdiv(count, blocks.PARTS), 1)
+    return tl.cdiv(count, size), size * blocks.BLOCK_N
+
+
+@triton.jit
+def _join_context_kernel(
+    queries,
+    tables,
+    tiles,
+    parts,
+    layer: tl.constexpr,
+    blocks: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Joins the parts of ROWS pairs of a row and a head of one tile, where there are several."""
+    after_previous(PDL)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    m, d = tl.arange(0, blocks.BLOCK_M), tl.arange(0, blocks.BLOCK_D)
+    row, _head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
+    positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
+    _earliest, start, end = _keys_of_tile(positions, is_row, layer, blocks)
+    used, _size = _parts_of_tile(start, end, blocks)
+    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row, head, is_row = _rows_of_tile(tiles, tile, kv_head, m, layer)
+    if used == 1:
+        return
+    if tl.sum(is_row.to(tl.int32), 0) == 0:
+        return
+    best, total, acc = no_sums(ROWS, blocks.BLOCK_D)
+    first = (tile * layer.kv_heads + kv_head) * blocks.PARTS
+    for part in range(0, used):
+        index = (first + part) * blocks.BLOCK_M + m
+        part_best = tl.load(parts.stats + index * 2)
+        part_total = tl.load(parts.stats + index * 2 + 1)
+        part_acc = tl.load(parts.acc + index[:, None] * blocks.BLOCK_D + d[None, :])
+        new_best = tl.maximum(best, part_best)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        keep, weight = tl.exp2(best - base), tl.exp2(part_best - base)
+        total = total * keep + part_total * weight
+        acc = acc * keep[:, None] + part_acc * weight[:, None]
+        best = new_best
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    store_heads(queries, row, head, d, acc, is_row[:, None] & (d[None, :] < layer.dim))
 
 
 @triton.jit(do_not_specialize=["table_row", "table_width", "num_seqs"])

@@ -254,6 +254,10 @@ class TrainOptions:
             help="Share of user turns that the target writes too.",
         ),
     ] = 0.4
+    max_turns: Annotated[
+        int,
+        typer.Option("--max-turns", min=2, help="Of a conversation, a quarter has more than one."),
+    ] = 2
     num_layers: Annotated[
         int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
     ] = 1

@@ -250,7 +250,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
         device=options.device,
         dtype=options.dtype,
         max_batch_size=options.max_batch_size,
-        max_seq_len=min(2048, num_positions),
+        max_seq_len=min(max(2048, options.length), num_positions),
         prefill_batch_size=max(1, options.max_batch_size // 8),
         tensor_parallel_size=options.tensor_parallel_size,
     )
@@ -266,7 +266,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
             seed=options.seed,
             prompts=prompts,
             max_tokens=options.max_answer,
-            mix=Mix(self_written=options.self_written),
+            mix=Mix(self_written=options.self_written, max_turns=options.max_turns),
             progress=tell,
         )
     _say(

@@ -19,7 +19,7 @@ from ..config import require_int
 from ..errors import ConfigError
 from ..llm import LLM
 from .data import FORMAT, is_measured, render_chat, special_token_ids, tokenizer_fingerprint
-from .seeds import PASSAGE, draw_follow_up, draw_seed
+from .seeds import LONG, PASSAGE, draw_follow_up, draw_seed
 
 Messages = list[dict[str, str]]
 
@@ -41,16 +41,20 @@ class Mix:
     self_written: of conversations whose user turns the target writes too; the others start from
         templates. Without effect if prompts are given.
     second_turn: of conversations that get a second user turn.
+    max_turns: of a conversation with a second one; how many is drawn from 2 … max_turns.
     greedy: of conversations whose answers are greedy; the others are sampled at `temperature`.
     max_user_tokens, max_passage_tokens: of a user's turn or passage that the target writes.
+    max_long_tokens: of a first answer to a prompt of kind `seeds.LONG`.
     """
 
     self_written: float = 0.4
     second_turn: float = 0.25
+    max_turns: int = 2
     greedy: float = 0.5
     temperature: float = 0.8
     max_user_tokens: int = 160
     max_passage_tokens: int = 224
+    max_long_tokens: int = 1536
 
     def __post_init__(self) -> None:
         for name in ("self_written", "second_turn", "greedy"):
@@ -63,6 +67,8 @@ class Mix:
             )
         require_int(self, "max_user_tokens", 1, None)
         require_int(self, "max_passage_tokens", 1, None)
+        require_int(self, "max_long_tokens", 1, None)
+        require_int(self, "max_turns", 2, None)
 
 
 @dataclass(frozen=True)
@@ -160,22 +166,27 @@ class Job:
         digest = prompt_digest(prompt)
         if digest in self.seen:  # before it costs an answer; checked again when written
             raise Drop("duplicate prompt")
-        wants_more = rng.random() < self.mix.second_turn
-        reply = yield self._ask(rng, prompt, temperature, self.max_tokens)
+        turns = 1
+        if rng.random() < self.mix.second_turn:
+            turns = rng.randint(2, self.mix.max_turns)
+        limit = self.mix.max_long_tokens if kind == LONG else self.max_tokens
+        reply = yield self._ask(rng, prompt, temperature, limit)
         self._check_answer(reply)
         ids = prompt + reply.ids
         line = Line(kind, temperature, ids, _mask(prompt, reply), digest)
-        if not (wants_more and reply.is_ended):
-            return line
-        try:
-            return (yield from self._second_turn(rng, line, messages, self._text(reply)))
-        except Drop:
-            return line  # the first turn is still good training text
+        for _ in range(turns - 1):
+            if not reply.is_ended:
+                break
+            try:
+                line, reply = yield from self._next_turn(rng, line, messages, self._text(reply))
+            except Drop:
+                break  # the turns before are still good training text
+        return line
 
     def _first_turn(self, rng: Random, index: int) -> Generator[Ask, Reply, tuple[str, Messages]]:
         """Returns its kind, and the messages up to the first answer."""
         if self.prompts is not None:
-            return "given", self.prompts[index]
+            return "given", list(self.prompts[index])
         if rng.random() < self.mix.self_written:
             text = yield from self._user_turn(rng, [])
             return "self", [{"role": "user", "content": text}]
@@ -228,11 +239,14 @@ class Job:
             raise Drop("poor passage")
         return text
 
-    def _second_turn(
+    def _next_turn(
         self, rng: Random, line: Line, messages: Messages, answer: str
-    ) -> Generator[Ask, Reply, Line]:
-        """Adds a second turn of user and assistant to the line."""
-        messages = [*messages, {"role": "assistant", "content": answer}]
+    ) -> Generator[Ask, Reply, tuple[Line, Reply]]:
+        """Adds the answer and a further user's turn to the messages.
+
+        Returns the line with that turn and its answer, and the answer.
+        """
+        messages.append({"role": "assistant", "content": answer})
         if line.kind == "self":
             text = yield from self._user_turn(rng, messages)
         else:
@@ -242,17 +256,18 @@ class Job:
         prompt = self._prompt_ids(messages)
         reply = yield self._ask(rng, prompt, line.temperature, self.max_tokens)
         self._check_answer(reply)
-        # A server renders the first answer's text again, which may give other tokens than those
+        # A server renders the answers' texts again, which may give other tokens than those
         # generated. After the first difference they are not what the target wrote.
         common = _common_prefix(line.input_ids, prompt)
         mask = _mask(prompt, reply)
         mask[:common] = line.loss_mask[:common]
-        return replace(
+        longer = replace(
             line,
             input_ids=prompt + reply.ids,
             loss_mask=mask,
-            is_retokenised=common < len(line.input_ids),
+            is_retokenised=line.is_retokenised or common < len(line.input_ids),
         )
+        return longer, reply
 
     def _ask(self, rng: Random, prompt: list[int], temperature: float, max_tokens: int) -> Ask:
         if len(prompt) > self.max_prompt:

@@ -308,6 +308,20 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Is the tone of this text positive, negative or neutral? Quote the words that show it."
         "\n\n{passage}",
     ),
+    "long": (
+        "Write a long and detailed essay about {topic}, with headings.",
+        "Write a {mood} short story in several chapters about {job} in {place}.",
+        "Write a complete tutorial for someone who wants to {task}.",
+        "Explain {topic} in depth, from the basics to open questions.",
+        "Write a detailed plan for {small} weeks of learning about {topic}.",
+        "Write a long dialogue between {job} and {job2} about {topic}.",
+        "Write a travel guide to {place} with a section for each of {small} days.",
+        "Write a {code} program that {does}, then explain every part of it and show its tests.",
+        "Implement {thing} in {code} with all methods one would expect, and document each of them.",
+        "Compare {topic}, {topic2} and {topic3} in a long article.",
+        "Read this text, then write a long continuation of it.\n\n{passage}",
+        "Write a detailed report on this text: its facts, its tone, its gaps.\n\n{passage}",
+    ),
     "passage": (
         "{passage}\n\nWho or what is this text about?",
         "Read the text and answer: why does it matter?\n\n{passage}",
@@ -318,6 +332,9 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Here is a text:\n\n{passage}\n\nWhat would {job} say about it?",
     ),
 }
+
+LONG = "long"
+"""The kind of prompts whose answers may have `Mix.max_long_tokens` tokens."""
 
 # What may stand after a prompt that does not end with a text.
 MANNERS = (
@@ -352,6 +369,7 @@ WEIGHTS = {
     "rewrite": 3,
     "translate": 2,
     "extract": 2,
+    "long": 3,
     "passage": 2,
 }
 
