@@ -2,9 +2,10 @@
 
     python benchmarks/guided_json.py --modes none,ngram,eagle3 --json-file out.json
 
-For each mode it prints how many outputs fit their schema (`jsonschema` says so), how many equal
-those of plain decoding under the same grammars, the acceptance length with drafts masked and
-unmasked, and that of the same prompts without grammars.
+For each mode it prints
+- how many outputs fit their schema, as `jsonschema` says;
+- how many equal those of plain decoding under the same grammars;
+- the acceptance length with drafts masked and unmasked, and without grammars.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class OwnedKVCache(LinkedKVCache):
 
     Each rank has blocks of its own, by the same numbers. To the others a request has null blocks
     alone: they write nothing, and what they attend to is zero. So the ranks' attention adds up to
-    the owner's. A request goes to the rank that has most of its prompt, else to the one with the
-    most free blocks.
+    the owner's. A request goes to the rank that has most of its prompt, if that is half of it or
+    more, else to the one with most free blocks.
     """
 
     has_foreign_requests = True
