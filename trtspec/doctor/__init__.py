@@ -29,7 +29,7 @@ from ..checkpoints.tensors import open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_head
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..train.records import Sequences
@@ -99,11 +99,6 @@ def diagnose(
     diagnosis.problems = report.problems
     if report.problems or report.kind is None:
         return diagnosis
-    if report.config is not None and report.config.selector_rank:
-        raise ConfigError(
-            f"{head_dir} is a DFlash2 head, whose drafts are chosen as a path: the doctor does not "
-            "examine these yet. inspect-head shows what it holds."
-        )
     num_mtp_layers = max(1, min(report.num_mtp_layers, NUM_STEPS))
     head = load_head(
         head_dir,

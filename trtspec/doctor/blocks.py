@@ -1,4 +1,4 @@
-"""The mistakes that DFlash and DSpark heads are known for."""
+"""The mistakes that DFlash, DFlash2 and DSpark heads are known for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
+from ..models.drafters.convolved import BlockConvolution, ConvolvedLayer
 from ..models.drafters.dflash import DFlashHead
 from ..train.new_head import block_rows
 from .captures import capture_trials
@@ -43,6 +44,8 @@ def block_trials(
         *_scales(head, target),
         *_positions(),
         *_biases(head),
+        *_paths(head),
+        *_convolutions(head),
     ]
 
 
@@ -207,3 +210,65 @@ def _biases(head: DFlashHead) -> list[Trial]:
             )
         )
     return trials
+
+
+def _paths(head: DFlashHead) -> list[Trial]:
+    """DFlash2's path, by other tables."""
+    if head.candidate_selector is None:
+        return []
+
+    def swap(head: DFlashHead) -> None:
+        selector = head.candidate_selector
+        assert selector is not None
+        one, other = selector.predecessor_codebook, selector.successor_codebook
+        one.data, other.data = other.data, one.data
+
+    def drop(head: DFlashHead) -> None:
+        assert head.candidate_selector is not None
+        book = head.candidate_selector.predecessor_codebook
+        book.data = torch.zeros_like(book)
+
+    return [
+        Trial(
+            "DFlash2's path has wrong weights: drafts are better without it",
+            "copy the tensors of candidate_selector again from the head's source",
+            drop,
+        ),
+        Trial(
+            "DFlash2's codebooks are swapped",
+            "swap the tensors candidate_selector.predecessor_codebook and .successor_codebook",
+            swap,
+        ),
+    ]
+
+
+def _convolutions(head: DFlashHead) -> list[Trial]:
+    """DFlash2's convolutions, of kernels in another order: [before or behind, taps, channels]."""
+    if not isinstance(head.layers[0], ConvolvedLayer):
+        return []
+
+    def turned(dim: int) -> Change:
+        def change(head: DFlashHead) -> None:
+            for convolution in head.modules():
+                if isinstance(convolution, BlockConvolution):
+                    _turn(convolution, dim)
+
+        return change
+
+    return [
+        Trial(
+            f"DFlash2's convolutions have their {what} in the wrong order",
+            f"reverse dimension {dim} of every base_kernel, and of kernel_projection.weight where "
+            "its rows are viewed as [2, taps, groups]",
+            turned(dim),
+        )
+        for dim, what in ((0, "kernels before and behind"), (1, "taps"))
+    ]
+
+
+def _turn(convolution: BlockConvolution, dim: int) -> None:
+    kernel, projection = convolution.base_kernel, convolution.kernel_projection.weight
+    assert projection is not None
+    kernel.data = kernel.data.flip(dim)
+    rows = projection.data.view(*convolution.shape, -1)
+    projection.data = rows.flip(dim).reshape(projection.shape)

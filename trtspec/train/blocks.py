@@ -3,7 +3,8 @@
 An anchor is a row whose token is the last one known. Row 0 of its block reads that token, row j the
 mask token, at the j-th position after it. Step s is what the block proposes for the token s + 1
 places after the anchor; the target's choice there is its logits s places after it. DSpark's bias
-reads the text's own token before the one proposed: what was drafted, where that was right.
+and DFlash2's path read the text's own token before the one proposed: what was drafted, where that
+was right.
 
 Every anchor has a row in every step. Rows that nothing judges are marked, not left out, so the host
 need not know how many there are.
@@ -94,9 +95,9 @@ def unroll_blocks(
             _, state = markov.features(ids[..., 0].flatten(), by_place[:, 0], state)
     for step in range(num_steps):
         of_step = by_place[:, min(first + step, block - 1)]
+        before = sequences.input_ids.gather(1, (places + step).clamp_max(length - 1)).flatten()
         if markov is not None:
-            before = sequences.input_ids.gather(1, (places + step).clamp_max(length - 1))
-            features, state = markov.features(before.flatten(), of_step, state)
+            features, state = markov.features(before, of_step, state)
         yield DraftStep(
             step=step,
             hidden=of_step,
@@ -105,4 +106,5 @@ def unroll_blocks(
             teacher_rows=(rows + step).clamp_max(sequences.input_ids.numel() - 1),
             drafted_from=rows,
             features=features,
+            before=before if head.candidate_selector is not None else None,
         )

@@ -24,6 +24,7 @@ from ..models.drafters.base import DraftHead
 from ..models.drafters.clustered_head import ClusteredHead
 from ..models.drafters.dflash import DFlashHead
 from ..ops.tokens.soft_cross_entropy import ROWS, Judgement, Product, linear_loss
+from ..ops.tokens.walk import walk_candidates
 from .records import DraftStep, Teacher
 
 CLUSTERED_ROWS = 64
@@ -132,22 +133,27 @@ def score(
         loss, proposals = total / counts.sum().clamp_min(1), found.best
     else:
         is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
-        at_once = CLUSTERED_ROWS if is_clustered else ROWS
-        biases = [None] * len(hidden) if features is None else features.split(at_once)
         parts = [
-            _logits(head, x, bias, step.step).argmax(-1)
-            for x, bias in zip(hidden.split(at_once), biases, strict=False)
+            _proposals(head, step, some)
+            for some in rows.split(CLUSTERED_ROWS if is_clustered else ROWS)
         ]
         proposals = torch.cat(parts)
     return _scored(head, step, teacher, proposals, loss)
 
 
-def _logits(head: DraftHead, hidden: Tensor, features: Tensor | None, step: int) -> Tensor:
-    own = head.compute_logits(hidden, step)
-    if features is not None:
+def _proposals(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
+    """Returns what some of a step's rows propose, [R], in the head's vocabulary."""
+    hidden = step.hidden[rows]
+    logits = head.compute_logits(hidden, step.step)
+    if step.features is not None:
         assert isinstance(head, DFlashHead) and head.markov_head is not None
-        own = own + head.markov_head.bias(features)  # type: ignore[operator]
-    return whole(own)
+        logits = logits + head.markov_head.bias(step.features[rows])  # type: ignore[operator]
+    if step.before is None:
+        return whole(logits).argmax(-1)
+    assert isinstance(head, DFlashHead) and head.candidate_selector is not None
+    selector = head.candidate_selector
+    candidates = selector.candidates(logits, hidden, len(hidden))
+    return walk_candidates(candidates, step.before[rows], selector.books)[0].to(torch.int64)
 
 
 def _products(head: DraftHead, hidden: Tensor, features: Tensor | None, step: int) -> list[Product]:
