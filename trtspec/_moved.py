@@ -21,6 +21,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "cache.blocks": ("state.blocks",),
     "cache.manager": ("state.kv_cache",),
     "cache.slots": ("state.slots",),
+    "checkpoints.fp8": ("checkpoints.dequantized", "checkpoints.quantization"),
     "executor.drafting": ("executor.draft_passes", "executor.host_drafts"),
     "executor.mask_token": ("executor.drafters",),
     "executor.parallel": ("executor.drafters",),
@@ -41,7 +42,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "models.families.moe": ("checkpoints.families.moe",),
     "models.families.step": ("checkpoints.families.step",),
     "models.files": ("checkpoints.files",),
-    "models.fp8": ("checkpoints.fp8",),
+    "models.fp8": ("checkpoints.dequantized", "checkpoints.quantization"),
     "models.gemma_assistant": (
         "models.drafters.gemma_assistant",
         "checkpoints.heads.gemma_assistant",

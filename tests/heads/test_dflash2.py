@@ -28,8 +28,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.distributed.logits import ShardedLogits, top_tokens
-from trtspec.doctor import diagnose
-from trtspec.errors import CheckpointError, ConfigError
+from trtspec.errors import CheckpointError
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.train.blocks import Anchors
 from trtspec.train.unroll import Use, teach, unroll
@@ -169,7 +168,7 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({}, {"projector_type": "domino"}, "projector_type 'domino'"),
         ({}, {"lilicorr_enabled": True}, "LiLiCorr's transformer"),
         ({}, {"output_multiplier": "two"}, "output_multiplier='two'; it must be null or a number"),
-        ({"quantization_config": {"quant_algo": "FP8"}}, {}, "Use the unquantised checkpoint"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, {}, "Use the unquantised checkpoint"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -184,8 +183,6 @@ def test_other_configs_and_tools_say_what_it_is(target_dir: Path, tmp_path: Path
     head = dflash_dir(tmp_path, path={})
     with pytest.raises(CheckpointError, match="is a DFlash head, not a DSpark head"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=head))
-    with pytest.raises(ConfigError, match=r"is a DFlash2 head, .*doctor does not examine"):
-        diagnose(load_target(target_dir), head, None, padded_texts([[12]], 12))
     as_dspark = _edited(dflash_dir(tmp_path / "both", markov="vanilla"), **DFLASH2)
     with pytest.raises(CheckpointError, match="DFlash2's parts"):
         cpu_engine(target_dir, DSparkDecodingConfig(speculative_model=as_dspark))
@@ -239,7 +236,10 @@ def test_along_whole_sequences(target_dir: Path, tmp_path: Path) -> None:
 def test_a_quantised_head_is_never_cast(
     target_dir: Path, tmp_path: Path, path: dict[str, int] | None, says_so: bool
 ) -> None:
-    """FP8 weights beside their scales, in ModelOpt's names; with and without a word about it."""
+    """FP8 weights beside their scales, in ModelOpt's names; with and without a word about it.
+
+    With it they are numbers times their scales.
+    """
     head = dflash_dir(tmp_path, path=path)
     tensors, name = load_file(head / "model.safetensors"), "layers.0.mlp.down_proj.weight"
     scale = tensors[name].abs().amax() / 448
@@ -248,12 +248,17 @@ def test_a_quantised_head_is_never_cast(
     save_file(tensors, head / "model.safetensors")
     if says_so:
         _edited(head, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}})
-    with pytest.raises(CheckpointError, match="Use the unquantised checkpoint"):
-        cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
+        llm = cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
+        weight = llm.executor.draft_model.layers[0].mlp.down_proj
+        out = weight(torch.eye(weight.in_features))
+        torch.testing.assert_close(out.T, tensors[name].float() * scale, atol=1e-6, rtol=1e-6)
+    else:
+        with pytest.raises(CheckpointError, match="Use the unquantised checkpoint"):
+            cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
     # a weight of an allowed dtype beside a scale is no plain weight either
     tensors[name] = tensors[name].float()
     save_file(tensors, head / "model.safetensors")
-    said = "Use the unquantised" if says_so else "1 tensors have no place.*down_proj.weight_scale"
+    said = "it must be F8_E4M3" if says_so else "1 tensors have no place.*down_proj.weight_scale"
     with pytest.raises(CheckpointError, match=said):
         cpu_engine(target_dir, DFlashDecodingConfig(speculative_model=head))
 

@@ -379,7 +379,7 @@ def test_a_target_of_another_width_or_without_such_layers(tmp_path: Path) -> Non
         ),
         ({"backbone_hidden_size": None}, "backbone_hidden_size=None; it must be"),
         ({"text_config": None}, "text_config=None"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )
 def test_configs_refused(

@@ -290,8 +290,8 @@ MTP_GATE = "model.layers.3.mlp.experts.2.gate_proj.weight"
     [
         (lambda t: t.pop(f"{GATE}_scale_inv"), rf"is F8_E4M3, but there is no {GATE}_scale_inv"),
         (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(5, 1)}),
-         r"has shape \[5, 1\] and dtype F32; for .* of \[80, 48\] .* must be \[5, 2\] of F32"),
-        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(5, 2).half()}), "dtype F16; for a"),
+         r"has shape \[5, 1\] and dtype F32; for .* of \[80, 48\] .* must be \[5, 2\] of F64, F32"),
+        (lambda t: t.update({f"{GATE}_scale_inv": torch.ones(5, 2).int()}), "dtype I32; for a"),
         (lambda t: t.update({GATE: t[GATE].float()}), f"but {GATE} has dtype F32; it must be F8"),
         (lambda t: t.pop(GATE), f"holds {GATE}_scale_inv, but {GATE} is not there"),
         (lambda t: t.pop(f"{MTP_GATE}_scale_inv"), rf"there is no {MTP_GATE}_scale_inv"),
@@ -311,10 +311,10 @@ def test_scales_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "fp8"}, r"\('fp8'\) is set, but only .* FP8 weights with block scales"),
+        ({"quant_algo": "NVFP4"}, r"\('modelopt', quant_algo 'NVFP4'\) is set, but only"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"'weight_block_size': \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [8, 8], "fmt": "e5m2"}, "'fmt': 'e5m2'"),
-        ({"quant_method": "awq", "weight_block_size": [8, 8]}, "'awq'"),
+        ({"quant_method": "awq", "weight_block_size": [8, 8]}, "'awq'.* is set, .* INT8 weights"),
         ("fp8", r"\('fp8'\) is set"),
     ],
 )

@@ -18,8 +18,8 @@ from ..models.config import DecoderConfig
 from ..models.rope import ROPE_TYPES, RopeTables
 from .families import FAMILIES, Family
 from .files import is_there
-from .fp8 import block_size
 from .json_object import read_json_object
+from .quantization import quantization_of
 from .text_part import text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
@@ -162,8 +162,8 @@ def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:
 
 
 def refuse_quantized(raw: dict[str, Any], where: Path) -> None:
-    """Raises CheckpointError for weights that `fp8.py` does not read either."""
-    block_size(raw, where)
+    """Raises CheckpointError for weights that `dequantized.py` does not read either."""
+    quantization_of(raw, where)
 
 
 def _check_labels(raw: dict[str, Any], where: Path) -> None:

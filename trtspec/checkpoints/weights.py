@@ -25,7 +25,7 @@ from ..models.config import DecoderConfig
 from ..models.cut import check_cut
 from ..models.decoder import MLP, Attention, Decoder
 from ..models.placement import Placement
-from .fp8 import dequantized
+from .dequantized import dequantized
 from .hf_config import load_config
 from .tensors import FLOATS, TensorSource, open_checkpoint, some
 from .text_part import text_tensors
@@ -146,7 +146,7 @@ def load_weights(
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
-            way that `fp8.py` does not read.
+            way that `quantization.py` does not name.
     """
     config, model_dir = model.config, Path(model_dir)
     tied = config.tie_word_embeddings

@@ -26,7 +26,7 @@ from ...models.decoder import keep_kv_finite
 from ...models.drafters.base import DraftHead, HeadConfig, HeadTarget
 from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
-from ..fp8 import dequantized
+from ..dequantized import dequantized
 from ..json_object import read_json_object
 from ..tensors import FLOATS, TensorSource, open_checkpoint, some
 from ..weights import finish, place_tensors, placements, shape_problem, sizes_alone

@@ -1,0 +1,133 @@
+"""What a checkpoint's config says of quantised weights: how they are stored, and with what scales.
+
+| quant_method | weights `X.weight` | scales |
+|---|---|---|
+| `fp8` | F8_E4M3 | `X.weight_scale_inv` of blocks (`weight_block_size`), else `X.weight_scale` |
+| `fbgemm_fp8` | F8_E4M3 | `X.weight_scale` of rows |
+| `compressed-tensors` | F8_E4M3 or I8 | `X.weight_scale` of the tensor, of rows or of blocks |
+| `modelopt` | F8_E4M3 | `X.weight_scale` of the tensor, of rows or of blocks of 128 × 128 |
+
+ModelOpt may write its part into `hf_quant_config.json` beside config.json. Weights that a config
+leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`) have another dtype: that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checks import is_int
+from ..errors import CheckpointError
+from .json_object import read_json_object
+
+FP8, INT8 = "F8_E4M3", "I8"
+MODELOPT_FILE = "hf_quant_config.json"
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are stored."""
+
+    dtype: str  # of quantised weights, as safetensors names it
+    suffix: str = "_scale"  # a weight's scales have its name and this
+    block: tuple[int, int] | None = None  # rows and columns that share a scale; None is more of it
+
+
+def quantization_of(raw: Fields, where: Path) -> Quantization | None:
+    """Returns how the weights beside a config are quantised; None if they are not.
+
+    Args:
+        raw: config.json's content. where: its path.
+
+    Raises:
+        CheckpointError: a quantisation that is not read.
+    """
+    config, source = raw.get("quantization_config"), f"{where}: quantization_config"
+    beside = where.parent / MODELOPT_FILE
+    if not config and beside.is_file():
+        config = read_json_object(beside, "Copy it again from the checkpoint's source.")
+        config = {"quant_method": "modelopt", **(config.get("quantization") or {})}
+        source = f"{beside}: quantization"
+    if not config:
+        return None
+    fields = config if isinstance(config, dict) else {}
+    method = fields.get("quant_method")
+    if method is None and isinstance(fields.get("quant_algo"), str):
+        method = "modelopt"
+    read = _READERS.get(method) if isinstance(method, str) else None
+    found = read(fields) if read is not None else ""
+    if isinstance(found, Quantization):
+        return found
+    raise CheckpointError(
+        f"{source} ({method or config!r}{found and f', {found}'}) is set, but only these are "
+        "supported: float weights, FP8 (e4m3) and INT8 weights with scales of the tensor, of rows "
+        f"or of blocks (quant_method {', '.join(map(repr, _READERS))}). Use the unquantised "
+        "checkpoint, or one of these."
+    )
+
+
+# Each returns what is read, or a text that names what is not.
+def _fp8(fields: Fields) -> Quantization | str:
+    if fields.get("fmt", "e4m3") != "e4m3":
+        return f"'fmt': {fields['fmt']!r}"
+    size = fields.get("weight_block_size")
+    if size is None:
+        return Quantization(FP8)
+    block = _block(size)
+    if block is None:
+        return f"'weight_block_size': {size!r}"
+    return Quantization(FP8, "_scale_inv", block)
+
+
+def _compressed(fields: Fields) -> Quantization | str:
+    sparsity = fields.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        return f"sparsity_config of format {sparsity['format']!r}"
+    found: set[Quantization] = set()
+    for group in (fields.get("config_groups") or {}).values():
+        form = group.get("format") or fields.get("format")
+        if form not in ("float-quantized", "int-quantized", "naive-quantized"):
+            return f"format {form!r}"
+        weights = group.get("weights") or {}
+        kind = weights.get("type"), weights.get("num_bits")
+        strategy, size = weights.get("strategy"), weights.get("block_structure")
+        if kind not in (("float", 8), ("int", 8)) or not weights.get("symmetric", True):
+            return f"weights of {weights.get('num_bits')!r} bits, type {weights.get('type')!r}"
+        if strategy not in ("tensor", "channel", "block"):
+            return f"weights' strategy {strategy!r}"
+        block = _block(size) if strategy == "block" else None
+        if strategy == "block" and block is None:
+            return f"block_structure {size!r}"
+        found.add(Quantization(FP8 if kind[0] == "float" else INT8, block=block))
+    if len(found) != 1:
+        return f"{len(found)} kinds of weights in config_groups"
+    return found.pop()
+
+
+def _modelopt(fields: Fields) -> Quantization | str:
+    algorithm = fields.get("quant_algo")
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        return Quantization(FP8)
+    if algorithm == "FP8_PB_WO":
+        return Quantization(FP8, block=(128, 128))
+    return f"quant_algo {algorithm!r}"
+
+
+_READERS: dict[str, Callable[[Fields], Quantization | str]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda fields: Quantization(FP8),
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+}
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    """[rows, columns] or "rowsxcolumns"."""
+    if isinstance(size, str):
+        size = [int(n) if n.isdigit() else 0 for n in size.split("x")]
+    if isinstance(size, list | tuple) and len(size) == 2 and all(is_int(n, 1) for n in size):
+        return size[0], size[1]
+    return None
