@@ -29,7 +29,14 @@ from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir, mtp_model_dir, p_eagle_dir
 from torch import Tensor
 
-from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 
@@ -94,6 +101,46 @@ def test_a_crowded_step_drafts_nothing(target_dir: Path, tmp_path: Path) -> None
             drafted = int((executor.state.next_tokens[request.slot, 1:] >= 0).sum())
             seen.add((crowd, drafted))
     assert seen == {(3, 0), (2, 3), (1, 3)} or seen == {(3, 0), (2, 3)}
+
+
+def test_a_schedule_shortens_drafts_as_requests_come(target_dir: Path, tmp_path: Path) -> None:
+    config = EagleDecodingConfig(
+        max_draft_len=3,
+        speculative_model=eagle3_dir(tmp_path),
+        draft_len_schedule={3: 1, 1: 3, 2: 2},
+    )
+    llm = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=96)
+    executor, plain = llm.executor, LLM(target_dir, device="cpu", dtype="float32", max_seq_len=96)
+    prompts = [[3, 4 + i] for i in range(4)]
+    params = [SamplingParams(max_tokens=8 + 12 * i, ignore_eos=True) for i in range(4)]
+    requests = [executor.enqueue(p, one) for p, one in zip(prompts, params, strict=True)]
+    seen: dict[int, set[int]] = {}
+    while executor.has_work:
+        crowd = len(executor.scheduler.waiting) + len(executor.scheduler.running)
+        executor.step()
+        for request in executor.scheduler.running:
+            drafted = int((executor.state.next_tokens[request.slot, 1:] >= 0).sum())
+            seen.setdefault(crowd, set()).add(drafted)
+    assert seen == {4: {0}, 3: {1}, 2: {2}, 1: {3}}
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    assert [request.output_token_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, [4], {0: 1}, {2: -1}, {2: 4}, {2: True}, {1.5: 2}, {"2": 1}]
+)
+def test_schedules_that_cannot_be(schedule: Any) -> None:
+    with pytest.raises(ConfigError, match="draft_len_schedule=.*0 … 3"):
+        NGramDecodingConfig(max_draft_len=3, draft_len_schedule=schedule)
+
+
+def test_a_schedule_of_more_than_the_head_drafts(target_dir: Path, tmp_path: Path) -> None:
+    """K is the head's own: 4."""
+    config = EagleDecodingConfig(
+        max_draft_len=0, speculative_model=eagle3_dir(tmp_path), draft_len_schedule={1: 9}
+    )
+    with pytest.raises(ConfigError, match="asks for 9 drafts, but the engine drafts at most 4"):
+        LLM(target_dir, config, device="cpu")
 
 
 # -- perfect heads -----------------------------------------------------------------------------

@@ -50,6 +50,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         arguments[config_class.draft_len_field] = options.max_draft_len
     if options.acceptance is not None:
         arguments["acceptance"] = options.acceptance
+    if options.draft_len_schedule is not None:
+        arguments["draft_len_schedule"] = parse_schedule(options.draft_len_schedule)
     if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
@@ -57,6 +59,24 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     if head_class is not None:
         arguments = _head_arguments(options, mode, head_class, progress) | arguments
     return config_class(**arguments)
+
+
+def parse_schedule(text: str) -> dict[int, int]:
+    """Reads "4:4,8:2,32:1".
+
+    Raises:
+        CliError: it is none, or names a number of requests twice.
+    """
+    pairs = [pair.strip().split(":") for pair in text.split(",")]
+    if not all(len(pair) == 2 and all(part.strip().isdecimal() for part in pair) for pair in pairs):
+        raise CliError(
+            f"--draft-len-schedule {text!r}: give numbers of requests and draft lengths, like "
+            "4:4,8:2,32:1."
+        )
+    schedule = {int(count): int(length) for count, length in pairs}
+    if len(schedule) < len(pairs):
+        raise CliError(f"--draft-len-schedule {text!r} names a number of requests twice.")
+    return schedule
 
 
 def _check_companions(
@@ -77,10 +97,14 @@ def _check_companions(
             f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
             "have."
         )
-    if mode.is_none() and options.acceptance is not None:
-        raise CliError("--acceptance was given, but nothing drafts: name a --speculative mode.")
-    if mode.is_none() and options.max_draft_len is not None:
-        raise CliError("--max-draft-len was given, but nothing drafts: name a --speculative mode.")
+    of_drafts = {
+        "--acceptance": options.acceptance,
+        "--max-draft-len": options.max_draft_len,
+        "--draft-len-schedule": options.draft_len_schedule,
+    }
+    given = [name for name, value in of_drafts.items() if value is not None]
+    if mode.is_none() and given:
+        raise CliError(f"{given[0]} was given, but nothing drafts: name a --speculative mode.")
 
 
 def _head_arguments(

@@ -60,6 +60,14 @@ class EngineOptions:
             "head may say its own; demo 3.",
         ),
     ] = None
+    draft_len_schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-len-schedule",
+            help="K by the number of requests: 4:4,8:2,32:1 drafts 4 with up to 4 requests, 2 with "
+            "up to 8, 1 with up to 32, none with more.",
+        ),
+    ] = None
     draft_model: Annotated[
         str | None,
         typer.Option("--draft-model", help="Directory (or name) of the drafting model."),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ..checks import is_number
+from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from .fields import require_bool, require_int, require_layers, require_path
@@ -46,6 +46,9 @@ class DecodingBaseConfig:
         max_draft_len: K, draft tokens per generation request and step, >= 1.
         max_concurrency: with more requests than this in a step nothing is drafted; None is no
             such limit. (Verifying K + 1 rows each stops paying in large batches.)
+        draft_len_schedule: drafts by the number of requests in a step. {4: 4, 8: 2, 32: 1} drafts 4
+            with up to 4 requests, 2 with up to 8, 1 with up to 32, and nothing with more. None is K
+            with any number.
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
@@ -63,6 +66,7 @@ class DecodingBaseConfig:
 
     max_draft_len: int = 4
     max_concurrency: int | None = None
+    draft_len_schedule: Mapping[int, int] | None = None
     acceptance: str = "rejection"
 
     mode: ClassVar[SpeculativeDecodingMode]
@@ -507,6 +511,7 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
         return NGramDecodingConfig(
             max_draft_len=config.max_draft_len,
             max_concurrency=config.max_concurrency,
+            draft_len_schedule=config.draft_len_schedule,
             acceptance=config.acceptance,
         )
     return config
@@ -516,8 +521,22 @@ def require_common(config: DecodingBaseConfig) -> None:
     """Checks the fields that all decoding configs have, but for K."""
     if config.max_concurrency is not None:
         require_int(config, "max_concurrency", 1, None)
+    _check_schedule(config)
     if config.acceptance not in ACCEPTANCE_RULES:
         raise ConfigError(
             f"{type(config).__name__}.acceptance={shown(config.acceptance)}: it must be one of "
             f"{', '.join(ACCEPTANCE_RULES)}."
+        )
+
+
+def _check_schedule(config: DecodingBaseConfig) -> None:
+    schedule, most = config.draft_len_schedule, config.max_draft_len or MAX_DRAFT_LEN
+    if schedule is None:
+        return
+    is_one = isinstance(schedule, Mapping) and bool(schedule)
+    if not is_one or not all(is_int(n, 1) and is_int(k, 0, most) for n, k in schedule.items()):
+        raise ConfigError(
+            f"{type(config).__name__}.draft_len_schedule={shown(schedule)}: it must be a dict from "
+            f"numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
+            "{4: 4, 8: 2, 32: 1}, or None."
         )

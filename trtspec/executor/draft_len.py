@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..checks import is_int
+from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from .request import ScheduledBatch
 
 
 class DraftLen:
-    """The drafts asked for at run time, 0 … K; 0 where more requests run than the config allows.
+    """The drafts asked for at run time, 0 … K; fewer or none where many requests run.
 
     Args:
-        max_concurrency: of the decoding config; None for no limit.
+        config: says what is drafted with how many requests; None where nothing drafts.
     """
 
-    def __init__(self, max_draft_len: int, max_concurrency: int | None):
-        self.max_draft_len, self.max_concurrency = max_draft_len, max_concurrency
+    def __init__(self, max_draft_len: int, config: DecodingBaseConfig | None):
+        self.max_draft_len = max_draft_len
+        self.max_concurrency = None if config is None else config.max_concurrency
+        schedule: Mapping[int, int] | None = None if config is None else config.draft_len_schedule
+        self._schedule = None if schedule is None else sorted(schedule.items())
         self._runtime = max_draft_len
 
     @property
@@ -33,6 +39,10 @@ class DraftLen:
         self._runtime = value
 
     def of(self, batch: ScheduledBatch) -> int:
-        limit = self.max_concurrency
-        crowded = limit is not None and len(batch.requests) > limit
-        return 0 if crowded else self._runtime
+        num_requests = len(batch.requests)
+        if self.max_concurrency is not None and num_requests > self.max_concurrency:
+            return 0
+        if self._schedule is None:
+            return self._runtime
+        scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
+        return min(self._runtime, scheduled)

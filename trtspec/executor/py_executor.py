@@ -84,8 +84,7 @@ class PyExecutor:
         self.reader = StepReader(self.device)
         self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
-        limit = None if worker.config is None else worker.config.max_concurrency
-        self._draft_len = DraftLen(self.max_draft_len, max_concurrency=limit)
+        self._draft_len = DraftLen(self.max_draft_len, worker.config)
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
