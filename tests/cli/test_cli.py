@@ -383,6 +383,19 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         (["--prompt", "a", "--draft-model", "model"], "NONE drafts without a model"),
         (["--prompt", "a", "--max-draft-len", "4"], "nothing drafts: name a --speculative mode"),
         (["--prompt", "a", "--speculative", "ngram", "--max-draft-len", "-1"], "max_draft_len=-1"),
+        (["--prompt", "a", "--draft-len-schedule", "4:2"], "nothing drafts"),
+        (
+            ["--prompt", "a", "--speculative", "ngram", "--draft-len-schedule", "4=2"],
+            "'4=2': give numbers of requests and draft lengths, like 4:4",
+        ),
+        (
+            ["--prompt", "a", "--speculative", "ngram", "--draft-len-schedule", "4:2,4:1"],
+            "names a number of requests twice",
+        ),
+        (
+            ["--prompt", "a", "--speculative", "ngram", "--draft-len-schedule", "4:7"],
+            "draft_len_schedule={4: 7}: it must be",
+        ),
         (["--prompt", "a", "--max-tokens", "0"], "SamplingParams.max_tokens=0"),
         (["--prompt", "a", "--top-p", "2"], "SamplingParams.top_p=2.0"),
         (["--prompt", "a", "--max-tokens", "many"], "--max-tokens"),

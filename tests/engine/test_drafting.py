@@ -130,7 +130,7 @@ def test_a_schedule_shortens_drafts_as_requests_come(target_dir: Path, tmp_path:
     "schedule", [{}, [4], {0: 1}, {2: -1}, {2: 4}, {2: True}, {1.5: 2}, {"2": 1}]
 )
 def test_schedules_that_cannot_be(schedule: Any) -> None:
-    with pytest.raises(ConfigError, match="draft_len_schedule=.*0 … 3"):
+    with pytest.raises(ConfigError, match=r"draft_len_schedule=.*0 … 3"):
         NGramDecodingConfig(max_draft_len=3, draft_len_schedule=schedule)
 
 
@@ -139,7 +139,7 @@ def test_a_schedule_of_more_than_the_head_drafts(target_dir: Path, tmp_path: Pat
     config = EagleDecodingConfig(
         max_draft_len=0, speculative_model=eagle3_dir(tmp_path), draft_len_schedule={1: 9}
     )
-    with pytest.raises(ConfigError, match="asks for 9 drafts, but the engine drafts at most 4"):
+    with pytest.raises(ConfigError, match=r"draft_len_schedule=.*0 … 4"):
         LLM(target_dir, config, device="cpu")
 
 
