@@ -324,6 +324,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
         self._is_started = False
+        self.tokenizer = llm.llm.tokenizer
+        """Decodes the text. Another may be set before the stream is started."""
 
     @property
     def requests(self) -> list[Request]:
@@ -349,8 +351,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._llm.reserve(self._n)
         try:
             text, requests = await self._prepare()
-            tokenizer = self._llm.llm.tokenizer
-            self._readers = [OutputReader(request, text, tokenizer) for request in requests]
+            self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
             self._feeds = self._llm.start(requests, self._ready)
         except BaseException:
             self._llm.release(self._n)

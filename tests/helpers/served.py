@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 from guided import save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 
-from trtspec import LLM, NGramDecodingConfig, SamplingParams
+from trtspec import LLM, AsyncLLM, NGramDecodingConfig, SamplingParams
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
+from trtspec.serving.config import ServerConfig
+from trtspec.serving.run import Server, listen
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}\n{% endfor %}"
@@ -59,5 +64,60 @@ def is_at_rest(llm: LLM) -> bool:
     return is_free and not (executor.has_work or executor.book.live)
 
 
-def texts(outputs: Sequence[Any]) -> list[str]:
-    return [output.outputs[0].text for output in outputs]
+class Served:
+    """A server in a thread of its own, on a free port of loopback."""
+
+    def __init__(self, llm: LLM, queue: int = 64, **config: Any):
+        self.llm = llm
+        self.engine = AsyncLLM(llm, max_num_requests_in_queue=queue)
+        self.config = ServerConfig(port=0, served_model_name="tiny", **config)
+        self.listener = listen(self.config)
+        self.port: int = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        started = threading.Event()
+        self.server = Server(self.engine, self.config, started.set)
+        arguments = {"sockets": [self.listener]}
+        self.thread = threading.Thread(target=self.server.run, kwargs=arguments, daemon=True)
+        self.thread.start()
+        assert started.wait(30)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def wait_for_rest(self, seconds: float = 15) -> None:
+        """Waits until no request holds anything."""
+        end = time.monotonic() + seconds
+        while self.engine.num_live or not is_at_rest(self.llm):
+            assert time.monotonic() < end, "requests or blocks are left"
+            time.sleep(0.02)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        if isinstance(body, bytes):
+            head = {"content-type": "application/json"} | headers
+            return httpx.post(self.url + path, content=body, headers=head, timeout=30)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=30)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=15)
+
+
+def raw_post(path: str, body: bytes, length: int | None = None) -> bytes:
+    """Returns the bytes of a request."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Returns what comes until the other side closes."""
+    received = b""
+    try:
+        while piece := connection.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
