@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import served_model_dir
+from served import Served, make_llm, served_model_dir
 
 from trtspec.cli import main
 
@@ -53,41 +53,35 @@ def test_signals(model_dir: Path) -> None:
     """The first lets requests finish; with none left it ends with code 0. The second ends all."""
     with (
         served(model_dir, "--speculative", "ngram") as (process, url),
+        served(model_dir) as (other, other_url),
         ThreadPoolExecutor() as pool,
     ):
         short = pool.submit(httpx.post, url + "/v1/completions", json=LONG | {"max_tokens": 60})
-        time.sleep(0.1)
+        cut = pool.submit(httpx.post, other_url + "/v1/completions", json=LONG, timeout=30)
+        time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
+        other.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(5) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            cut.result(30)
         reply = short.result(30)
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
         assert process.wait(30) == 0
         assert process.stdout is not None and process.stdout.read() == ""
-    with served(model_dir) as (process, url), ThreadPoolExecutor() as pool:
-        cut = pool.submit(httpx.post, url + "/v1/completions", json=LONG, timeout=30)
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 128 + signal.SIGTERM
-        with pytest.raises(httpx.TransportError):
-            cut.result(30)
 
 
 def test_a_request_that_outlasts_the_timeout_is_told(model_dir: Path) -> None:
-    with (
-        served(model_dir, "--shutdown-timeout", "0.01", "--max-batch-size", "1") as (process, url),
-        ThreadPoolExecutor() as pool,
-    ):
-        replies = [
-            pool.submit(httpx.post, url + "/v1/completions", json=LONG, timeout=30)
-            for _ in range(4)
-        ]
-        time.sleep(0.15)
-        process.send_signal(signal.SIGINT)
+    server = Served(make_llm(model_dir, max_batch_size=1), shutdown_timeout=0.01)
+    with ThreadPoolExecutor() as pool:
+        replies = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(4)]
+        while server.engine.num_live < 4:
+            time.sleep(0.01)
+        server.close()
         last = [reply.result(30) for reply in replies]
-        assert 503 in [reply.status_code for reply in last]
-        assert all("the server ends" in r.text for r in last if r.status_code == 503)
-        assert process.wait(30) == 0
+    assert 503 in [reply.status_code for reply in last]
+    assert all("the server ends" in r.text for r in last if r.status_code == 503)
 
 
 def test_what_is_refused_before_a_model_is_loaded(

@@ -104,6 +104,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(config.shutdown_timeout) + 5,
         )
         super().__init__(settings)
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._llm, self._timeout, self._on_start = llm, config.shutdown_timeout, on_start
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -120,6 +121,7 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_start()
 
