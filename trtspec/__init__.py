@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .api.outputs import RequestOutput as RequestOutput
     from .api.outputs import SpecStats as SpecStats
     from .api.sampling_params import SamplingParams as SamplingParams
+    from .async_llm import AsyncLLM as AsyncLLM
     from .config import AutoDecodingConfig as AutoDecodingConfig
     from .config import CudaGraphConfig as CudaGraphConfig
     from .config import DecodingBaseConfig as DecodingBaseConfig
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import DrafterError as DrafterError
+    from .errors import EngineError as EngineError
+    from .errors import QueueFullError as QueueFullError
     from .errors import RequestError as RequestError
     from .errors import TrtspecError as TrtspecError
     from .executor.py_executor import PyExecutor as PyExecutor
@@ -55,6 +58,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "api.outputs": ("CompletionOutput", "EngineStats", "Logprob", "RequestOutput", "SpecStats"),
         "api.guided_decoding": ("GuidedDecodingParams",),
         "api.sampling_params": ("SamplingParams",),
+        "async_llm": ("AsyncLLM",),
         "config": (
             "AutoDecodingConfig",
             "CudaGraphConfig",
@@ -74,6 +78,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "CheckpointError",
             "ConfigError",
             "DrafterError",
+            "EngineError",
+            "QueueFullError",
             "RequestError",
             "TrtspecError",
         ),

@@ -43,3 +43,11 @@ class KVCacheError(TrtspecError, RuntimeError):
 
 class RankError(TrtspecError, RuntimeError):
     """A rank of an engine over several GPUs failed or is gone: the whole engine is at its end."""
+
+
+class QueueFullError(TrtspecError, RuntimeError):
+    """As many requests wait as the queue holds: try again later."""
+
+
+class EngineError(TrtspecError, RuntimeError):
+    """The engine failed or is shut down. No request can be served any more."""

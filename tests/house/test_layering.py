@@ -20,10 +20,13 @@ LAYERS = [
     ["models", "workers"],
     ["checkpoints"],
     ["executor"],
+    ["frontend"],
     ["llm"],
+    ["async_llm"],
     ["train"],
     ["doctor"],
     ["report"],
+    ["serving"],
     ["cli"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -13,6 +13,8 @@ class SpecStats:
         was none. acceptance_per_position: entry i is the share of generation steps in which
         draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
     num_steps: generation steps, prefill not counted.
+    num_draft_tokens: drafts that those steps were asked to verify. (NGRAM may have proposed fewer.)
+    acceptance_histogram: entry i is the number of steps in which i drafts were accepted, 0 … K.
     forced_acceptance: draft tokens accepted by force in every step, bonus not counted, or None. If
         it is set, the other fields say nothing about the drafter.
     """
@@ -21,6 +23,12 @@ class SpecStats:
     acceptance_per_position: list[float]
     num_steps: int
     forced_acceptance: float | None = None
+    num_draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(i * steps for i, steps in enumerate(self.acceptance_histogram))
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,25 @@ class EngineStats:
 
 
 def acceptance_stats(
-    accepted_lens: dict[int, int], max_draft_len: int, forced: float | None = None
+    accepted_lens: dict[int, int],
+    max_draft_len: int,
+    forced: float | None = None,
+    num_draft_tokens: int = 0,
 ) -> SpecStats:
     """Computes acceptance from a histogram {accepted drafts: generation steps}."""
     steps = sum(accepted_lens.values())
+    histogram = [accepted_lens.get(i, 0) for i in range(max_draft_len + 1)]
     if steps == 0:
-        return SpecStats(1.0, [0.0] * max_draft_len, 0, forced)
+        return SpecStats(1.0, [0.0] * max_draft_len, 0, forced, acceptance_histogram=histogram)
     per_position = [
         sum(count for accepted, count in accepted_lens.items() if accepted > i) / steps
         for i in range(max_draft_len)
     ]
-    return SpecStats(1.0 + sum(per_position), per_position, steps, forced)
+    return SpecStats(
+        acceptance_length=1.0 + sum(per_position),
+        acceptance_per_position=per_position,
+        num_steps=steps,
+        forced_acceptance=forced,
+        num_draft_tokens=num_draft_tokens,
+        acceptance_histogram=histogram,
+    )

@@ -28,10 +28,16 @@ class TextStream:
 
         Returns True once a stop string is in the text, which then ends before it.
         """
+        return self.extend_with(token_ids[len(self._ids) :])
+
+    def extend_with(self, new: Sequence[int]) -> bool:
+        """Does the same for output ids that follow those it knows."""
         if self._tokenizer is None:
             return False
-        while len(self._ids) < len(token_ids) and not self._stopped:
-            self._ids.append(token_ids[len(self._ids)])
+        for token in new:
+            if self._stopped:
+                break
+            self._ids.append(token)
             piece = self._new_text()
             if piece and not piece.endswith(_INCOMPLETE):
                 self._take(piece)

@@ -32,6 +32,7 @@ from .options import (
     MaxTokens,
     PromptOptions,
     SamplingOptions,
+    ServeOptions,
     TrainOptions,
 )
 from .output import in_new_spelling
@@ -83,6 +84,22 @@ def generate(
     from .generate import run_generate
 
     raise typer.Exit(run_generate(engine, prompts, sampling, output))
+
+
+@app.command()
+@takes_records(without=("model",))
+def serve(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m (fetched on first use) or a model directory.")
+    ],
+    engine: EngineOptions,
+    server: ServeOptions,
+) -> None:
+    """Serve a model as OpenAI's API does. Needs the extra: pip install 'trtspec[serve]'."""
+    from .serve import run_serve
+
+    raise typer.Exit(run_serve(replace(engine, model=model), server))
 
 
 @app.command()

@@ -144,8 +144,11 @@ def resolve_model(model: str, progress: Progress) -> str | Path:
     return zoo.resolve_model(model, progress=progress)
 
 
-def load_llm(options: EngineOptions, progress: Progress) -> LLM:
+def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
     """Returns the engine that the options describe.
+
+    Args:
+        more: further arguments of `LLM`.
 
     Raises:
         CliError, ConfigError, CheckpointError, OSError: with the reason.
@@ -165,6 +168,7 @@ def load_llm(options: EngineOptions, progress: Progress) -> LLM:
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
         kv_cache_config=trtspec.KvCacheConfig(enable_block_reuse=not options.no_block_reuse),
+        **more,
     )
 
 

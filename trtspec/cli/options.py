@@ -155,6 +155,54 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class ServeOptions:
+    """Where a server listens, and what it takes."""
+
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. Others than loopback: the network.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", help="0 is any that is free.")] = 8000
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            envvar="TRTSPEC_API_KEY",
+            show_envvar=True,
+            help="What clients must send. Other users of this machine can read an option.",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="Name in requests. Default: the MODEL given."),
+    ] = None
+    max_seq_len: Annotated[
+        int | None, typer.Option("--max-seq-len", help="Most tokens of a prompt and its answer.")
+    ] = None
+    max_num_requests_in_queue: Annotated[
+        int,
+        typer.Option(
+            "--max-num-requests-in-queue",
+            min=0,
+            help="Requests that may wait; others are refused with status 429.",
+        ),
+    ] = 1024
+    max_body_bytes: Annotated[
+        int, typer.Option("--max-body-bytes", min=1, help="Most bytes of one request.")
+    ] = 4 * 2**20
+    max_n: Annotated[
+        int, typer.Option("--max-n", min=1, help="Most completions of one prompt.")
+    ] = 16
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            "--shutdown-timeout",
+            min=0,
+            help="Seconds that running requests have after SIGTERM. A second signal ends at once.",
+        ),
+    ] = 30.0
+
+
+@dataclass(frozen=True)
 class JsonOptions:
     """Where the JSON object goes; by default there is none, and text is printed."""
 

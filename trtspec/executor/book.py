@@ -93,6 +93,8 @@ class RequestBook:
             if request.logprobs is None:
                 request.logprobs = []
             request.logprobs += result.logprobs[:num_appended]
+        if request.sources is not None:
+            request.sources += result.sources[:num_appended]
         if result.hidden is not None:
             self.save_rows(request, result.hidden)
         self.scheduler.publish(request)

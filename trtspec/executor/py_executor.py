@@ -111,7 +111,18 @@ class PyExecutor:
             RequestError: the prompt is empty, too long, or holds an id outside the vocabulary;
                 requests already queued are unaffected.
         """
-        self._cancel_marked()
+        request = self.make_request(prompt, sampling_params, cache_salt=cache_salt)
+        self.add(request)
+        return request
+
+    def make_request(
+        self,
+        prompt: Sequence[int] | EmbedsPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Checks a request and makes it, for `add`. A thread that does not step may call it."""
         params, admission = sampling_params or SamplingParams(), self.admission
         if params.stop_strings and self.stop_check is None:
             raise RequestError(
@@ -120,13 +131,17 @@ class PyExecutor:
             )
         request = admission.make_request(prompt, params, cache_salt)
         request.steps = [] if self.record_steps else None
-        if params.guided_decoding is None:
+        self.guide.check(params)
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queues a request that `make_request` made."""
+        self._cancel_marked()
+        if request.sampling_params.guided_decoding is None:
             self.book.add(request)
         else:
-            self.guide.check(params)
             self.guide.start(request)
             self.book.hold(request)
-        return request
 
     @property
     def admission(self) -> Admission:

@@ -61,8 +61,10 @@ class Request:
     next_drafts: list[int] = field(default_factory=list)  # [K] in its slot, if it has a grammar
     num_steps: int = 0  # generation steps read
     accepted_lens: Counter[int] = field(default_factory=Counter)  # accepted drafts -> steps
+    num_draft_tokens: int = 0  # drafts that those steps were asked to verify
     num_read: int = 0  # output tokens whose step is read to its end
     logprobs: list[dict[int, Logprob]] | None = None  # per output token, if asked for
+    sources: list[int] | None = None  # per output token, if asked for: which draft it was, or 0
     steps: list[StepRecord] | None = None  # kept if `PyExecutor.record_steps` was set
 
     @property
@@ -118,6 +120,8 @@ class Request:
         del self.output_token_ids[self.num_read :]
         if self.logprobs is not None:
             del self.logprobs[self.num_read :]
+        if self.sources is not None:
+            del self.sources[self.num_read :]
         self.text, self.error, self.is_poisoned = None, None, False
         self.state, self.slot = RequestState.WAITING, -1
         self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
@@ -148,10 +152,17 @@ class Request:
                 break
         return None
 
-    def record_step(self, num_accepted_tokens: int) -> None:
-        """Counts one generation step: accepted drafts plus the bonus."""
+    def record_step(self, num_accepted_tokens: int, num_asked: int) -> None:
+        """Counts one generation step.
+
+        Args:
+            num_accepted_tokens: accepted drafts plus the bonus.
+            num_asked: drafts that it was asked to verify.
+        """
+        accepted = num_accepted_tokens - 1
         self.num_steps += 1
-        self.accepted_lens[num_accepted_tokens - 1] += 1
+        self.accepted_lens[accepted] += 1
+        self.num_draft_tokens += max(num_asked, accepted)  # forced acceptance needs no drafts
 
 
 StopCheck = Callable[[Request], bool]

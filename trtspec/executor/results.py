@@ -64,6 +64,11 @@ class RequestResult(NamedTuple):
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved
 
+    @property
+    def sources(self) -> list[int]:
+        """For each token: j if it is accepted draft j, else 0."""
+        return [*range(1, len(self.tokens)), 0]
+
 
 class StepReader:
     """Copies the results of launched steps to the host, and reads them."""

@@ -60,7 +60,7 @@ class Statistics:
             return
         self.decoded_tokens += num_tokens
         request, accepted = result.request, len(result.tokens) - 1
-        request.record_step(len(result.tokens))
+        request.record_step(len(result.tokens), result.num_asked)
         self.accepted_lens[accepted] += 1
         if request.steps is not None and result.num_proposed is not None:
             # Forced acceptance also accepts where there is no draft.

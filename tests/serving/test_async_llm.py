@@ -1,0 +1,407 @@
+"""`AsyncLLM`: the outputs of `LLM`, for many tasks at once; what goes wrong stays in its task."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import MAX_SEQ_LEN, PROMPTS, greedy, is_at_rest, make_llm, served_model_dir
+
+from trtspec import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineError,
+    KvCacheConfig,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+
+LONG = greedy(200)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_model_dir(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Iterator[LLM]:
+    with make_llm(model_dir) as llm:
+        yield llm
+
+
+def run(
+    model_dir: Path, test: Callable[[AsyncLLM], Awaitable[None]], queue: int = 64, **changes: Any
+) -> None:
+    """Runs a test with an engine. Whatever it left, nothing is held a moment later."""
+
+    async def main() -> None:
+        async with AsyncLLM(make_llm(model_dir, **changes), max_num_requests_in_queue=queue) as llm:
+            await asyncio.wait_for(test(llm), 60)
+            if llm.failure is None:
+                await rest(llm)
+
+    asyncio.run(main())
+
+
+async def rest(llm: AsyncLLM) -> None:
+    for _ in range(500):
+        if await llm._engine.call(lambda: is_at_rest(llm.llm)) and llm.num_live == 0:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("requests or blocks are left")
+
+
+async def read(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> RequestOutput:
+    """Returns the last snapshot. The snapshots before it make up its tokens and text."""
+    text, tokens, last = "", [], None
+    async for last in llm.generate(prompt, params, **more):
+        text += last.outputs[0].text_diff
+        tokens += last.outputs[0].token_ids_diff
+        assert text == last.outputs[0].text and tokens == last.outputs[0].token_ids
+    assert last is not None and last.finished
+    return last
+
+
+def same(output: RequestOutput, other: RequestOutput) -> bool:
+    pairs = zip(output.outputs, other.outputs, strict=True)
+    return all(
+        (a.text, a.token_ids, a.finish_reason, *map(list, a.logprobs or []))
+        == (b.text, b.token_ids, b.finish_reason, *map(list, b.logprobs or []))
+        for a, b in pairs
+    )
+
+
+def test_outputs_are_those_of_llm(model_dir: Path, reference: LLM) -> None:
+    params = [
+        greedy(40),
+        greedy(30, stop=["12", "b"]),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=5, logprobs=2),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=6, n=3),
+    ]
+    wanted = reference.generate(PROMPTS, params)
+
+    async def test(llm: AsyncLLM) -> None:
+        outputs = await asyncio.gather(*map(lambda t, p: read(llm, t, p), PROMPTS, params))
+        for output, want in zip(outputs, wanted, strict=True):
+            assert same(output, want)
+            assert output.prompt == want.prompt
+            assert output.prompt_token_ids == want.prompt_token_ids
+        assert outputs[0].spec_stats == wanted[0].spec_stats
+        assert outputs[0].spec_stats.num_accepted_draft_tokens > 0
+        assert (await llm.stats()).generated_tokens == sum(
+            len(c.token_ids) for output in outputs for c in output.outputs
+        )
+
+    run(model_dir, test)
+
+
+def test_chat_and_tokens_are_those_of_llm(model_dir: Path, reference: LLM) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    want = reference.chat(messages, greedy())
+
+    async def test(llm: AsyncLLM) -> None:
+        outputs = [output async for output in llm.chat(messages, greedy())]
+        assert same(outputs[-1], want)
+        assert (await llm.tokenize("abc")).ids == reference.tokenizer.encode("abc")
+        ids = (await llm.tokenize_chat(messages)).ids
+        assert ids == reference.apply_chat_template(messages) == want.prompt_token_ids
+
+    run(model_dir, test)
+
+
+def test_a_late_reader_finds_all_in_one_piece(model_dir: Path, reference: LLM) -> None:
+    want = reference.generate(PROMPTS[0], LONG)
+
+    async def test(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], LONG)
+        await stream.start()
+        while llm.num_live:  # the engine waits for no reader
+            await asyncio.sleep(0.01)
+        outputs = [output async for output in stream]
+        assert len(outputs) == 1 and same(outputs[0], want)
+        assert outputs[0].outputs[0].text_diff == want.outputs[0].text
+
+    run(model_dir, test)
+
+
+def test_sources_say_which_draft_a_token_was(model_dir: Path) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        stream = llm.generate(PROMPTS[0], greedy(60), keep_sources=True)
+        sources: list[int] = []
+        while pieces := await stream.pieces():
+            for _, piece in pieces:
+                assert piece.sources is not None
+                assert len(piece.sources) == len(piece.token_ids)
+                sources += piece.sources
+        assert len(sources) == 60 and sources[0] == 0
+        histogram: dict[int, int] = {}
+        run_length = 0
+        for source in sources[1:]:  # 1, 2, …, then the bonus, 0
+            assert source in (0, run_length + 1)
+            if source == 0:
+                histogram[run_length] = histogram.get(run_length, 0) + 1
+            run_length = source
+        accepted = dict(stream.requests[0].accepted_lens)
+        whole = {n: histogram.get(n, 0) for n in accepted}
+        assert sum(accepted.values()) - sum(whole.values()) <= 1  # max_tokens cuts the last step
+        assert max(sources) == 3
+        async for _ in llm.generate(PROMPTS[0], greedy(4)):
+            pass
+
+    run(model_dir, test)
+
+
+def test_abort_ends_one_request(model_dir: Path, reference: LLM) -> None:
+    want = reference.generate(PROMPTS[1], greedy(60))
+
+    async def test(llm: AsyncLLM) -> None:
+        other = asyncio.create_task(read(llm, PROMPTS[1], greedy(60)))
+        stream = llm.generate(PROMPTS[0], LONG)
+        first = await anext(stream)
+        assert await llm.abort(first.request_id)
+        rest_of_it = [output async for output in stream]
+        assert rest_of_it[-1].outputs[0].finish_reason == "cancelled"
+        assert not await llm.abort(first.request_id)
+        with pytest.raises(RequestError, match="give an int"):
+            await llm.abort("x")  # type: ignore[arg-type]
+        assert same(await other, want)
+
+    run(model_dir, test)
+
+
+@pytest.mark.parametrize("how", ["drop", "close", "cancel", "break", "cancel before"])
+def test_a_reader_that_goes_away_aborts_its_request(model_dir: Path, how: str) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        async def consume() -> None:
+            async for _ in llm.generate(PROMPTS[0], LONG):
+                if how == "break":
+                    return
+
+        if how in ("cancel", "break", "cancel before"):
+            task = asyncio.create_task(consume())
+            await asyncio.sleep(0 if how == "cancel before" else 0.05)
+            if how != "break":
+                task.cancel()
+            await asyncio.wait([task])
+        else:
+            stream = llm.generate(PROMPTS[0], LONG)
+            await anext(stream)
+            if how == "close":
+                await stream.aclose()
+            del stream
+            gc.collect()
+        await rest(llm)
+        assert (await llm.stats()).generated_tokens < 200
+
+    run(model_dir, test)
+
+
+def test_the_queue_is_bounded(model_dir: Path) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        streams = [llm.generate(PROMPTS[i % 4], LONG) for i in range(6)]
+        for stream in streams:
+            await stream.start()
+        for late in (llm.generate("a", LONG), llm.chat([{"role": "user", "content": "a"}])):
+            with pytest.raises(QueueFullError, match="6 requests run or wait; at most 6"):
+                await anext(late)
+        await streams[0].aclose()
+        while llm.num_live == 6:
+            await asyncio.sleep(0.01)
+        several = llm.generate("a", SamplingParams(temperature=1.0, n=2))
+        with pytest.raises(QueueFullError):
+            await several.start()
+        assert (await read(llm, "a", greedy(4))).finished
+
+    run(model_dir, test, queue=2)
+    with pytest.raises(ConfigError, match="max_num_requests_in_queue=-1"):
+        AsyncLLM(model_dir, max_num_requests_in_queue=-1)
+
+
+def test_what_is_refused_leaves_others_alone(model_dir: Path, reference: LLM) -> None:
+    want = reference.generate(PROMPTS[0], greedy(60))
+
+    async def test(llm: AsyncLLM) -> None:
+        other = asyncio.create_task(read(llm, PROMPTS[0], greedy(60)))
+        refused: list[tuple[Any, Any]] = [
+            ("", greedy()),
+            ([1, 2, 97], greedy()),
+            ([], greedy()),
+            ("a" * MAX_SEQ_LEN, greedy()),
+            (b"abc", greedy()),
+            ("a", SamplingParams(logit_bias={500: 1.0})),
+            ("a", greedy(bad_words=["abcdefghijklmnop"])),
+        ]
+        for prompt, params in refused:
+            with pytest.raises(RequestError):
+                await anext(llm.generate(prompt, params))
+        with pytest.raises(RequestError, match="give SamplingParams"):
+            llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="a chat takes text"):
+            await anext(llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]))  # type: ignore[list-item]
+        assert same(await other, want)
+
+    def broken(request: Any) -> bool:
+        if request.sampling_params.stop_strings:
+            raise ZeroDivisionError
+        return False
+
+    async def test_stop_check(llm: AsyncLLM) -> None:
+        llm.llm.executor.stop_check = broken
+        bad, good = await asyncio.gather(
+            read(llm, "abc", greedy(60, stop="zz")), read(llm, PROMPTS[0], greedy(60))
+        )
+        assert bad.outputs[0].finish_reason == "error" and "ZeroDivision" in str(bad.error)
+        assert same(good, want)
+
+    run(model_dir, test)
+    run(model_dir, test_stop_check)
+
+
+def test_a_template_that_takes_for_ever_is_stopped(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+
+    async def test(llm: AsyncLLM) -> None:
+        llm._templates.seconds = 0.2
+        started = time.monotonic()
+        with pytest.raises(RequestError, match=r"chat template took more than 0\.2 s"):
+            await anext(llm.chat(messages, template_variables={"slow": True}))
+        for _ in range(200):
+            names = [thread.name for thread in threading.enumerate()]
+            if "trtspec-template" not in names:
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError("the template still runs")
+        assert time.monotonic() - started < 10
+        assert (await llm.render_chat(messages)).startswith("[user]abc")
+        with pytest.raises(RequestError, match="'chat_template' is no variable"):
+            await llm.render_chat(messages, variables={"chat_template": "{{ 1 }}"})
+
+    run(model_dir, test)
+
+
+def test_after_a_step_that_fails_all_go_on(
+    model_dir: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reference.generate(PROMPTS, greedy(40))
+
+    async def test(llm: AsyncLLM) -> None:
+        runner, left = llm.llm.executor.runner, [5, 12]
+        original = runner.run
+
+        def fails_twice(plan: Any) -> Any:
+            left[:] = [n - 1 for n in left]
+            if 0 in left:
+                raise MemoryError("no memory for once")
+            return original(plan)
+
+        monkeypatch.setattr(runner, "run", fails_twice)
+        outputs = await asyncio.gather(*(read(llm, text, greedy(40)) for text in PROMPTS))
+        assert all(same(a, b) for a, b in zip(outputs, wanted, strict=True))
+        assert llm.failure is None and left[1] < 0
+
+    run(model_dir, test)
+
+
+def test_an_engine_that_fails_says_why_to_all(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        def fails(plan: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        streams = [llm.generate(text, LONG) for text in PROMPTS]
+        await anext(streams[0])
+        monkeypatch.setattr(llm.llm.executor.runner, "run", fails)
+        for stream in streams:
+            with pytest.raises(EngineError, match="RuntimeError: the device is gone"):
+                while True:
+                    await anext(stream)
+        assert llm.failure is not None
+        with pytest.raises(EngineError, match="the device is gone"):
+            await anext(llm.generate("a"))
+        with pytest.raises(EngineError):
+            await llm.stats()
+        assert llm.num_live == 0
+
+    run(model_dir, test)
+
+
+def test_shutdown_finishes_or_aborts(model_dir: Path, reference: LLM) -> None:
+    want = reference.generate(PROMPTS[0], LONG)
+
+    async def main() -> None:
+        for timeout, reason in ((30.0, "length"), (0.01, "cancelled"), (0.0, "cancelled")):
+            llm = AsyncLLM(make_llm(model_dir))
+            stream = llm.generate(PROMPTS[0], LONG)
+            await anext(stream)
+            await llm.shutdown(timeout)
+            await llm.shutdown(timeout)
+            outputs = [output async for output in stream]
+            assert outputs[-1].outputs[0].finish_reason == reason
+            assert reason != "length" or outputs[-1].outputs[0].text == want.outputs[0].text
+            with pytest.raises(EngineError, match="shut down"):
+                await anext(llm.generate("a"))
+            with pytest.raises(EngineError, match="shut down"):
+                await llm.reset_prefix_cache()
+
+    asyncio.run(main())
+
+
+def test_one_loop_after_another(model_dir: Path, reference: LLM) -> None:
+    """The first loop ends in the middle of a request."""
+    want = reference.generate(PROMPTS[0], greedy(20))
+
+    async def leave(llm: AsyncLLM) -> None:
+        await anext(llm.generate(PROMPTS[1], LONG))
+
+    async def use(llm: AsyncLLM) -> None:
+        assert same(await read(llm, PROMPTS[0], greedy(20)), want)
+        await rest(llm)
+
+    llm = AsyncLLM(make_llm(model_dir))
+    asyncio.run(leave(llm))
+    asyncio.run(use(llm))
+    thread = llm._engine._thread
+    del llm
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_many_requests_at_random(model_dir: Path, reference: LLM) -> None:
+    """With few blocks, so that some are preempted, and tasks cancelled at any moment."""
+    params = [greedy(5 + 9 * i % 60) for i in range(24)]
+    prompts = [PROMPTS[i % 4] + "ab" * (i % 7) for i in range(24)]
+    wanted = reference.generate(prompts, params)
+
+    async def test(llm: AsyncLLM) -> None:
+        async def one(i: int) -> RequestOutput:
+            await asyncio.sleep(0.002 * (i % 5))
+            return await read(llm, prompts[i], params[i])
+
+        tasks = [asyncio.create_task(one(i)) for i in range(24)]
+        await asyncio.sleep(0.02)
+        for task in tasks[::3]:
+            task.cancel()
+            await asyncio.sleep(0.003)
+        outputs = await asyncio.gather(*tasks, return_exceptions=True)
+        for output, want in zip(outputs, wanted, strict=True):
+            assert isinstance(output, asyncio.CancelledError) or same(output, want)  # type: ignore[arg-type]
+        assert sum(isinstance(output, RequestOutput) for output in outputs) >= 16
+        assert (await llm.stats()).num_preemptions > 0
+
+    cache = KvCacheConfig(max_tokens=128, tokens_per_block=8)
+    run(model_dir, test, kv_cache_config=cache)

@@ -1,0 +1,275 @@
+"""The `openai` package against a server: its answers are those of `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from guided import token_texts
+from served import PROMPTS, Served, greedy, make_llm, served_model_dir
+
+from trtspec import LLM, SamplingParams
+from trtspec.serving import chat
+from trtspec.serving.tool_calls import Content, ToolCallDelta
+
+MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
+EXTRA = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_model_dir(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> Iterator[LLM]:
+    with make_llm(model_dir) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path) -> Iterator[Served]:
+    served = Served(make_llm(model_dir))
+    yield served
+    served.wait_for_rest()
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    defaults = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "extra_body": EXTRA}
+    return client.chat.completions.create(**({"max_tokens": 30} | defaults | fields))
+
+
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
+    defaults = {"model": "tiny", "prompt": PROMPTS[0], "temperature": 0, "extra_body": EXTRA}
+    return client.completions.create(**({"max_tokens": 30} | defaults | fields))
+
+
+def test_chat(client: openai.OpenAI, reference: LLM) -> None:
+    want = reference.chat(MESSAGES, greedy(30))
+    for token_field in ("max_tokens", "max_completion_tokens"):
+        answer = ask(client, **{"max_tokens": openai.NOT_GIVEN} | {token_field: 30})
+        assert answer.choices[0].message.content == want.outputs[0].text
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "chat.completion" and answer.model == "tiny"
+    usage = answer.usage
+    assert usage.prompt_tokens == len(want.prompt_token_ids)
+    assert (usage.completion_tokens, usage.total_tokens) == (30, usage.prompt_tokens + 30)
+    assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    found = answer.metrics["speculative_decoding"]
+    stats = want.spec_stats
+    assert found["mean_acceptance_length"] == pytest.approx(stats.acceptance_length)
+    assert found["acceptance_histogram"] == stats.acceptance_histogram
+    assert found["num_spec_steps"] == stats.num_steps
+    assert found["num_accepted_draft_tokens"] == stats.num_accepted_draft_tokens > 0
+    assert found["num_draft_tokens"] >= found["num_accepted_draft_tokens"]
+    rate = found["num_accepted_draft_tokens"] / found["num_draft_tokens"]
+    assert found["draft_acceptance_rate"] == pytest.approx(rate)
+
+
+def test_streamed_chat(client: openai.OpenAI, reference: LLM) -> None:
+    want = reference.chat(MESSAGES, greedy(30, logprobs=2)).outputs[0]
+    usage = {"include_usage": True}
+    chunks = list(ask(client, stream=True, stream_options=usage, logprobs=True, top_logprobs=2))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == want.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-2:] == [None, "length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 30
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0
+    assert len({chunk.id for chunk in chunks}) == 1
+    entries = [
+        entry
+        for chunk in chunks[:-1]
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    names = token_texts()
+    for entry, token, known in zip(entries, want.token_ids, want.logprobs, strict=True):
+        assert entry.token == names[token] and bytes(entry.bytes).decode() == entry.token
+        assert entry.logprob == pytest.approx(known[token].logprob, abs=1e-4)
+        top = sorted(known, key=lambda t: known[t].rank)[:2]
+        assert [e.token for e in entry.top_logprobs] == [names[t] for t in top]
+
+
+def test_token_sources(client: openai.OpenAI, reference: LLM) -> None:
+    want = reference.chat(MESSAGES, greedy(30)).outputs[0]
+    extra = EXTRA | {"include_token_sources": True}
+    chunks = list(ask(client, stream=True, extra_body=extra))
+    tokens = [token for chunk in chunks for token in (getattr(chunk, "trtspec", None) or {}).get(
+        "tokens", ())]  # fmt: skip
+    assert "".join(token["text"] for token in tokens) == want.text
+    assert len(tokens) == 30 and {0, 1} <= {token["source"] for token in tokens} <= {0, 1, 2, 3}
+    assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0
+    whole = ask(client, extra_body=extra)
+    assert whole.choices[0].trtspec["tokens"] == tokens
+    assert not hasattr(ask(client).choices[0], "trtspec")
+
+
+def test_completions(client: openai.OpenAI, reference: LLM) -> None:
+    ids = [reference.tokenizer.encode(text) for text in PROMPTS]
+    wanted = [output.outputs[0].text for output in reference.generate(PROMPTS, greedy(30))]
+    assert [c.text for c in complete(client, prompt=PROMPTS).choices] == wanted
+    assert [c.text for c in complete(client, prompt=ids).choices] == wanted
+    one = complete(client, prompt=ids[1], echo=True, logprobs=None)
+    assert one.choices[0].text == PROMPTS[1] + wanted[1]
+    texts = {index: "" for index in range(4)}
+    reasons = []
+    for chunk in complete(client, prompt=PROMPTS, stream=True, echo=True):
+        choice = chunk.choices[0]
+        texts[choice.index] += choice.text
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert list(texts.values()) == [p + t for p, t in zip(PROMPTS, wanted, strict=True)]
+    assert reasons == ["length"] * 4
+    known = complete(client, logprobs=1).choices[0].logprobs
+    assert len(known.tokens) == len(known.text_offset) == 30
+    assert all(len(top) == 1 for top in known.top_logprobs)
+    assert len(complete(client, max_tokens=None).choices[0].text) > 16  # null: the default
+
+
+def test_sampling_fields(client: openai.OpenAI, reference: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=20, temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, seed=7, n=3,
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1, stop=["zz", "12"],
+        logit_bias={20: 3.0}, ignore_eos=True, min_tokens=2, bad_words=["ab"], stop_token_ids=[40],
+    )  # fmt: skip
+    want = reference.chat(MESSAGES, params)
+    extra = EXTRA | {
+        "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2,
+        "bad_words": ["ab"], "stop_token_ids": [40],
+    }  # fmt: skip
+    fields: dict[str, Any] = dict(
+        max_tokens=20, temperature=0.9, top_p=0.9, seed=7, n=3, presence_penalty=0.5,
+        frequency_penalty=0.25, stop=["zz", "12"], logit_bias={"20": 3.0}, extra_body=extra,
+    )  # fmt: skip
+    answer = ask(client, **fields)
+    assert [c.message.content for c in answer.choices] == [c.text for c in want.outputs]
+    assert [c.finish_reason for c in answer.choices] == [c.finish_reason for c in want.outputs]
+    texts = [""] * 3
+    for chunk in ask(client, stream=True, **fields):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [c.text for c in want.outputs]
+
+
+SCHEMA = {"type": "array", "items": {"enum": ["ab", 12, True]}, "minItems": 2, "maxItems": 4}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_json_schema(client: openai.OpenAI, is_streamed: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    fields: dict[str, Any] = dict(response_format=form, max_tokens=200, extra_body={})
+    if is_streamed:
+        text = "".join(c.choices[0].delta.content or "" for c in ask(client, stream=True, **fields))
+    else:
+        text = ask(client, **fields).choices[0].message.content
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("extra", "allowed"),
+    [
+        ({"guided_choice": ["ab12", "true"]}, {"ab12", "true"}),
+        ({"guided_regex": "(ab|zz){2}"}, {"abab", "abzz", "zzab", "zzzz"}),
+        ({"guided_grammar": 'root ::= "x" | "true"'}, {"x", "true"}),
+        ({"guided_json": {"enum": ["ab"]}}, {'"ab"'}),
+        ({"response_format": {"type": "text"}, "guided_choice": ["a"]}, {"a"}),
+    ],
+)
+def test_other_grammars(client: openai.OpenAI, extra: Any, allowed: set[str]) -> None:
+    assert ask(client, extra_body=extra).choices[0].message.content in allowed
+
+
+def test_a_wrong_grammar_is_status_400(client: openai.OpenAI) -> None:
+    for is_streamed in (False, True):
+        with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
+            ask(client, stream=is_streamed, extra_body={"guided_regex": "(("})
+
+
+class Shouts:
+    """Reads `;name;arguments;` as a tool call."""
+
+    markers = ()
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def feed(self, text: str) -> list[Any]:
+        self.text += text
+        return []
+
+    def finish(self) -> list[Any]:
+        half = self.text[: len(self.text) // 2]
+        return [Content(half), ToolCallDelta(0, "get", '{"x": 1}', None)]
+
+
+def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools: Any = [
+        {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+    ]
+    rendered = "[user]abc 12\n1 tools\n[assistant]"
+    want = reference.generate(rendered, greedy(30)).outputs[0]
+    quiet = ask(client, tools=tools, tool_choice="none")
+    assert quiet.choices[0].message.content == want.text
+    with pytest.raises(openai.BadRequestError, match="no form of tool calls"):
+        ask(client, tools=tools)
+    monkeypatch.setattr(chat, "parser_for", lambda template, tools: Shouts())
+    answer = ask(client, tools=tools).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (call.type, call.function.name, call.function.arguments) == (
+        "function", "get", '{"x": 1}',
+    )  # fmt: skip
+    assert answer.message.content == want.text[:15] and answer.finish_reason == "length"
+    stopped = ask(client, tools=tools, stop=[want.text[12:14]])
+    assert stopped.choices[0].finish_reason == "tool_calls"
+    chunks = list(ask(client, tools=tools, stream=True))
+    calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+    assert [(c.index, c.function.name) for c in calls] == [(0, "get")]
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "12"},
+    ]
+    assert ask(client, messages=history, tools=tools).choices[0].message
+
+
+def test_async_client(served: Served, reference: LLM) -> None:
+    wanted = [output.outputs[0].text for output in reference.generate(PROMPTS, greedy(30))]
+
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any") as client:
+
+            async def one(i: int) -> str:
+                fields: Any = dict(
+                    model="tiny", prompt=PROMPTS[i % 4], max_tokens=30, temperature=0,
+                    extra_body=EXTRA, stream=True,
+                )  # fmt: skip
+                stream = await client.completions.create(**fields)
+                return "".join([c.choices[0].text async for c in stream])
+
+            texts = await asyncio.gather(*map(one, range(12)))
+            assert texts == [wanted[i % 4] for i in range(12)]
+
+    asyncio.run(main())
+
+
+def test_models(client: openai.OpenAI, served: Served) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and model.max_model_len == 256
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served"):
+        client.models.retrieve("gpt")
+    with pytest.raises(openai.NotFoundError) as error:
+        ask(client, model="gpt")
+    assert error.value.code == "model_not_found" and error.value.param == "model"

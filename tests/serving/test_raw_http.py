@@ -1,0 +1,386 @@
+"""Malformed and hostile input over plain HTTP: a clear error, and a server that goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, greedy, make_llm, raw_post, read_all, served_model_dir
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BASE = {"model": "tiny", "prompt": "abc 12", "temperature": 0, "ignore_eos": True}
+LONG = BASE | {"max_tokens": 240}
+USER = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_model_dir(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def one(model_dir: Path) -> Iterator[Served]:
+    served = Served(
+        make_llm(model_dir), queue=2, max_body_bytes=20_000, body_timeout=0.5, header_timeout=0.5,
+        write_timeout=0.5, max_n=4, max_prompts=3, max_stop=2,
+    )  # fmt: skip
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def served(one: Served) -> Iterator[Served]:
+    """Whatever a test sent, nothing is held afterwards, and the next request is answered."""
+    yield one
+    one.wait_for_rest()
+    assert one.post(TEXT, BASE | {"max_tokens": 3}).status_code == 200
+
+
+def refused(reply: httpx.Response, status: int, param: str | None = None) -> str:
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param, error
+    return error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"x"', b"{'a': 1}", b'{"model": "tiny", "prompt": "\xff\xfe"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "top_p": NaN}',
+        b"[" * 15_000, b'{"a":' * 3_000, b'{"model": "tiny", "prompt": 1' + b"0" * 9_000 + b"}",
+        b"\x00" * 50,
+    ],
+    ids=lambda body: repr(body[:14]),
+)  # fmt: skip
+def test_what_is_not_json(served: Served, body: bytes) -> None:
+    refused(served.post(TEXT, body), 400)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": 5, "temperature": 1}, "n"),
+        ({"n": 2}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"stop": ["a", "b", "c"]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": {"a": 1}}, None),
+        ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"),
+        ({"logprobs": 21}, "top_logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 4}, "prompt"),
+        ({"prompt": [97]}, None),
+        ({"prompt": [-1]}, None),
+        ({"prompt": [["a"]]}, None),
+        ({"prompt": ""}, None),
+        ({"prompt": None}, "prompt"),
+        ({"model": None}, "model"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"tools": []}, "tools"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"guided_json": {}, "guided_regex": "a"}, None),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "structural_tag", "format": 3}}, "response_format"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"user": 5}, "user"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
+    body = json.dumps({**BASE, "max_tokens": 4, **fields}).encode()
+    refused(served.post(TEXT, body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": ["a"]}, "messages.0"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, None),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "messages"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"store": True}, "store"),
+    ],
+    ids=str,
+)
+def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
+    body = {"model": "tiny", "messages": USER, "max_tokens": 4} | fields
+    refused(served.post(CHAT, body), 400, param)
+
+
+def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+    body = {
+        "model": "tiny", "messages": USER, "max_tokens": 4, "store": False, "user": "me",
+        "service_tier": "auto", "parallel_tool_calls": True, "stop": None, "tools": None,
+        "metadata": None, "top_k": -1,
+    }  # fmt: skip
+    assert served.post(CHAT, body).status_code == 200
+
+
+def test_a_prompt_that_is_too_long(served: Served) -> None:
+    reply = served.post(TEXT, BASE | {"prompt": "ab " * 300})
+    refused(reply, 400)
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_methods_paths_and_kinds(served: Served) -> None:
+    assert httpx.get(served.url + TEXT).status_code == 405
+    refused(httpx.get(served.url + "/nowhere"), 404)
+    refused(httpx.get(served.url + "/v1/models/../../etc/passwd"), 404)
+    body = json.dumps(BASE).encode()
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
+        refused(served.post(TEXT, body, **{"content-type": kind}), 415)
+
+
+def test_origin_and_host(served: Served) -> None:
+    refused(served.post(TEXT, BASE, origin="http://evil.example"), 403)
+    refused(served.post(TEXT, BASE, host="evil.example:8000"), 403)
+    assert served.post(TEXT, BASE, origin=served.url).status_code == 200
+
+
+def test_bodies_that_are_too_large(served: Served) -> None:
+    refused(served.post(TEXT, b" " * 20_001), 413)
+    with served.connect() as connection:  # it says so, and sends nothing
+        connection.sendall(raw_post(TEXT, b"", length=10**12))
+        assert b" 413 " in read_all(connection).splitlines()[0]
+    with served.connect() as connection:  # no length
+        head = "Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+        connection.sendall(f"POST {TEXT} HTTP/1.1\r\n{head}\r\n\r\n".encode())
+        try:
+            for _ in range(100):
+                connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        except OSError:
+            pass
+        first = read_all(connection).splitlines()
+        assert not first or b" 413 " in first[0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"x" * 200_000,
+        b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 200_000 + b"\r\n\r\n",
+    ],
+    ids=["version", "tls", "no head", "long header"],
+)
+def test_what_is_not_http(served: Served, head: bytes) -> None:
+    with served.connect() as connection:
+        try:
+            connection.sendall(head)
+        except OSError:
+            return
+        lines = read_all(connection).splitlines()
+        assert not lines or b" 400 " in lines[0]
+
+
+def test_slow_heads_and_bodies_end(served: Served) -> None:
+    started = time.monotonic()
+    head, body = served.connect(), served.connect()
+    try:
+        head.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        body.sendall(raw_post(TEXT, b'{"model"', length=500))
+        head.settimeout(0.1)
+        for _ in range(100):  # a byte now and then does not help
+            try:
+                head.sendall(b"X")
+                if not head.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert b" 408 " in read_all(body).splitlines()[0]
+        assert time.monotonic() - started < 8
+    finally:
+        head.close()
+        body.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("how", ["close", "half", "reset", "before the body"])
+def test_a_client_that_goes_away(served: Served, how: str, is_streamed: bool) -> None:
+    before = served.llm.stats().generated_tokens
+    connection = served.connect()
+    body = json.dumps(LONG | {"stream": is_streamed}).encode()
+    if how == "before the body":
+        connection.sendall(raw_post(TEXT, body, length=len(body) + 1))
+    else:
+        connection.sendall(raw_post(TEXT, body))
+        time.sleep(0.05)
+    if how == "half":
+        connection.shutdown(socket.SHUT_WR)
+        time.sleep(0.1)
+    elif how == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    served.wait_for_rest()
+    assert served.llm.stats().generated_tokens - before < 240
+
+
+def test_a_client_that_does_not_read(served: Served) -> None:
+    """Its answer is finished without it, and its connection is cut."""
+    served.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", served.port))
+    body = LONG | {"stream": True, "logprobs": 20, "n": 2, "temperature": 1}
+    connection.sendall(raw_post(TEXT, json.dumps(body).encode()))
+    served.wait_for_rest()
+    time.sleep(1.2)
+    text = read_all(connection)
+    connection.close()
+    assert text.startswith(b"HTTP/1.1 200") and b"[DONE]" not in text
+
+
+def test_a_full_queue_is_status_429(served: Served) -> None:
+    connections = [served.connect() for _ in range(6)]
+    for connection in connections:
+        connection.sendall(raw_post(TEXT, json.dumps(LONG).encode()))
+    deadline = time.monotonic() + 5
+    while served.engine.num_live < 6 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    reply = served.post(TEXT, BASE)
+    assert "at most 6 may" in refused(reply, 429) and int(reply.headers["retry-after"]) > 0
+    assert httpx.get(served.url + "/health").status_code == 200
+    for connection in connections:
+        connection.close()
+
+
+def test_pipelined_requests_are_answered_in_turn(served: Served) -> None:
+    body = json.dumps(BASE | {"max_tokens": 3}).encode()
+    with served.connect() as connection:
+        connection.sendall(raw_post(TEXT, body) * 3)
+        received, deadline = b"", time.monotonic() + 10
+        while received.count(b"HTTP/1.1 200") < 3 and time.monotonic() < deadline:
+            received += connection.recv(65536)
+    assert received.count(b"HTTP/1.1 200") == 3
+
+
+def test_tokens_and_small_endpoints(served: Served) -> None:
+    ids = served.llm.tokenizer.encode("abc 12")
+    reply = served.post("/tokenize", {"prompt": "abc 12"}).json()
+    assert reply == {"tokens": ids, "count": len(ids), "max_model_len": 256}
+    chat = served.post("/tokenize", {"messages": USER}).json()["tokens"]
+    text = served.post("/detokenize", {"tokens": chat}).json()["prompt"]
+    assert text == "[user]a\n[assistant]"
+    refused(served.post("/tokenize", {}), 400, "prompt")
+    refused(served.post("/detokenize", {"tokens": [5, 97]}), 400, "tokens")
+    assert set(httpx.get(served.url + "/version").json()) == {"version"}
+    assert httpx.get(served.url + "/health").json() == {"status": "ok"}
+    served.post(TEXT, BASE)
+    assert served.post("/reset_prefix_cache", {}).status_code == 200
+    usage = served.post(TEXT, BASE | {"prompt": "b" * 100}).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_no_header_or_body_reaches_the_file_system(
+    served: Served,
+) -> None:
+    opened: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_on and event == "open":
+            opened.append(str(arguments[0]))
+
+    is_on = True
+    sys.addaudithook(watch)  # it stays, and does nothing later
+    odd = "/etc/hostname"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": odd}], "user": odd}
+    served.post(CHAT, body | {"max_tokens": 3, "stop": odd, "cache_salt": odd}, **{"x-a": odd})
+    served.post(TEXT, BASE | {"guided_regex": odd, "model": odd})
+    is_on = False
+    assert odd not in opened
+
+
+def test_an_error_of_one_request_stays_its_own(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = served.llm.executor.stop_check
+
+    def broken(request: Any) -> bool:
+        if request.sampling_params.stop_strings == ("zz",) and len(request.output_token_ids) > 3:
+            raise ZeroDivisionError
+        return want(request)
+
+    monkeypatch.setattr(served.llm.executor, "stop_check", broken)
+    refused(served.post(TEXT, LONG | {"stop": "zz"}), 500)
+    reply = served.post(TEXT, LONG | {"stop": "zz", "stream": True})
+    events = [line for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert reply.status_code == 200 and events[-1] == "data: [DONE]"
+    assert "ZeroDivisionError" in json.loads(events[-2][6:])["error"]["message"]
+
+
+def test_keys(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir), api_key="secret")
+    try:
+        wrong = [{"authorization": f"{given}"} for given in ("Bearer secre", "Basic secret")]
+        odd: dict[str, Any] = {"authorization": "Bearer sécret".encode()}
+        for headers in (*wrong, odd, {}, {"x-api-key": "secret"}):
+            for path in (CHAT, TEXT, "/tokenize", "/reset_prefix_cache"):
+                reply = httpx.post(served.url + path, json={}, headers=headers)
+                assert refused(reply, 401) and reply.json()["error"]["code"] == "invalid_api_key"
+            assert httpx.get(served.url + "/v1/models", headers=headers).status_code == 401
+        assert httpx.get(served.url + "/health").status_code == 200
+        good = {"authorization": "bearer secret"}
+        assert served.post(TEXT, BASE, **good).status_code == 200
+        # An engine that failed says so.
+        runner = served.llm.executor.runner
+
+        def fails(plan: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        runner.run = fails  # type: ignore[method-assign]
+        assert "the device is gone" in refused(served.post(TEXT, BASE, **good), 503)
+        assert "the device is gone" in refused(httpx.get(served.url + "/health"), 503)
+        refused(served.post(TEXT, BASE, **good), 503)
+    finally:
+        served.close()
+
+
+def test_texts_after_all_that_are_right(served: Served, model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        want = llm.generate("abc 12", greedy(60)).outputs[0].text
+    assert served.post(TEXT, BASE | {"max_tokens": 60}).json()["choices"][0]["text"] == want

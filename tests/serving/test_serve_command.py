@@ -1,0 +1,110 @@
+"""`trtspec serve` as a process: how it starts, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, make_llm, served_model_dir
+
+from trtspec.cli import main
+
+LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_model_dir(tmp_path_factory.mktemp("models"))
+
+
+@contextmanager
+def served(model_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields the process and its URL."""
+    command = [sys.executable, "-m", "trtspec.cli", "serve", str(model_dir), "--port", "0"]
+    command += ["--device", "cpu", "--dtype", "float32", "--served-model-name", "tiny"]
+    with subprocess.Popen(
+        [*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if found := re.search(r"Serving tiny at (http://\S+)", line):
+                    break
+            else:
+                raise AssertionError("it did not start")
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def test_signals(model_dir: Path) -> None:
+    """The first lets requests finish; with none left it ends with code 0. The second ends all."""
+    with (
+        served(model_dir, "--speculative", "ngram") as (process, url),
+        served(model_dir) as (other, other_url),
+        ThreadPoolExecutor() as pool,
+    ):
+        short = pool.submit(httpx.post, url + "/v1/completions", json=LONG | {"max_tokens": 60})
+        cut = pool.submit(httpx.post, other_url + "/v1/completions", json=LONG, timeout=30)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        other.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(5) == 128 + signal.SIGTERM
+        with pytest.raises(httpx.TransportError):
+            cut.result(30)
+        reply = short.result(30)
+        assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
+        assert process.wait(30) == 0
+        assert process.stdout is not None and process.stdout.read() == ""
+
+
+def test_a_request_that_outlasts_the_timeout_is_told(model_dir: Path) -> None:
+    server = Served(make_llm(model_dir, max_batch_size=1), shutdown_timeout=0.01)
+    with ThreadPoolExecutor() as pool:
+        replies = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(4)]
+        while server.engine.num_live < 4:
+            time.sleep(0.01)
+        server.close()
+        last = [reply.result(30) for reply in replies]
+    assert 503 in [reply.status_code for reply in last]
+    assert all("the server ends" in r.text for r in last if r.status_code == 503)
+
+
+def test_what_is_refused_before_a_model_is_loaded(
+    model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(model_dir), "--port", port]) == 2
+        assert "choose another --port" in capsys.readouterr().err
+    for options, message in (
+        (["--port", "70000"], "ServerConfig.port=70000"),
+        (["--api-key", " "], "The API key must be"),
+        (["--host", "300.1.1.1"], "choose another"),
+    ):
+        assert main(["serve", str(model_dir), *options]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    original = builtins.__import__
+
+    def without_fastapi(name: str, *arguments: Any) -> Any:
+        if name == "fastapi":
+            raise ImportError("No module named 'fastapi'", name="fastapi")
+        return original(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without_fastapi)
+    assert main(["serve", str(model_dir)]) == 2
+    assert "trtspec serve needs fastapi: pip install 'trtspec[serve]'" in capsys.readouterr().err

@@ -1,0 +1,409 @@
+"""`AsyncLLM`: an `LLM` for asyncio. One thread runs the engine, many tasks read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from .api.embeds_prompt import EmbedsPrompt
+from .api.outputs import EngineStats, RequestOutput
+from .api.sampling_params import SamplingParams
+from .checks import is_int
+from .config import DecodingBaseConfig
+from .errors import ConfigError, EngineError, QueueFullError, RequestError, shown
+from .executor.request import Request
+from .frontend.engine_thread import SHUT_DOWN, EngineThread, Feed
+from .frontend.inputs import NOTHING, Messages, Prompt
+from .frontend.outputs import NOTHING_NEW, OutputReader, Piece, join
+from .frontend.time_limit import TimeLimit
+from .llm import LLM
+
+T = TypeVar("T")
+TEMPLATE_SECONDS = 5.0
+"""A chat template that takes longer ends its request with an error."""
+STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
+
+
+class Tokens(NamedTuple):
+    """A prompt as an engine takes it."""
+
+    text: str | None
+    ids: list[int] | EmbedsPrompt
+
+
+class AsyncLLM:
+    """A model with an optional drafter, for the tasks of one event loop.
+
+        async with AsyncLLM("smollm2-135m") as llm:
+            async for output in llm.generate("The sky is", SamplingParams(max_tokens=64)):
+                print(output.outputs[0].text_diff, end="")
+
+    A stream that is dropped, closed, or whose task is cancelled aborts its request. A reader that
+    is slow finds all that is new in one output.
+
+    Args:
+        model: as for `LLM`; or an `LLM`, which nothing else may use from then on.
+        speculative_config: as for `LLM`, and so are `engine_arguments`.
+        max_num_requests_in_queue: requests that may wait while `max_batch_size` run. Beyond,
+            `QueueFullError` is raised.
+
+    Raises:
+        ConfigError, CheckpointError: as `LLM` does.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LLM,
+        speculative_config: DecodingBaseConfig | None = None,
+        *,
+        max_num_requests_in_queue: int = 1024,
+        **engine_arguments: Any,
+    ):
+        if not is_int(max_num_requests_in_queue, 0):
+            raise ConfigError(
+                f"max_num_requests_in_queue={shown(max_num_requests_in_queue)}: it must be an int "
+                ">= 0."
+            )
+        self.llm: LLM = (
+            model if isinstance(model, LLM) else LLM(model, speculative_config, **engine_arguments)
+        )
+        self.max_live = self.llm.executor.config.max_batch_size + max_num_requests_in_queue
+        self._num_preparing = 0  # requests whose prompts are being tokenised
+        self._live: set[Feed] = set()
+        self._engine = EngineThread(self.llm.executor, self.llm.lock)
+        self._templates = TimeLimit("The chat template", TEMPLATE_SECONDS)
+        # One thread: a tokenizer of `tokenizers` is not to be called by several at first.
+        self._preparer = ThreadPoolExecutor(1, "trtspec-tokenize")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._idle = asyncio.Event()
+        weakref.finalize(self, self._engine.stop, 1.0)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are queued, running, or about to be queued."""
+        return self._num_preparing + len(self._live)
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; None while the engine works."""
+        return self._engine.failure or (SHUT_DOWN if self._is_closing else None)
+
+    # -- requests --------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        keep_sources: bool = False,
+    ) -> OutputStream:
+        """Returns an async iterator of snapshots, the last finished.
+
+        Args:
+            prompt: text, token ids or an `EmbedsPrompt`.
+            sampling_params: with n > 1 a snapshot has all n completions.
+            cache_salt: only requests of the same salt share the prefix cache.
+            keep_sources: `OutputStream.pieces` says where each token came from.
+
+        The first `anext()` raises:
+            RequestError: the prompt or a parameter is not allowed.
+            QueueFullError: too many requests wait.
+            EngineError: the engine failed or is shut down.
+        """
+
+        async def tokens() -> Tokens:
+            return await self.tokenize(prompt)
+
+        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] = NOTHING,
+        cache_salt: str | None = None,
+        keep_sources: bool = False,
+    ) -> OutputStream:
+        """`generate` on a conversation: `[{"role": "user", "content": "…"}]`.
+
+        Args:
+            tools: functions that the model may call, in OpenAI's form.
+            template_variables: what else the chat template reads, as `enable_thinking`.
+        """
+
+        async def tokens() -> Tokens:
+            return await self.tokenize_chat(messages, tools, template_variables)
+
+        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+
+    def open(
+        self,
+        tokens: Callable[[], Awaitable[Tokens]],
+        sampling_params: SamplingParams | None,
+        cache_salt: str | None,
+        keep_sources: bool,
+    ) -> OutputStream:
+        """Returns a stream whose prompt is made when it is first read."""
+        params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={shown(params)}: give SamplingParams, or None.")
+
+        async def prepare() -> tuple[str | None, list[Request]]:
+            text, ids = await tokens()
+
+            def make() -> list[Request]:
+                known = self.llm.inputs.with_token_ids(params)
+                executor = self.llm.executor
+                return [
+                    executor.make_request(ids, one, cache_salt=cache_salt) for one in known.each()
+                ]
+
+            requests = await self.in_thread(make)
+            for request in requests:
+                request.sources = [] if keep_sources else None
+            return text, requests
+
+        return OutputStream(self, prepare, params.n)
+
+    async def abort(self, request_id: int) -> bool:
+        """Cancels a request (finish_reason "cancelled"); False if there is none.
+
+        Raises:
+            RequestError: the id is not an int.
+        """
+        try:
+            number = operator.index(request_id)
+        except TypeError:
+            raise RequestError(
+                f"request_id={shown(request_id)}: give an int, as a RequestOutput has it."
+            ) from None
+        return await self._engine.call(lambda: self.llm.executor.cancel(number))
+
+    # -- tokens and text -------------------------------------------------------------------------
+    async def tokenize(self, prompt: Prompt) -> Tokens:
+        """Returns a prompt's text, if it is text, and its tokens."""
+        return await self.in_thread(lambda: Tokens(*self.llm.inputs.tokenize(prompt)))
+
+    async def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
+        """Returns the text that the chat template makes, within `TEMPLATE_SECONDS`."""
+        return await self._templates.run(
+            lambda: self.llm.inputs.render_chat(messages, tools, variables)
+        )
+
+    async def tokenize_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> Tokens:
+        """Returns a conversation's text and its tokens."""
+        text = await self.render_chat(messages, tools, variables)
+        return Tokens(text, await self.in_thread(lambda: self.llm.inputs.encode_rendered(text)))
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs what takes long beside the event loop and the engine, one at a time."""
+        if self._is_closing:
+            raise EngineError(SHUT_DOWN)
+        return await asyncio.get_running_loop().run_in_executor(self._preparer, function)
+
+    # -- the engine ------------------------------------------------------------------------------
+    async def stats(self) -> EngineStats:
+        return await self._engine.call(self.llm.executor.stats)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets the keys and values of earlier prompts, as after a change of the weights."""
+        await self._engine.call(self.llm.executor.reset_prefix_cache)
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuses new requests, waits for those that run, and frees the memory.
+
+        Args:
+            timeout: seconds after which those that still run are aborted.
+        """
+        is_first, self._is_closing = not self._is_closing, True
+        if not is_first:
+            return
+        if timeout and not await self._is_idle_within(timeout):
+            self._engine.cancel_all()
+            await self._is_idle_within(STOP_SECONDS)
+        self._engine.cancel_all()
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def abort_all(self) -> None:
+        """Cancels every request."""
+        self._engine.cancel_all()
+
+    def _close(self) -> None:
+        self._preparer.shutdown(wait=True, cancel_futures=True)
+        self._engine.stop()
+        self.llm.shutdown()
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self.num_live:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # -- for OutputStream ------------------------------------------------------------------------
+    def reserve(self, count: int) -> None:
+        """Takes places in the queue.
+
+        Raises:
+            QueueFullError, EngineError: see `generate`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self.num_live and self._loop is not None and not self._loop.is_closed():
+                raise EngineError("Another event loop has requests here: use one loop.")
+            self._num_preparing, self._loop = 0, loop
+            self._live.clear()
+            self._engine.bind(loop)
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        if self.num_live + count > self.max_live:
+            raise QueueFullError(
+                f"{self.num_live} requests run or wait; at most {self.max_live} may. Try again "
+                "later."
+            )
+        self._num_preparing += count
+
+    def release(self, count: int) -> None:
+        """Gives back places of requests that are not started."""
+        self._num_preparing -= count
+        self._idle.set()
+
+    def start(self, requests: Sequence[Request], ready: asyncio.Event) -> list[Feed]:
+        feeds = [Feed(request, ready, self._end) for request in requests]
+        self._engine.add(feeds)
+        self._live.update(feeds)
+        self.release(len(feeds))
+        return feeds
+
+    def _end(self, feed: Feed) -> None:
+        self._live.discard(feed)
+        self._idle.set()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._engine.cancel(requests)
+
+
+class OutputStream(AsyncIterator[RequestOutput]):
+    """Snapshots of one request while it runs. Made by `AsyncLLM.generate` and `chat`."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        prepare: Callable[[], Awaitable[tuple[str | None, list[Request]]]],
+        n: int,
+    ):
+        self._llm, self._prepare, self._n = llm, prepare, n
+        self._ready = asyncio.Event()
+        self._feeds: list[Feed] = []
+        self._readers: list[OutputReader] = []
+        self._is_started = False
+        self.tokenizer = llm.llm.tokenizer
+        """Decodes the text. Another may be set before the stream is started."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """The n requests, once it is started. Those that run may be read, not changed."""
+        return [feed.request for feed in self._feeds]
+
+    @property
+    def request_id(self) -> int:
+        """Of the first completion.
+
+        Raises:
+            RequestError: the stream is not started.
+        """
+        if not self._feeds:
+            raise RequestError("The stream has no request yet: await start() first.")
+        return self._feeds[0].request.request_id
+
+    async def start(self) -> None:
+        """Checks and queues the request, which the first `anext()` does otherwise."""
+        if self._is_started:
+            return
+        self._is_started = True
+        self._llm.reserve(self._n)
+        try:
+            text, requests = await self._prepare()
+            self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
+            self._feeds = self._llm.start(requests, self._ready)
+        except BaseException:
+            self._llm.release(self._n)
+            raise
+
+    async def pieces(self) -> list[tuple[int, Piece]]:
+        """Waits for news. Returns what is new, by the completion's index; [] once all is read.
+
+        Raises:
+            EngineError: the engine failed. Other errors as `AsyncLLM.generate`.
+        """
+        await self.start()
+        while True:
+            pieces = []
+            for index, (feed, reader) in enumerate(zip(self._feeds, self._readers, strict=True)):
+                if reader.is_done or not (feed.is_done or feed.num_tokens > reader.num_seen):
+                    continue
+                error = feed.request.error
+                if feed.is_done and error is not None and error == self._llm.failure:
+                    raise EngineError(error)
+                pieces.append((index, reader.take(feed.num_tokens, is_finished=feed.is_done)))
+            if pieces or all(reader.is_done for reader in self._readers):
+                return pieces
+            self._ready.clear()
+            try:
+                await self._ready.wait()
+            except BaseException:  # the task is cancelled
+                self.cancel()
+                raise
+
+    async def __anext__(self) -> RequestOutput:
+        pieces = dict(await self.pieces())
+        if not pieces:
+            raise StopAsyncIteration
+        acceptance = self._llm.llm.acceptance_of_drafts
+        outputs = [
+            reader.snapshot(pieces.get(index, NOTHING_NEW), acceptance)
+            for index, reader in enumerate(self._readers)
+        ]
+        return join(outputs, self.requests, acceptance)
+
+    def cancel(self) -> None:
+        """Cancels what has not finished, without waiting."""
+        running = [feed.request for feed in self._feeds if not feed.is_done]
+        if running:
+            self._llm.cancel(running)
+
+    async def aclose(self) -> None:
+        """Cancels what has not finished. Reading goes on to its end."""
+        self._is_started = True
+        self.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_feeds", None):
+            self.cancel()

@@ -1,0 +1,57 @@
+"""`trtspec serve`: an OpenAI server over one engine."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from ..errors import ConfigError
+from .engine import load_llm
+from .options import EngineOptions, ServeOptions
+from .render import make_console
+from .status import Progress
+
+
+def run_serve(options: EngineOptions, given: ServeOptions) -> int:
+    """Serves until a signal comes. Returns the exit code.
+
+    Raises:
+        ConfigError: the extra is not installed, or the address is taken.
+    """
+    try:
+        import fastapi
+        import uvicorn
+
+        assert fastapi and uvicorn
+    except ImportError as error:
+        raise ConfigError(
+            f"trtspec serve needs {error.name}: pip install 'trtspec[serve]'."
+        ) from error
+    from ..async_llm import AsyncLLM
+    from ..serving.config import ServerConfig
+    from ..serving.run import listen, serve, url_of
+
+    config = ServerConfig(
+        host=given.host,
+        port=given.port,
+        api_key=given.api_key,
+        served_model_name=given.served_model_name or Path(options.model).name,
+        max_body_bytes=given.max_body_bytes,
+        max_n=given.max_n,
+        shutdown_timeout=given.shutdown_timeout,
+    )
+    listener = listen(config)  # before the model is loaded, which takes long
+    with listener:
+        with redirect_stdout(sys.stderr), Progress() as progress:
+            llm = load_llm(options, progress, max_seq_len=given.max_seq_len)
+        engine = AsyncLLM(llm, max_num_requests_in_queue=given.max_num_requests_in_queue)
+        console = make_console(stderr=True)
+        if config.api_key is None and not config.is_loopback:
+            console.print("No API key is asked for: anyone who reaches this address can use it.")
+
+        def on_start() -> None:
+            console.print(f"Serving {config.served_model_name} at {url_of(listener)}")
+
+        serve(engine, config, listener, on_start)
+    return 0

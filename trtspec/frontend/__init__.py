@@ -1,0 +1,1 @@
+"""What `LLM` and `AsyncLLM` share: text to tokens, tokens to text, outputs of requests."""

@@ -1,0 +1,251 @@
+"""`EngineThread`: the one thread that steps an executor, for an event loop in another thread.
+
+    event loop     post(add r)                     feed r: 3 tokens          feed r: done
+    engine thread     step ─ step ─ … ── counts of all requests ──▶ step ── counts ──▶ idle
+
+After a step it hands over how many tokens each request has now, and whether it is done: one call
+into the loop for all requests. A reader takes the tokens from the request itself. So a slow reader
+holds nothing back, and the next count it sees stands for all before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..errors import EngineError, RankError
+from ..executor.py_executor import PyExecutor
+from ..executor.request import Request
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_FAILED_STEPS = 2
+"""After a step that raises, all requests start over. After two in a row the engine is dead."""
+
+
+SHUT_DOWN = "The engine is shut down."
+
+
+class Feed:
+    """What the event loop knows of one request.
+
+    Args:
+        ready: set when there is news. Several feeds of one reader share it.
+        on_done: called once, in the event loop.
+    """
+
+    __slots__ = ("_on_done", "announced", "is_done", "num_tokens", "ready", "request")
+
+    def __init__(self, request: Request, ready: asyncio.Event, on_done: Callable[[Feed], None]):
+        self.request, self.ready, self._on_done = request, ready, on_done
+        self.announced = 0  # tokens handed over; the engine thread's
+        self.num_tokens, self.is_done = 0, False
+
+    def update(self, num_tokens: int, is_done: bool) -> None:
+        """Takes over a count, in the event loop."""
+        self.num_tokens = num_tokens
+        if is_done and not self.is_done:
+            self.is_done = True
+            self._on_done(self)
+        self.ready.set()
+
+
+class News(NamedTuple):
+    """What a step did for one request."""
+
+    feed: Feed
+    num_tokens: int
+    is_done: bool
+
+
+Command = Callable[[], None]
+
+
+class EngineThread:
+    """Steps an executor while there is work, and does what is posted between steps.
+
+    Args:
+        executor: nothing else may step it.
+        lock: held for each step.
+    """
+
+    def __init__(self, executor: PyExecutor, lock: AbstractContextManager[Any]):
+        self._executor, self._lock = executor, lock
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._feeds: dict[int, Feed] = {}  # by request, of this thread alone
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_failed = 0
+        self._gate, self._is_closed = threading.RLock(), False
+        self.failure: str | None = None
+        """Why the engine is dead; None while it works."""
+        self._thread = threading.Thread(target=self._run, name="trtspec-engine", daemon=True)
+        self._thread.start()
+
+    # -- called by other threads -----------------------------------------------------------------
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sets the event loop that news goes to."""
+        self._loop = loop
+
+    def add(self, feeds: Sequence[Feed]) -> None:
+        """Queues requests that `PyExecutor.make_request` made."""
+        self._post_command(lambda: self._add(feeds))
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Ends requests before the next step. May be called by the garbage collector."""
+        with suppress(EngineError):
+            self._post_command(lambda: self._cancel(requests))
+
+    def cancel_all(self) -> None:
+        with suppress(EngineError):
+            self._post_command(lambda: self._cancel([f.request for f in self._feeds.values()]))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Returns what a function returns that runs between two steps.
+
+        Raises:
+            EngineError: the engine is dead.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                if self.failure is not None:
+                    raise EngineError(self.failure)
+                result = function()
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result, None)
+
+        self._post_command(command)
+        return await future
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends the thread after what is posted, and waits for it."""
+        self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _post_command(self, command: Command) -> None:
+        with self._gate:
+            if self._is_closed:
+                raise EngineError(SHUT_DOWN)
+            self._commands.put(command)
+
+    # -- the thread ------------------------------------------------------------------------------
+    def _run(self) -> None:
+        if self._executor.device.type == "cuda":
+            torch.cuda.set_device(self._executor.device)
+        while self._obey():
+            try:
+                with self._lock:
+                    finished = self._step()
+            except Exception as error:
+                logger.exception("A step of the engine failed.")
+                self._num_failed += 1
+                if self._num_failed >= MAX_FAILED_STEPS or isinstance(error, RankError):
+                    self._die(f"the engine failed ({type(error).__name__}: {error})")
+                continue
+            self._num_failed = 0
+            self._hand_over(finished)
+        self._die(self.failure or SHUT_DOWN)
+        with self._gate:  # nothing is posted from here on
+            self._is_closed = True
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    command()
+
+    def _step(self) -> list[Request]:
+        if self._executor.has_work:
+            return self._executor.step()
+        return self._executor.book.take_finished()  # by a command
+
+    def _obey(self) -> bool:
+        """Runs the commands that are there. Waits for one if there is no work. False: it is the
+        last one."""
+        is_idle = self.failure is not None or not self._executor.has_work
+        while True:
+            try:
+                command = self._commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            with self._lock:
+                command()
+            if self.failure is None:
+                is_idle = False
+
+    def _add(self, feeds: Sequence[Feed]) -> None:
+        for feed in feeds:
+            request = feed.request
+            self._feeds[request.request_id] = feed
+            try:
+                if self.failure is not None:
+                    raise EngineError(self.failure)
+                self._executor.add(request)
+            except Exception as error:  # noqa: BLE001 - it is this request's
+                request.finish_reason, request.error = "error", str(error)
+                self._post([News(self._feeds.pop(request.request_id), 0, True)])
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        if self.failure is None:
+            for request in requests:
+                self._executor.cancel(request.request_id)
+
+    def _hand_over(self, finished: Sequence[Request]) -> None:
+        news, feeds = [], self._feeds
+        for request in self._executor.scheduler.running:
+            feed = feeds.get(request.request_id)
+            if feed is not None and request.num_read > feed.announced:
+                feed.announced = request.num_read
+                news.append(News(feed, request.num_read, False))
+        for request in finished:
+            feed = feeds.pop(request.request_id, None)
+            if feed is not None:
+                news.append(News(feed, len(request.output_token_ids), True))
+        if news:
+            self._post(news)
+
+    def _post(self, news: Sequence[News]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_deliver, news)
+        except RuntimeError:  # the loop is closed, and no reader is left
+            with self._lock:
+                self._cancel([feed.request for feed in self._feeds.values()])
+
+    def _die(self, reason: str) -> None:
+        self.failure = reason
+        news = []
+        for feed in self._feeds.values():
+            request = feed.request
+            if request.finish_reason is None:
+                request.finish_reason, request.error = "error", reason
+            news.append(News(feed, request.num_read, True))
+        self._feeds.clear()
+        if news:
+            self._post(news)
+
+
+def _deliver(news: Sequence[News]) -> None:
+    """Runs in the event loop."""
+    for feed, num_tokens, is_done in news:
+        feed.update(num_tokens, is_done)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # its waiter was cancelled
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,174 @@
+"""`Inputs`: prompts of text and conversations become token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..api.embeds_prompt import EmbedsPrompt
+from ..api.sampling_params import SamplingParams
+from ..errors import RequestError, shown
+from ..metadata.logits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+
+Prompt = str | Sequence[int] | EmbedsPrompt
+Messages = Sequence[dict[str, Any]]
+NOTHING: Mapping[str, Any] = {}
+# Arguments of transformers' function, which no caller may set through the template's variables.
+NOT_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+class Inputs:
+    """Tokenises for one model.
+
+    Args:
+        model_dir: named in messages.
+        tokenizer: of transformers, or None.
+    """
+
+    def __init__(self, model_dir: Path, tokenizer: Any):
+        self.model_dir, self.tokenizer = model_dir, tokenizer
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int] | EmbedsPrompt]:
+        """Returns a prompt's text, if it is text, and its tokens.
+
+        Raises:
+            RequestError: it is no prompt, or text without a tokenizer.
+        """
+        prompt = plain(prompt)
+        if isinstance(prompt, EmbedsPrompt):
+            return None, prompt
+        if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
+            raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.model_dir} holds no tokenizer: give token ids instead of text."
+            )
+        if not prompt:
+            raise RequestError("The prompt is empty: give at least one token.")
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
+        return prompt, self.tokenizer.encode(prompt, verbose=False)  # length is checked later
+
+    def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
+        """Returns the text of a conversation, up to where the assistant answers.
+
+        Args:
+            tools: functions that the model may call, in OpenAI's form.
+            variables: what else the template reads, as `enable_thinking`.
+
+        Raises:
+            RequestError: the messages do not fit the template, or the model has none.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise RequestError(f"{self.model_dir.name} has no chat template: use generate().")
+        if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) for m in messages):
+            raise RequestError(
+                f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
+            )
+        reserved = sorted(NOT_VARIABLES.intersection(variables))
+        if reserved:
+            raise RequestError(f"{reserved[0]!r} is no variable of a chat template: leave it out.")
+        conversation = [with_plain_text(message) for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as error:  # a template is code and may raise anything
+            raise RequestError(
+                f"The chat template cannot render {shown(messages)} ({type(error).__name__}: "
+                f"{error}). Give a list of {{'role': …, 'content': …}}."
+            ) from error
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Returns the tokens of a rendered conversation, which has its special tokens already."""
+        return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Returns the same parameters with `bad_words` as token ids.
+
+        Raises:
+            RequestError: `stop` or `bad_words` hold text and there is no tokenizer, or a bad word
+                has too many tokens.
+        """
+        words = params.bad_words or ()
+        has_text = any(isinstance(word, str) for word in words)
+        if self.tokenizer is None and (params.stop_strings or has_text):
+            name = "stop" if params.stop_strings else "bad_words"
+            raise RequestError(
+                f"{name}={getattr(params, name)!r} needs a tokenizer; {self.model_dir} has none."
+            )
+        if not has_text or self.tokenizer is None:
+            return params
+        ids: list[Sequence[int]] = []
+        for word in words:
+            bare = word.removeprefix(" ") if isinstance(word, str) else ""
+            forms = (bare, f" {bare}") if bare.strip() else (word,)
+            for form in forms:
+                tokens: Sequence[int] = form  # type: ignore[assignment]
+                if isinstance(form, str):
+                    tokens = self.tokenizer.encode(form, add_special_tokens=False)
+                if not 0 < len(tokens) <= MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"SamplingParams.bad_words has {form!r}, which is {len(tokens)} tokens: "
+                        f"a word may have 1 … {MAX_BAD_WORD_TOKENS}."
+                    )
+                ids.append(tokens)
+        if len(ids) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"SamplingParams.bad_words: {len(words)} words, {len(ids)} with and without space "
+                f"before the texts among them; at most {MAX_BAD_WORDS} are possible."
+            )
+        return replace(params, bad_words=ids)
+
+
+def plain(prompt: Any) -> Any:
+    """Converts numpy arrays and tensors to lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+
+def with_plain_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Joins a message's parts of text (OpenAI's form) to one text."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return message
+    other = [part.get("type") for part in parts if part.get("type") != "text"]
+    if other:
+        raise RequestError(
+            f"The content has a part of type {other[0]!r}: a chat takes text. Of an image give "
+            "generate() what the model's encoder makes, as an EmbedsPrompt."
+        )
+    return {**message, "content": "".join(str(part.get("text", "")) for part in parts)}

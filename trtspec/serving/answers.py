@@ -1,0 +1,196 @@
+"""Parts of an answer that both endpoints have: log probabilities, usage, acceptance, JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..api.outputs import Logprob, SpecStats
+from ..api.text_stream import TextStream
+from ..async_llm import AsyncLLM, OutputStream
+from ..errors import EngineError, QueueFullError, RequestError
+from ..executor.request import Request
+from ..frontend.outputs import Piece
+from .errors import ApiError, of_library
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+Json = dict[str, Any]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event_of(value: Any) -> bytes:
+    """Returns one server-sent event."""
+    return f"data: {dumped(value)}\n\n".encode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields that all chunks of an answer share."""
+
+    kind: str  # "chat.completion", "text_completion"
+    model: str
+    prefix: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def fields(self, is_chunk: bool = False) -> Json:
+        is_chat_chunk = is_chunk and self.kind == "chat.completion"
+        return {
+            "id": f"{self.prefix}-{self.number}",
+            "object": "chat.completion.chunk" if is_chat_chunk else self.kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+class TokenNames:
+    """The text of single tokens, special ones too."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        name = self._known.get(token)
+        if name is None:
+            name = f"token_id:{token}"
+            if self._tokenizer is not None:
+                name = self._tokenizer.decode([token], skip_special_tokens=False)
+            self._known[token] = name
+        return name
+
+    def chat_logprobs(self, piece: Piece, count: int) -> list[Json]:
+        """Returns entries of `choices[].logprobs.content`."""
+        pairs = zip(piece.token_ids, piece.logprobs or [], strict=False)
+        return [
+            self._entry(token, known[token])
+            | {"top_logprobs": [self._entry(t, p) for t, p in top_of(known, count)]}
+            for token, known in pairs
+        ]
+
+    def _entry(self, token: int, known: Logprob) -> Json:
+        text = self[token]
+        return {
+            "token": text,
+            "logprob": finite(known.logprob),
+            # A part of a character has no text, and so no bytes.
+            "bytes": None if "\ufffd" in text else list(text.encode("utf-8", "replace")),
+        }
+
+
+def top_of(known: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    """Returns the `count` likeliest tokens. `known` has them and the chosen one."""
+    return sorted(known.items(), key=lambda item: item[1].rank)[:count]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+class TokenTexts:
+    """The text of each token of one output, for a page that colours them.
+
+    Together they are the output's text. A character of several tokens is the last one's.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._stream = TextStream(tokenizer)
+        self._length = 0
+
+    def of(self, piece: Piece) -> list[Json]:
+        """Returns the tokens of a piece: text, and 0 or the number of the accepted draft."""
+        return [
+            {"text": self._next(token), "source": source}
+            for token, source in zip(piece.token_ids, piece.sources or [], strict=False)
+        ]
+
+    def _next(self, token: int) -> str:
+        self._stream.extend_with([token])
+        text = self._stream.safe_text()
+        start, self._length = self._length, len(text)
+        return text[start:]
+
+
+def usage_of(prompts: Sequence[Sequence[Request]], counts: Sequence[int]) -> Json:
+    """Returns `usage`.
+
+    Args:
+        prompts: the requests of each prompt. counts: tokens of each completion.
+    """
+    num_prompt = sum(len(requests[0].prompt_token_ids) for requests in prompts)
+    cached = sum(requests[0].cached_tokens or 0 for requests in prompts)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": sum(counts),
+        "total_tokens": num_prompt + sum(counts),
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def metrics_of(llm: AsyncLLM, requests: Sequence[Request]) -> Json | None:
+    """Returns `metrics`, what a request's drafts were worth; None without speculation."""
+    stats: SpecStats = llm.llm.acceptance_of_drafts.stats(requests)
+    if llm.llm.max_draft_len == 0:
+        return None
+    asked, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": stats.acceptance_length,
+            "draft_acceptance_rate": accepted / asked if asked else 0.0,
+            "acceptance_histogram": stats.acceptance_histogram,
+            "num_spec_steps": stats.num_steps,
+            "num_draft_tokens": asked,
+            "num_accepted_draft_tokens": accepted,
+            "forced_acceptance": stats.forced_acceptance,
+        }
+    }
+
+
+async def start(streams: Sequence[OutputStream]) -> None:
+    """Queues the requests. If one is refused, the others are cancelled.
+
+    Raises:
+        ApiError: with the reason.
+    """
+    try:
+        for stream in streams:
+            await stream.start()
+    except BaseException as error:
+        for stream in streams:
+            stream.cancel()
+        if isinstance(error, RequestError | QueueFullError | EngineError):
+            raise of_library(error) from None
+        raise
+
+
+async def next_pieces(stream: OutputStream) -> list[tuple[int, Piece]]:
+    """Returns what is new.
+
+    Raises:
+        ApiError: the engine failed, or a request did.
+    """
+    try:
+        pieces = await stream.pieces()
+    except EngineError as error:
+        raise of_library(error) from None
+    for index, piece in pieces:
+        if piece.finish_reason in ("error", "cancelled"):
+            stream.cancel()
+            raise failure_of(stream.requests[index], piece.finish_reason)
+    return pieces
+
+
+def failure_of(request: Request, reason: str) -> ApiError:
+    if reason == "cancelled":
+        return ApiError(503, "The request was cancelled: the server ends.", code="cancelled")
+    message = request.error or "The request failed."
+    if request.sampling_params.guided_decoding is not None and not request.output_token_ids:
+        return ApiError(400, message, param="response_format")  # its grammar is wrong
+    return ApiError(500, message)

@@ -1,0 +1,347 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..async_llm import AsyncLLM, OutputStream, Tokens
+from ..errors import EngineError, RequestError
+from ..frontend.outputs import Piece
+from .answers import (
+    Header,
+    Json,
+    TokenNames,
+    TokenTexts,
+    dumped,
+    event_of,
+    metrics_of,
+    next_pieces,
+    start,
+    usage_of,
+)
+from .config import ServerConfig
+from .errors import ApiError, of_library, refused
+from .markers import keep_markers
+from .protocol import ChatRequest, Message, Tool
+from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
+from .sampling import make_params
+from .streams import DONE
+from .tool_calls import Content, ToolCallDelta, ToolCallParser, parser_for
+
+
+def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates read them."""
+    return [_template_message(number, message) for number, message in enumerate(messages)]
+
+
+def _template_message(number: int, message: Message) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True)
+    if message.role == "developer":  # OpenAI's newer name, which templates do not know
+        fields["role"] = "system"
+    fields.setdefault("content", "")
+    reasoning = fields.pop("reasoning", None)
+    if reasoning is not None:
+        fields.setdefault("reasoning_content", reasoning)
+    for i, call in enumerate(fields.get("tool_calls", [])):
+        function = call["function"]
+        if isinstance(function["arguments"], str):  # templates write a dict as JSON
+            param = f"messages.{number}.tool_calls.{i}.function.arguments"
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                raise refused(param, f"{param!r} is not JSON.") from None
+    return fields
+
+
+def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Returns tools as chat templates read them."""
+    return None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+class ChatEndpoint:
+    """Answers conversations.
+
+    Args:
+        model_name: in answers.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig, model_name: str):
+        self.llm, self.config, self.model_name = llm, config, model_name
+        self.tokenizer = llm.llm.tokenizer
+        self.names = TokenNames(self.tokenizer)
+        self.reasoning: ReasoningMarkers | None = None
+        template = getattr(self.tokenizer, "chat_template", None)
+        self.template = template if isinstance(template, str) else ""
+        if self.tokenizer is not None and template:
+            self.reasoning = split_for(self.tokenizer)
+
+    async def open(self, request: ChatRequest) -> ChatAnswer:
+        """Queues a request. Raises ApiError if it is refused."""
+        if request.top_logprobs is not None and not request.logprobs:
+            raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
+        parser = self._parser(request)
+        tools = tools_of(request.tools)
+        messages = conversation_of(request.messages)
+        variables = request.chat_template_kwargs or {}
+        try:
+            tokens = await self.llm.tokenize_chat(messages, tools, variables)
+        except (RequestError, EngineError) as error:
+            raised = of_library(error)
+            raised.param = raised.param or "messages"
+            raise raised from None
+        markers = self.reasoning
+        is_inside = markers is not None and starts_inside(tokens.text or "", markers)
+        max_tokens = request.max_completion_tokens
+        params = make_params(
+            request,
+            self.config,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            reasoning_end=markers.end if markers is not None and is_inside else None,
+        )
+        marked: list[str] = [] if parser is None else list(parser.markers)
+        if markers is not None:
+            marked += markers
+
+        async def given() -> Tokens:
+            return tokens
+
+        stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
+        stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
+        await start([stream])
+        make = partial(self._choice, request, is_inside)
+        return ChatAnswer(self, request, stream, [make() for _ in range(request.n)])
+
+    def _parser(self, request: ChatRequest) -> ToolCallParser | None:
+        """Returns a parser of tool calls, where they are asked for."""
+        if request.tools is None:
+            if request.tool_choice == "auto":
+                raise refused("tool_choice", "'tool_choice' needs 'tools'.")
+            return None
+        if request.tool_choice == "none":
+            return None
+        parser = parser_for(self.template, tools_of(request.tools) or ())
+        if parser is None:
+            raise refused(
+                "tools",
+                "The model's chat template defines no form of tool calls that is known here. "
+                "tool_choice='none' gives the tools to the template and parses nothing.",
+            )
+        return parser
+
+    def _choice(self, request: ChatRequest, is_inside: bool) -> Choice:
+        splitter = None
+        if self.reasoning is not None:
+            splitter = ReasoningSplitter(self.reasoning, is_inside)
+        texts = TokenTexts(self.tokenizer) if request.include_token_sources else None
+        return Choice(splitter, self._parser(request), texts)
+
+
+@dataclass
+class Delta:
+    """What is new of one choice."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def fields(self) -> Json:
+        fields: Json = {}
+        if self.reasoning:
+            fields["reasoning_content"] = self.reasoning
+        if self.content:
+            fields["content"] = self.content
+        if self.calls:
+            fields["tool_calls"] = [{"index": c.index, **tool_call(c)} for c in self.calls]
+        return fields
+
+
+def tool_call(call: ToolCallDelta) -> Json:
+    return {
+        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+class Choice:
+    """One completion as it streams: reasoning, content and tool calls apart."""
+
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | None,
+        parser: ToolCallParser | None,
+        texts: TokenTexts | None,
+    ):
+        self._splitter, self._parser, self.texts = splitter, parser, texts
+        self.num_tokens, self.has_calls = 0, False
+
+    def take(self, piece: Piece) -> Delta:
+        """Returns what is new."""
+        self.num_tokens += len(piece.token_ids)
+        delta, is_last = Delta(), piece.finish_reason is not None
+        if self._splitter is None:
+            self._content(delta, piece.text)
+        else:
+            parts = self._splitter.feed(piece.text)
+            for part in [*parts, *(self._splitter.finish() if is_last else ())]:
+                if part.is_reasoning:
+                    delta.reasoning += part.text
+                else:
+                    self._content(delta, part.text)
+        if is_last and self._parser is not None:
+            self._take_events(delta, self._parser.finish())
+        return delta
+
+    def _content(self, delta: Delta, text: str) -> None:
+        if self._parser is None:
+            delta.content += text
+        elif text:
+            self._take_events(delta, self._parser.feed(text))
+
+    def _take_events(self, delta: Delta, events: Any) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                delta.content += event.text
+            else:
+                delta.calls.append(event)
+                self.has_calls = True
+
+    def reason(self, piece: Piece) -> str | None:
+        """Returns `finish_reason`."""
+        if piece.finish_reason == "stop" and self.has_calls:
+            return "tool_calls"
+        return piece.finish_reason
+
+
+class ChatAnswer:
+    """One answer, whole or streamed."""
+
+    def __init__(
+        self, endpoint: ChatEndpoint, request: ChatRequest, stream: OutputStream, choices: Any
+    ):
+        self._llm, self._names, self._request = endpoint.llm, endpoint.names, request
+        self._stream, self._choices = stream, choices
+        self._header = Header("chat.completion", endpoint.model_name, "chatcmpl")
+        self._first: list[tuple[int, Piece]] = []
+
+    async def whole(self) -> Json:
+        """Returns the answer when it is complete."""
+        deltas = [Delta() for _ in self._choices]
+        reasons: list[str | None] = [None] * len(deltas)
+        logprobs: list[list[Json]] = [[] for _ in deltas]
+        tokens: list[list[Json]] = [[] for _ in deltas]
+        while pieces := await next_pieces(self._stream):
+            for index, piece in pieces:
+                choice, all_of_it = self._choices[index], deltas[index]
+                delta = choice.take(piece)
+                all_of_it.content += delta.content
+                all_of_it.reasoning += delta.reasoning
+                all_of_it.calls += delta.calls
+                if self._request.logprobs:
+                    logprobs[index] += self._logprobs(piece)
+                if choice.texts is not None:
+                    tokens[index] += choice.texts.of(piece)
+                reasons[index] = choice.reason(piece)
+        choices = []
+        for index, delta in enumerate(deltas):
+            message: Json = {"role": "assistant", "content": delta.content or None, "refusal": None}
+            if not delta.calls:
+                message["content"] = delta.content
+            else:
+                message["tool_calls"] = [tool_call(call) for call in delta.calls]
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": {"content": logprobs[index]} if self._request.logprobs else None,
+                    "finish_reason": reasons[index],
+                }
+                | ({"trtspec": {"tokens": tokens[index]}} if tokens[index] else {})
+            )
+        return self._header.fields() | {"choices": choices} | self._totals()
+
+    def _totals(self) -> Json:
+        return {"usage": self._usage(), "metrics": metrics_of(self._llm, self._stream.requests)}
+
+    def _usage(self) -> Json:
+        return usage_of([self._stream.requests], [c.num_tokens for c in self._choices])
+
+    def _logprobs(self, piece: Piece) -> list[Json]:
+        return self._names.chat_logprobs(piece, self._request.top_logprobs or 0)
+
+    async def wait(self) -> None:
+        """Waits for the first tokens, so that an error before them has a status of its own."""
+        self._first = await next_pieces(self._stream)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yields server-sent events."""
+        request = self._request
+        options = request.stream_options
+        has_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        head = dumped(self._header.fields(is_chunk=True))[1:-1]
+        pieces = self._first
+        try:
+            for index in range(len(self._choices)):
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+            num_open = len(self._choices)
+            while pieces:
+                for index, piece in pieces:
+                    choice = self._choices[index]
+                    delta = choice.take(piece)
+                    is_plain = not (delta.calls or delta.reasoning or request.logprobs)
+                    if is_plain and choice.texts is None and piece.finish_reason is None:
+                        if delta.content and not continuous:
+                            yield (
+                                f'data: {{{head},"choices":[{{"index":{index},"delta":'
+                                f'{{"content":{dumped(delta.content)}}},"logprobs":null,'
+                                '"finish_reason":null}]}\n\n'
+                            ).encode("utf-8", "replace")
+                            continue
+                        if not delta.content:
+                            continue
+                    more: Json = {}
+                    if choice.texts is not None:
+                        more["trtspec"] = {"tokens": choice.texts.of(piece)}
+                    num_open -= piece.finish_reason is not None
+                    if continuous:
+                        more["usage"] = self._usage()
+                    if num_open == 0 and not has_usage:
+                        more["metrics"] = metrics_of(self._llm, self._stream.requests)
+                    logprobs = self._logprobs(piece) if request.logprobs else None
+                    fields, reason = delta.fields(), choice.reason(piece)
+                    yield self._chunk(index, fields, reason, logprobs, more)
+                pieces = await next_pieces(self._stream) if num_open else []
+            if has_usage:
+                yield event_of(
+                    self._header.fields(is_chunk=True) | {"choices": []} | self._totals()
+                )
+        except ApiError as error:
+            yield event_of(error.body())
+        finally:
+            self._stream.cancel()
+        yield DONE
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        reason: str | None = None,
+        logprobs: list[Json] | None = None,
+        more: Json | None = None,
+    ) -> bytes:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if logprobs is None else {"content": logprobs},
+            "finish_reason": reason,
+        }
+        return event_of(self._header.fields(is_chunk=True) | {"choices": [choice]} | (more or {}))

@@ -1,0 +1,97 @@
+"""Errors as OpenAI's API reports them: a status, and a JSON object that names the parameter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
+
+RETRY_SECONDS = 1
+_FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
+_OURS_TO_API = {"max_tokens": "max_tokens", "stop_strings": "stop"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        param: the field of the request that is wrong.
+        code: OpenAI's word for the kind of error.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """Returns what is sent, in an answer or in a stream."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        headers = {}
+        if self.status == 429:
+            headers["Retry-After"] = str(RETRY_SECONDS)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (408, 413):  # the rest of the body is not read
+            headers["Connection"] = "close"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+def refused(param: str, message: str) -> ApiError:
+    """Returns the error of a field that is wrong."""
+    return ApiError(400, message, param=param)
+
+
+def of_library(error: TrtspecError) -> ApiError:
+    """Returns what an error of the library is to a client."""
+    message = str(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, message, code="queue_full")
+    if isinstance(error, EngineError):
+        return ApiError(503, message, code="engine_unavailable")
+    if isinstance(error, RequestError):
+        field = _FIELD.match(message)
+        is_long = "max_seq_len" in message
+        return ApiError(
+            400,
+            message,
+            param=_OURS_TO_API.get(field[1], field[1]) if field else None,
+            code="context_length_exceeded" if is_long else None,
+        )
+    return ApiError(500, message)
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """Returns the first error of a request that does not fit its model."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    param = ".".join(path) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param!r} is not supported.", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param!r} is missing: give it.", param, "missing_required_parameter")
+    return ApiError(400, f"{param!r} is wrong: {first['msg']}.", param, "invalid_type")

@@ -1,0 +1,102 @@
+"""What keeps strangers and mistakes out: the key, the origin, the size of a body, its time."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.requests import ClientDisconnect, Request
+
+from .config import ServerConfig
+from .errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/", "/health"})
+"""These ask for no key: a probe's, and a page that holds nothing but its own code."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Gate:
+    """ASGI middleware: refuses requests without the key, and those of other web pages.
+
+    A browser lets any page send requests to a server on loopback. Such a request names the page's
+    origin, or, after its name was bound to a loopback address, the page's host.
+    """
+
+    def __init__(self, app: App, config: ServerConfig):
+        self._app, self._is_loopback = app, config.is_loopback
+        self._host = config.host
+        self._key = None if config.api_key is None else config.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        host = next(_values(scope, b"host"), "")
+        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        if self._is_loopback and name not in LOOPBACK_NAMES | {self._host}:
+            raise ApiError(403, f"Host {host[:100]!r} is not served: connect to localhost.")
+        origin = next(_values(scope, b"origin"), None)
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise ApiError(403, "Requests of other web pages are not served.")
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, given = next(_values(scope, b"authorization"), "").partition(" ")
+        # Both are compared in any case.
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        if not is_right or scheme.lower() != "bearer":
+            raise ApiError(
+                401, "The API key is wrong or missing: send 'Authorization: Bearer KEY'.",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+
+def _values(scope: Scope, name: bytes) -> Iterator[str]:
+    return (value.decode("latin-1") for key, value in scope["headers"] if key == name)
+
+
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """Returns a JSON request's body, also of one without a length.
+
+    Raises:
+        ApiError: it is too long, too slow, or not called JSON. ClientDisconnect: it ended early.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # what a form of another web page could not send
+        raise ApiError(415, f"Content-Type is {kind[:100]!r}: it must be application/json.")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > config.max_body_bytes:
+        raise _too_large(config)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > config.max_body_bytes:
+                    raise _too_large(config)
+    except TimeoutError:
+        raise ApiError(408, f"The body took more than {config.body_timeout:g} s.") from None
+    return bytes(body)
+
+
+def _too_large(config: ServerConfig) -> ApiError:
+    return ApiError(
+        413, f"The body is longer than {config.max_body_bytes} bytes: send less, or start the "
+        "server with a larger --max-body-bytes."
+    )  # fmt: skip
+
+
+__all__ = ["ClientDisconnect", "Gate", "read_body"]

@@ -1,0 +1,180 @@
+"""Requests of OpenAI's API, with the fields that vLLM's server adds. Others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from .errors import ApiError, of_validation
+
+M = TypeVar("M", bound=BaseModel)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "logit_processors": ([],),
+    "parallel_tool_calls": (True,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "use_beam_search": (False,),
+}
+"""Fields that are not supported, with the values that ask for what is done anyway."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Model):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(_Model):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None  # every schema is
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # a structural tag has its own fields
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(_Model):
+    """Fields of both endpoints."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    cache_salt: str | None = None
+    include_token_sources: bool = False
+    user: str | None = None  # who asks; nothing depends on it
+
+
+class CompletionRequest(GenerationRequest):
+    """Of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class TextPart(_Model):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Model):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(_Model):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class Message(_Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(_Model):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(_Model):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(GenerationRequest):
+    """Of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+
+
+class TokenizeRequest(_Model):
+    """Of `/tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+
+
+class DetokenizeRequest(_Model):
+    model: str | None = None
+    tokens: list[int]
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """Returns a request. Fields that are null count as left out.
+
+    Raises:
+        ApiError: it is not JSON, or does not fit.
+    """
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The body is not JSON: {str(error)[:200]}.") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "The body must be a JSON object.")
+    fields = {
+        name: value
+        for name, value in given.items()
+        if value is not None and not (name in NEUTRAL and value in NEUTRAL[name])
+    }
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise of_validation(error) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.") from None

@@ -1,0 +1,158 @@
+"""Runs the server: uvicorn, with limits of its own for connections, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from ..async_llm import AsyncLLM
+from ..errors import ConfigError
+from .app import build_app
+from .config import ServerConfig
+
+MAX_HEAD_BYTES = 64 * 1024
+
+
+def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
+    """Returns uvicorn's protocol, for which slow or endless heads and slow readers are gone."""
+
+    class Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._write_timer: asyncio.TimerHandle | None = None
+            self._num_head_bytes = 0
+
+        @property
+        def _has_request(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop(self._head_timer)
+            self._stop(self._write_timer)
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            was_busy = self._has_request
+            super().data_received(data)
+            if self._has_request:
+                self._stop(self._head_timer)
+                self._head_timer, self._num_head_bytes = None, 0
+                return
+            self._num_head_bytes += 0 if was_busy else len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.transport.abort()
+            elif self._head_timer is None:
+                self._expect_head()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stop(self._write_timer)
+            self._write_timer = self.loop.call_later(config.write_timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._stop(self._write_timer)
+            super().resume_writing()
+
+        def timeout_keep_alive_handler(self) -> None:
+            if self.transport.get_write_buffer_size():  # close() would wait for the reader
+                self.transport.abort()
+            super().timeout_keep_alive_handler()
+
+        def _expect_head(self) -> None:
+            self._head_timer = self.loop.call_later(config.header_timeout, self._end_slow_head)
+
+        def _end_slow_head(self) -> None:
+            if not self._has_request:
+                self.transport.abort()
+
+        @staticmethod
+        def _stop(timer: asyncio.TimerHandle | None) -> None:
+            if timer is not None:
+                timer.cancel()
+
+    return Guarded
+
+
+class Server(uvicorn.Server):
+    """Ends gracefully at the first signal, at once at the second."""
+
+    def __init__(
+        self, llm: AsyncLLM, config: ServerConfig, on_start: Callable[[], None] = lambda: None
+    ):
+        settings = uvicorn.Config(
+            build_app(llm, config),
+            http=guarded(config),
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=30,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            # Requests are cancelled before; this is for what does not end then.
+            timeout_graceful_shutdown=int(config.shutdown_timeout) + 5,
+        )
+        super().__init__(settings)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._llm, self._timeout, self._on_start = llm, config.shutdown_timeout, on_start
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True  # not captured: the process ends with code 0
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._timeout, self._llm.abort_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._on_start()
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Returns the socket that a server listens on.
+
+    Raises:
+        ConfigError: another process has the address, or it is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {config.host} port {config.port} ({error.strerror}): choose "
+            "another --port or --host."
+        ) from None
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    llm: AsyncLLM, config: ServerConfig, listener: socket.socket, on_start: Callable[[], None]
+) -> None:
+    """Serves until a signal comes.
+
+    Args:
+        on_start: called once requests are taken.
+    """
+    Server(llm, config, on_start).run(sockets=[listener])

@@ -1,0 +1,136 @@
+"""From a request to `SamplingParams`. What is out of range names its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api.guided_decoding import GuidedDecodingParams
+from ..api.sampling_params import MAX_TOKENS, SamplingParams
+from ..errors import RequestError, shown
+from .config import ServerConfig
+from .errors import ApiError, of_library, refused
+from .protocol import GenerationRequest
+
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+}
+
+
+def make_params(
+    request: GenerationRequest,
+    config: ServerConfig,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    reasoning_end: str | None = None,
+) -> SamplingParams:
+    """Returns a request's parameters.
+
+    Args:
+        max_tokens: None: as many as fit.
+        logprobs: alternatives per token; None: no log probabilities.
+        reasoning_end: a grammar holds after this text.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    _check_limits(request, config, logprobs)
+    try:
+        return SamplingParams(
+            max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
+            n=request.n,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),  # -1 is off, too
+            min_p=request.min_p,
+            seed=request.seed,
+            stop=request.stop or None,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=_logit_bias(request),
+            bad_words=request.bad_words,
+            logprobs=logprobs,
+            guided_decoding=_guided(request, reasoning_end),
+        )
+    except RequestError as error:
+        raise of_library(error) from None
+
+
+def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: int | None) -> None:
+    stop = request.stop if isinstance(request.stop, list) else []
+    for name, count, most in (
+        ("n", request.n, config.max_n),
+        ("stop", len(stop), config.max_stop),
+        ("stop_token_ids", len(request.stop_token_ids or []), config.max_stop),
+        ("top_logprobs", logprobs or 0, config.max_logprobs),
+    ):
+        if count > most:
+            raise refused(name, f"{name!r} asks for {count}: this server allows {most}.")
+    if request.top_k < -1:
+        raise refused("top_k", f"'top_k' is {shown(request.top_k)}: it must be >= -1.")
+    if request.stream_options is not None and not request.stream:
+        raise refused("stream_options", "'stream_options' is only allowed with stream=true.")
+    if request.cache_salt == "":
+        raise refused("cache_salt", "'cache_salt' is empty: give text, or leave it out.")
+
+
+def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
+    bias: dict[int, float] = {}
+    for token, value in (request.logit_bias or {}).items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise refused("logit_bias", f"'logit_bias' has {shown(token)}, which is no token id.")
+        bias[int(token)] = value
+    return bias or None
+
+
+def _guided(request: GenerationRequest, reasoning_end: str | None) -> GuidedDecodingParams | None:
+    given: dict[str, Any] = {
+        ours: value
+        for field, ours in _GUIDED.items()
+        if (value := getattr(request, field)) is not None
+    }
+    name = next((field for field in _GUIDED if getattr(request, field) is not None), "")
+    form = request.response_format
+    if form is not None and form.type != "text":
+        given |= _of_format(request)
+        name = "response_format"
+    elif form is not None:
+        _check_plain(request)
+    if not given:
+        return None
+    if len(given) > 1:
+        raise refused(name, f"A request has one grammar; this has {', '.join(sorted(given))}.")
+    try:
+        return GuidedDecodingParams(**given, reasoning_end=reasoning_end)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=name) from None
+
+
+def _of_format(request: GenerationRequest) -> dict[str, Any]:
+    form = request.response_format
+    assert form is not None
+    if form.type == "structural_tag":
+        return {"structural_tag": form.model_dump(exclude_none=True)}
+    _check_plain(request)
+    if form.type == "json_object":
+        return {"json_object": True}
+    if form.json_schema is None:
+        raise refused("response_format.json_schema", "'json_schema' is missing: give it.")
+    schema = form.json_schema.schema_
+    return {"json": {} if schema is True else schema}
+
+
+def _check_plain(request: GenerationRequest) -> None:
+    form = request.response_format
+    assert form is not None
+    unknown = sorted(form.model_extra or {})
+    if unknown:
+        name = f"response_format.{unknown[0]}"
+        raise ApiError(400, f"{name!r} is not supported.", name, "unknown_parameter")
