@@ -24,6 +24,7 @@ LAYERS = [
     ["train"],
     ["doctor"],
     ["report"],
+    ["serving"],
     ["cli"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -1,0 +1,94 @@
+"""`live_state`: what the page at `/` shows, as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..llm import LLM
+from .exposition import EngineNow
+from .metrics import Second, StepMetrics, StepTimes
+
+
+class LiveSource(NamedTuple):
+    """Where the page's figures come from."""
+
+    llm: LLM
+    metrics: StepMetrics
+    model_name: str
+    started: float  # time.time() when counting began: another value is another run of the server
+    plain_step_seconds: Mapping[int, float]  # measured elsewhere, by batch size
+
+
+def live_state(source: LiveSource, since: int = 0) -> dict[str, Any]:
+    """Returns the page's figures.
+
+    Args:
+        since: seconds of the history before this one (their `at`) are left out.
+    """
+    llm, metrics = source.llm, source.metrics
+    now = EngineNow.of(llm.executor)
+    return {
+        "model": source.model_name,
+        "mode": llm.mode.name,
+        "max_draft_len": llm.max_draft_len,
+        "acceptance": llm.acceptance,
+        "started": source.started,
+        "now": int(time.perf_counter()),
+        "running": now.num_running,
+        "waiting": now.num_waiting,
+        "max_running": llm.executor.config.max_batch_size,
+        "kv_usage": round(now.kv_usage, 4),
+        "kv_tokens": now.num_kv_blocks * now.block_size,
+        "preemptions": now.num_preemptions,
+        "drafter_is_dead": now.is_drafter_dead,
+        "forced_acceptance": now.forced_acceptance,
+        "prefix_queries": metrics.prefix_queries,
+        "prefix_hits": metrics.prefix_hits,
+        "prompt_tokens": metrics.prompt_tokens,
+        "generated_tokens": metrics.generated_tokens,
+        "accepted_lens": list(metrics.accepted_lens),
+        "finished": dict(metrics.finished),
+        "speed": speed_of(metrics, source.plain_step_seconds),
+        "history": [_second(s) for s in list(metrics.history) if s.at >= since],
+    }
+
+
+def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any] | None:
+    """Returns the measured times behind a speed-up over plain decoding; None without steps.
+
+    `speed_up` is tokens a step times the plain step's time over the speculative step's, of one
+    batch size. It is None if one of the two was not measured.
+    """
+    times, drafts = metrics.step_times, metrics.num_drafts
+    batch = times.last_batch
+    if not batch or not metrics.max_draft_len:
+        return None
+    plain = StepTimes.typical(times.plain, batch)
+    is_stored = plain is None
+    if plain is None:
+        plain = known.get(batch)
+    speculative = StepTimes.typical(times.speculative, batch)
+    length = 1 + sum(metrics.accepted_per_position) / drafts if drafts else None
+    speed_up = None
+    if plain is not None and speculative and length is not None:
+        speed_up = length * plain / speculative
+    return {
+        "batch": batch,
+        "acceptance_length": length,
+        "plain_seconds": plain,
+        "plain_is_stored": is_stored and plain is not None,
+        "speculative_seconds": speculative,
+        "speed_up": speed_up,
+    }
+
+
+def _second(second: Second) -> dict[str, Any]:
+    return {
+        "at": second.at,
+        "generated_tokens": second.generated_tokens,
+        "prompt_tokens": second.prompt_tokens,
+        "steps": second.steps,
+        "accepted_lens": list(second.accepted_lens),
+    }
