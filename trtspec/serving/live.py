@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..llm import LLM
 from .exposition import EngineNow
-from .metrics import Second, StepMetrics, StepTimes
+from .metrics import Second, StepMetrics, StepTimes, accepted_per_position
 
 
 class LiveSource(NamedTuple):
@@ -59,18 +59,18 @@ def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any]
     """Returns the measured times behind a speed-up over plain decoding; None without steps.
 
     `speed_up` is tokens a step times the plain step's time over the speculative step's, of one
-    batch size. It is None if one of the two was not measured.
+    batch size. It is None if no batch size has both. Of several the one nearest to the last step
+    counts.
     """
-    times, drafts = metrics.step_times, metrics.num_drafts
-    batch = times.last_batch
-    if not batch or not metrics.max_draft_len:
+    times = metrics.step_times
+    if not times.last_batch or not metrics.max_draft_len:
         return None
-    plain = StepTimes.typical(times.plain, batch)
-    is_stored = plain is None
-    if plain is None:
-        plain = known.get(batch)
+    timed = set(times.speculative) & (set(times.plain) | set(known))
+    batch = min(timed, key=lambda size: _distance(size, times.last_batch), default=times.last_batch)
+    measured = StepTimes.typical(times.plain, batch)
+    plain = known.get(batch) if measured is None else measured
     speculative = StepTimes.typical(times.speculative, batch)
-    length = 1 + sum(metrics.accepted_per_position) / drafts if drafts else None
+    length = _recent_length(metrics)
     speed_up = None
     if plain is not None and speculative and length is not None:
         speed_up = length * plain / speculative
@@ -78,10 +78,25 @@ def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any]
         "batch": batch,
         "acceptance_length": length,
         "plain_seconds": plain,
-        "plain_is_stored": is_stored and plain is not None,
+        "plain_is_given": measured is None and plain is not None,
         "speculative_seconds": speculative,
         "speed_up": speed_up,
     }
+
+
+def _distance(size: int, other: int) -> int:
+    """Returns by how many doublings two batch sizes differ."""
+    return abs(size.bit_length() - other.bit_length())
+
+
+def _recent_length(metrics: StepMetrics) -> float | None:
+    """Returns the acceptance length of the last minute with drafts, else of all; None without."""
+    recent = [s.accepted_lens for s in list(metrics.history)[-60:]]
+    lens = [sum(column) for column in zip(*recent, strict=True)]
+    if not sum(lens):
+        lens = list(metrics.accepted_lens)
+    steps = sum(lens)
+    return 1 + sum(accepted_per_position(lens)) / steps if steps else None
 
 
 def _second(second: Second) -> dict[str, Any]:
