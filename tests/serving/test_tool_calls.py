@@ -140,10 +140,11 @@ def test_calls_are_found_in_any_pieces(
 PIECES = [
     "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"a": "b', '"}', "}", "{",
     "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>", "f", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "{}", ";", "\n", " ",
+    "<arg_value>", "</arg_value>", "f", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "{}", ";", "\n",
     "<|python_tag|>", '{"name": "f", "parameters": {"x": 1}}', CALLS_BEGIN, CALLS_END, BEGIN, END,
-    SEP, "function", "[", "```json\n{}\n```", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>", "x:1", ",",
-    "<",    "[{", "}]", "\\", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+    SEP, "function", "[", "```json\n{}\n```", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>",
+    "x:1", ",", "<", "[{", "}]", "\\", " ", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
 ]  # fmt: skip
 
 

@@ -95,10 +95,8 @@ class Watch:
 
     def report_finished(self) -> None:
         """Hands over requests that ended, unless a step is to be handed over first."""
-        if self._is_in_step:
-            return
-        finished, self.finished = self.finished, []
-        for request in finished:
+        while self.finished and not self._is_in_step:
+            request = self.finished.pop(0)
             if self.observer is not None:
                 self._call(self.observer.on_request_finished, request)
 

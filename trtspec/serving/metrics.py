@@ -182,36 +182,43 @@ class StepMetrics:
 
     # -- steps ---------------------------------------------------------------------------------
     def on_step(self, facts: StepFacts) -> None:
-        now, second = facts.ended, self._second(facts.ended)
-        last_token, accepted_lens = self._last_token, self.accepted_lens
-        gaps: dict[float, int] = {}  # requests of one batch mostly share the time of their last
-        generated = prompt = drafted = 0
+        now, last_token = facts.ended, self._last_token
+        lens = [0] * (self.max_draft_len + 1)
+        generated = prompt = drafted = asked = 0
+        since, waited = now, 0  # requests in a row mostly share the time of their last token
         for result, count in facts.results:
             generated += count
             request_id = result.request.request_id
             if result.is_generation:
                 before = last_token.get(request_id, now)
-                gaps[before] = gaps.get(before, 0) + 1
+                if before != since:
+                    self.inter_token_seconds.add(now - since, waited)
+                    since, waited = before, 0
+                waited += 1
                 accepted = len(result.tokens) - 1
                 if accepted:
-                    drafted += min(accepted, count)
+                    drafted += accepted if accepted < count else count
                 if result.num_asked:
-                    self.num_draft_tokens += result.num_asked
-                    accepted_lens[accepted] += 1
-                    second.accepted_lens[accepted] += 1
+                    asked += result.num_asked
+                    lens[accepted] += 1
             else:
                 prompt += self._first_token(result, now)
             last_token[request_id] = now
-        for before, times in gaps.items():
-            self.inter_token_seconds.add(now - before, times)
+        self.inter_token_seconds.add(now - since, waited)
         self.generated_tokens += generated
         self.prompt_tokens += prompt
         self.drafted_output_tokens += drafted
+        self.num_draft_tokens += asked
+        if generated or prompt:
+            self.step_tokens.add(generated + prompt)
+        second = self._second(now)
         second.generated_tokens += generated
         second.prompt_tokens += prompt
         second.steps += 1
-        if generated or prompt:
-            self.step_tokens.add(generated + prompt)
+        if asked:
+            for accepted, steps in enumerate(lens):
+                self.accepted_lens[accepted] += steps
+                second.accepted_lens[accepted] += steps
         self._time(facts)
 
     def _first_token(self, result: RequestResult, now: float) -> int:
@@ -224,17 +231,21 @@ class StepMetrics:
         return len(request.prompt_token_ids)
 
     def _time(self, facts: StepFacts) -> None:
-        if not facts.timed:
+        num_contexts = num_generations = 0
+        is_replay = True
+        for step in facts.timed:
+            num_contexts += len(step.batch.contexts)
+            num_generations += len(step.batch.generations)
+            is_replay &= step.is_replay
+        if not (num_contexts or num_generations):
             return
-        has_contexts = any(step.batch.contexts for step in facts.timed)
-        num_generations = sum(len(step.batch.generations) for step in facts.timed)
         kind: StepKind = "generation"
-        if has_contexts:
+        if num_contexts:
             kind = "mixed" if num_generations else "context"
-        key = kind, all(step.is_replay for step in facts.timed)
-        if key not in self.step_seconds:
-            self.step_seconds[key] = Histogram(STEP_SECONDS)
-        self.step_seconds[key].add(facts.seconds)
+        histogram = self.step_seconds.get((kind, is_replay))
+        if histogram is None:
+            histogram = self.step_seconds[kind, is_replay] = Histogram(STEP_SECONDS)
+        histogram.add(facts.seconds)
         if kind == "generation" and len(facts.timed) == 1:
             self.step_times.add(num_generations, facts.timed[0].num_drafts, facts.seconds)
 

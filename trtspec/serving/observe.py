@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Annotated, Any, Protocol
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector
+from prometheus_client import generate_latest as as_text
 
 from ..llm import LLM
 from .exposition import EngineCollector
@@ -58,9 +58,9 @@ def add_observability(
 
     # Plain functions, so that FastAPI runs them in a thread: the event loop goes on.
     @app.get("/metrics", include_in_schema=False)
-    def prometheus(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+    def prometheus() -> Response:
+        # Always this form: as OpenMetrics the client library may turn `vllm:` into `vllm_`.
+        return Response(as_text(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     @app.get("/live", include_in_schema=False)
     def live(since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> JSONResponse:

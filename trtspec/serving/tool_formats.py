@@ -137,7 +137,7 @@ def call_of(value: Any, tools: Tools, keys: tuple[str, ...] = ("arguments",)) ->
     """Returns the call that a JSON object {"name": …, "arguments": {…}} says, if it is one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):  # JSON within JSON
         try:
             arguments = load_json(arguments)
