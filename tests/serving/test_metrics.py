@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from trtspec.executor.request import Request
 from trtspec.serving.metrics import Histogram, StepMetrics, StepTimes, accepted_per_position
 from trtspec.serving.observe import add_observability
 
+ROOT = Path(__file__).parents[2]
 K = 3
 FORCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
@@ -400,3 +403,35 @@ def test_step_times_are_by_batch_size_and_typical() -> None:
     assert times.last_batch == 1
     assert times.typical(times.speculative, 4) == 3.0
     assert times.typical(times.plain, 1) == 0.5 and times.typical(times.plain, 4) is None
+
+
+# -- the dashboard -----------------------------------------------------------------------------
+
+
+def test_the_dashboard_shows_metrics_that_exist(serve: Serve) -> None:
+    board = json.loads((ROOT / "examples" / "grafana" / "trtspec.json").read_text("utf-8"))
+    served = serve()
+    run(served)
+    names = {name for name, _ in served.values()}
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 10
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in ("stat", "timeseries") and panel["title"]
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24
+        taken |= cells
+        assert panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            query = target["expr"]
+            used = re.findall(r"(?:vllm|trtspec):\w+", query)
+            assert used and set(used) <= names, set(used) - names
+            assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    assert variables == {"datasource", "model"}
+    assert board["schemaVersion"] >= 36 and board["uid"] and board["time"]["from"]

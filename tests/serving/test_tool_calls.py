@@ -294,4 +294,6 @@ def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     assert "[ARGS]" not in tokenizer.decode(ids, skip_special_tokens=True)
     kept = keep_markers(tokenizer, MISTRAL.markers)
     assert kept.decode(ids, skip_special_tokens=True).split() == ["a", "[ARGS]", "b"]
+    kept = keep_markers(tokenizer, ["[ARGS]thought"])  # a special token and more
+    assert kept.decode(ids, skip_special_tokens=True).split() == ["a", "[ARGS]", "b"]
     assert kept.eos_token_id == tokenizer.eos_token_id

@@ -28,7 +28,8 @@ class StepFacts(NamedTuple):
     ended: float  # time.perf_counter()
     seconds: float
     timed: Sequence[LaunchedStep]  # the steps that `seconds` is the time of
-    results: Sequence[tuple[RequestResult, int]]  # of live requests, and how many tokens each got
+    results: Sequence[RequestResult]  # of live requests that got tokens
+    counts: Sequence[int]  # how many tokens each got: an output may end inside the accepted ones
 
 
 class StepObserver(Protocol):
@@ -55,7 +56,8 @@ class Watch:
         self.runs_at_launch = runs_at_launch
         self.launched: list[LaunchedStep] = []
         self.read: list[LaunchedStep] = []
-        self.results: list[tuple[RequestResult, int]] = []
+        self.results: list[RequestResult] = []
+        self.counts: list[int] = []
         self.finished: list[Request] = []
         self._began = self._ended = 0.0
         self._is_in_step = False
@@ -80,13 +82,13 @@ class Watch:
         self._ended = now = time.perf_counter()
         timed = self.launched if self.runs_at_launch else self.read
         if self.observer is not None and (self.results or _is_live(timed)):
-            facts = StepFacts(now, now - self._began, timed, self.results)
+            facts = StepFacts(now, now - self._began, timed, self.results, self.counts)
             self._call(self.observer.on_step, facts)
         self.drop_step()
 
     def drop_step(self) -> None:
         """Forgets the step's facts: they are handed over, or an exception ended the step."""
-        self.launched, self.read, self.results = [], [], []
+        self.launched, self.read, self.results, self.counts = [], [], [], []
         self._is_in_step = False
         self.report_finished()
 

@@ -426,7 +426,8 @@ class PyExecutor:
             count = self.book.add_tokens(result, num_rows, self.stop_check)
             self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
             if self._watch is not None:
-                self._watch.results.append((result, count))
+                self._watch.results.append(result)
+                self._watch.counts.append(count)
         elif result.hidden is not None:
             self.book.save_rows(request, result.hidden)
 

@@ -30,14 +30,16 @@ def keep_markers(tokenizer: Any, markers: Iterable[str]) -> Any:
     such. Where none of the markers is one, the tokenizer itself is returned.
     """
     special = set(tokenizer.all_special_ids)
-    added = {
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {number for number, token in added.items() if getattr(token, "special", False)}
+    markers, numbers = list(markers), sorted(special)
+    texts = tokenizer.convert_ids_to_tokens(numbers)
+    kept = {  # a marker may be such a token and more
         number
-        for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        if getattr(token, "special", False)
+        for number, text in zip(numbers, texts, strict=True)
+        if text and any(text in marker for marker in markers)
     }
-    vocabulary = tokenizer.get_vocab()
-    kept = {vocabulary[m] for m in markers if m in vocabulary} & (special | added)
-    return MarkedTokenizer(tokenizer, kept, (special | added) - kept) if kept else tokenizer
+    return MarkedTokenizer(tokenizer, kept, special - kept) if kept else tokenizer
 
 
 class MarkedTokenizer:

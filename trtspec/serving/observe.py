@@ -12,13 +12,15 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Query
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client import generate_latest as as_text
 
 from ..llm import LLM
 from .exposition import EngineCollector
 from .live import LiveSource, live_state
 from .metrics import StepMetrics
+
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HasLLM(Protocol):
@@ -60,7 +62,7 @@ def add_observability(
     @app.get("/metrics", include_in_schema=False)
     def prometheus() -> Response:
         # Always this form: as OpenMetrics the client library may turn `vllm:` into `vllm_`.
-        return Response(as_text(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(as_text(registry), headers={"Content-Type": TEXT_FORMAT})
 
     @app.get("/live", include_in_schema=False)
     def live(since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> JSONResponse:
