@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import RankError
@@ -34,6 +35,8 @@ class RequestBook:
         self.live: dict[int, Request] = {}
         self.held: dict[int, Request] = {}  # live, not scheduled: their grammar is not compiled yet
         self.finished: list[Request] = []
+        self.on_finish: Callable[[Request], None] | None = None
+        """Called once with every request that ends."""
 
     def add(self, request: Request) -> None:
         # In this order: after an interrupt between the lines `start_over` drops the request.
@@ -129,6 +132,8 @@ class RequestBook:
         request.embeds = request.grammar = request.prefix = None
         self.finished.append(request)
         self.live.pop(request.request_id, None)
+        if self.on_finish is not None:
+            self.on_finish(request)
 
     def fail(self, request: Request, error: str) -> None:
         """Ends one request with finish_reason "error"; the others go on."""
@@ -184,6 +189,8 @@ class RequestBook:
                 if request not in self.finished:
                     self.finished.append(request)
                 del self.live[request.request_id]
+                if self.on_finish is not None:
+                    self.on_finish(request)
 
 
 def described(error: Exception) -> str:

@@ -180,6 +180,11 @@ class OwnedKVCache(LinkedKVCache):
             self._donors_of[owner] = self._donors
 
     @property
+    def usage(self) -> float:
+        """Returns the share of blocks in use on the fullest rank."""
+        return max(pool.usage for pools in self._pools_of for pool in pools)
+
+    @property
     def num_known_blocks(self) -> int:
         return sum(max(pool.num_keys for pool in pools) for pools in self._pools_of)
 

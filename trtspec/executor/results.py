@@ -34,6 +34,7 @@ class LaunchedStep(NamedTuple):
     logprobs: TokenLogprobs | None
     drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
     guided: GuidedBatch | None  # where there are grammars
+    is_replay: bool  # a graph ran it
     ready: torch.cuda.Event | None  # None on CPU
 
 
@@ -82,6 +83,8 @@ class StepReader:
         outputs: StepOutputs,
         num_proposed: Tensor | None,
         guided: GuidedDrafts | None = None,
+        *,
+        is_replay: bool = False,
     ) -> LaunchedStep:
         """Starts the copies; on CUDA the host does not wait for them.
 
@@ -89,6 +92,7 @@ class StepReader:
             plan: of the step, not yet counted as launched.
             num_proposed: [G] drafts to verify; None if no request records them.
             guided: where a request has a grammar.
+            is_replay: whether a graph ran it.
         """
         batch, logprobs = plan.batch, outputs.logprobs
         yields_token = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
@@ -108,6 +112,7 @@ class StepReader:
             logprobs=logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs,
             drafts=None if guided is None else self._to_host(guided.drafts),
             guided=None if guided is None else guided.batch,
+            is_replay=is_replay,
             ready=self._record_event(),  # after all copies
         )
 

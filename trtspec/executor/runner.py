@@ -65,6 +65,7 @@ class StepRunner:
         self.max_batch_size = config.max_batch_size
         self.max_draft_len = parts.worker.max_draft_len
         self._masked_drafts = config.guided_masked_drafts
+        self.is_replay = False  # whether a graph ran the last step
         target, worker = parts.target, parts.worker
         self.step = DeviceStep(
             target=target,
@@ -187,6 +188,7 @@ class StepRunner:
         if self.graphs is not None and plan.batch.is_guided:
             self.graphs.masks = self.masks
         outputs = self._replay(plan)
+        self.is_replay = outputs is not None
         if outputs is not None:
             return outputs
         worker = self.step.worker

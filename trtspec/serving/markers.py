@@ -1,11 +1,60 @@
-"""Markers in streamed text that may be special tokens."""
+"""Markers in streamed text: none is broken where it comes in parts, or lost as a special token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
+def held_length(text: str, markers: Iterable[str]) -> int:
+    """Returns how many last characters of `text` may begin a marker that is not complete."""
+    return max(
+        (n for marker in markers for n in range(1, len(marker)) if text.endswith(marker[:n])),
+        default=0,
+    )
+
+
+def first_marker(text: str, markers: Iterable[str], start: int = 0) -> tuple[int, str] | None:
+    """Returns position and text of the first marker from `start` on, the longest of several."""
+    found = [(at, -len(m), m) for m in markers if (at := text.find(m, start)) >= 0]
+    if not found:
+        return None
+    at, _, marker = min(found)
+    return at, marker
+
+
 def keep_markers(tokenizer: Any, markers: Iterable[str]) -> Any:
-    """Returns a tokenizer whose decoded text has these markers, special tokens or not."""
-    return tokenizer
+    """Returns a tokenizer whose decoded text has these markers, special tokens or not.
+
+    Text is decoded without special tokens, and some families mark tool calls or reasoning with
+    such. Where none of the markers is one, the tokenizer itself is returned.
+    """
+    special = set(tokenizer.all_special_ids)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {number for number, token in added.items() if getattr(token, "special", False)}
+    markers, numbers = list(markers), sorted(special)
+    texts = tokenizer.convert_ids_to_tokens(numbers)
+    kept = {  # a marker may be such a token and more
+        number
+        for number, text in zip(numbers, texts, strict=True)
+        if text and any(text in marker for marker in markers)
+    }
+    return MarkedTokenizer(tokenizer, kept, special - kept) if kept else tokenizer
+
+
+class MarkedTokenizer:
+    """A tokenizer that decodes some special tokens as text. All else is the tokenizer's."""
+
+    def __init__(self, tokenizer: Any, kept: set[int], dropped: set[int]):
+        self._tokenizer, self._kept, self._dropped = tokenizer, kept, dropped
+
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: Any
+    ) -> str:
+        if skip_special_tokens and not self._kept.isdisjoint(token_ids):
+            token_ids = [number for number in token_ids if number not in self._dropped]
+            skip_special_tokens = False
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -1,10 +1,35 @@
-"""Finds tool calls in streamed text, in the format that the model's chat template defines."""
+"""Finds tool calls in streamed text, in the format that the model's chat template defines.
+
+A call is returned when it is complete and right, arguments and all. What looks like one and is not
+comes back as text, not a character less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .markers import first_marker, held_length
+from .tool_formats import (
+    LlamaReader,
+    MistralReader,
+    Parse,
+    Reader,
+    TagReader,
+    Tool,
+    Tools,
+    deepseek_marker,
+    ends_within,
+    is_in_string,
+    parse_argument_tags,
+    parse_bare_function,
+    parse_deepseek,
+    parse_function_tags,
+    parse_gemma,
+    parse_hermes,
+    parse_kimi,
+)
 
 
 class Content(NamedTuple):
@@ -26,18 +51,228 @@ class ToolCallDelta:
 Event = Content | ToolCallDelta
 
 
-def parser_for(chat_template: str, tools: Sequence[dict[str, Any]] = ()) -> ToolCallParser | None:
-    """Returns a parser for one answer; None if the template defines no format that is known."""
-    return None
+class Format(NamedTuple):
+    """How a family writes calls.
+
+    readers: start marker -> makes the reader of a block that begins with it.
+    wrappers: markers around a list of blocks. They are dropped beside a call.
+    bare: the start, not a marker, of a call that may open an answer or follow another call.
+    separator: text that may stand between two calls, beside blank space.
+    """
+
+    name: str
+    readers: dict[str, Callable[[Tools], Reader]]
+    wrappers: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    """Further markers, inside blocks."""
+    bare: str = ""
+    separator: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All markers, some of which may be special tokens."""
+        return (*self.readers, *self.wrappers, *self.inner)
+
+
+def _tagged(
+    start: str, end: str, parse: Parse, is_open: Callable[[str], bool] = lambda inner: False
+) -> dict[str, Callable[[Tools], Reader]]:
+    return {start: lambda tools: TagReader(start, end, parse, is_open, tools)}
+
+
+_IN_PARAMETER = ends_within("<parameter=", "</parameter>")
+HERMES = Format(
+    "hermes",
+    _tagged("<tool_call>", "</tool_call>", parse_hermes, is_in_string),
+    inner=("</tool_call>",),
+)
+FUNCTION_TAGS = Format(
+    "function_tags",
+    _tagged("<tool_call>", "</tool_call>", parse_function_tags, _IN_PARAMETER)
+    | _tagged("<function=", "</function>", parse_bare_function, _IN_PARAMETER),
+    inner=("</tool_call>",),
+)
+ARGUMENT_TAGS = Format(
+    "argument_tags",
+    _tagged(
+        "<tool_call>",
+        "</tool_call>",
+        parse_argument_tags,
+        ends_within("<arg_value>", "</arg_value>"),
+    ),
+    inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+MISTRAL = Format("mistral", {MistralReader.START: MistralReader}, inner=("[CALL_ID]", "[ARGS]"))
+LLAMA = Format(
+    "llama",
+    {LlamaReader.START: lambda tools: LlamaReader(LlamaReader.START, tools)},
+    bare="{",
+    separator=";",
+)
+DEEPSEEK = Format(
+    "deepseek",
+    _tagged(deepseek_marker("call\u2581begin"), deepseek_marker("call\u2581end"), parse_deepseek),
+    wrappers=(deepseek_marker("calls\u2581begin"), deepseek_marker("calls\u2581end")),
+    inner=(deepseek_marker("call\u2581end"), deepseek_marker("sep")),
+)
+KIMI = Format(
+    "kimi",
+    _tagged("<|tool_call_begin|>", "<|tool_call_end|>", parse_kimi),
+    wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    inner=("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
+)
+GEMMA = Format(
+    "gemma",
+    _tagged(
+        "<|tool_call>", "<tool_call|>", parse_gemma, lambda inner: inner.count('<|"|>') % 2 == 1
+    ),
+    inner=("<tool_call|>", '<|"|>'),
+)
+
+_SIGNS: tuple[tuple[tuple[str, ...], Format], ...] = (
+    ((deepseek_marker("call\u2581begin"),), DEEPSEEK),
+    (("<|tool_call_begin|>",), KIMI),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<|tool_call>",), GEMMA),
+    (("<tool_call>", "<arg_key>"), ARGUMENT_TAGS),
+    (("<function=", "<parameter="), FUNCTION_TAGS),
+    (("<tool_call>",), HERMES),
+    (("<|start_header_id|>", '"parameters"'), LLAMA),
+    (("<|python_tag|>",), LLAMA),
+)
+"""What a chat template holds -> its format. The first that fits counts."""
+
+
+def format_of(chat_template: str) -> Format | None:
+    """Returns the format that a chat template defines; None if it is not known."""
+    return next((f for signs, f in _SIGNS if all(sign in chat_template for sign in signs)), None)
+
+
+def parser_for(chat_template: str, tools: Sequence[Tool] = ()) -> ToolCallParser | None:
+    """Returns a parser for one answer; None if the template defines no format that is known.
+
+    Args:
+        tools: those of the request, in OpenAI's form. With them a call of another function is
+            text, and arguments that are written as plain text get the types of the schema.
+    """
+    found = format_of(chat_template)
+    return None if found is None else ToolCallParser(found, tools)
 
 
 class ToolCallParser:
     """Separates one answer's text from its tool calls."""
 
-    markers: tuple[str, ...] = ()
+    def __init__(self, form: Format, tools: Sequence[Tool] = ()):
+        self.format = form
+        self._tools = Tools(tools)
+        self._text = ""  # not taken yet; in a block, from its start marker on
+        self._reader: Reader | None = None  # of the block that the text is in
+        self._glue = ""  # blank space and wrappers before the text; dropped beside a call
+        self._has_content = self._follows_call = False
+        self._num_calls = 0
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers that the text must have, special tokens too (`markers.keep_markers`)."""
+        return self.format.markers
 
     def feed(self, text: str) -> list[Event]:
-        return [Content(text)]
+        """Returns what is sure now of the answer so far."""
+        self._text += text
+        return _joined(self._take(is_last=False))
 
     def finish(self) -> list[Event]:
-        return []
+        """Returns the rest, when the answer is complete."""
+        events = self._take(is_last=True)
+        if self._follows_call:
+            self._glue = ""
+        return _joined([*events, *self._content("")])
+
+    # -- the text ------------------------------------------------------------------------------
+    def _take(self, *, is_last: bool) -> list[Event]:
+        events: list[Event] = []
+        while self._text:
+            if self._reader is None and not self._begin_block(events, is_last):
+                return events
+            assert self._reader is not None
+            block = self._reader.read(self._text)
+            if block is None and is_last:
+                block = self._reader.at_end(self._text)
+            if block is None:
+                return events
+            text, self._text = self._text[: block.end], self._text[block.end :]
+            self._reader = None
+            if not block.calls:
+                events += self._content(text)
+                continue
+            self._glue = ""
+            for call in block.calls:
+                events.append(ToolCallDelta(self._num_calls, call.name, call.arguments, call.id))
+                self._num_calls += 1
+            self._follows_call = True
+        return events
+
+    def _begin_block(self, events: list[Event], is_last: bool) -> bool:
+        """Takes the text before the next block. Returns whether the text begins with a block."""
+        while True:
+            self._take_glue()
+            starts, bare = (*self.format.readers, *self.format.wrappers), self.format.bare
+            if bare and self._may_be_bare() and self._text.startswith(bare):
+                self._reader = LlamaReader(bare, self._tools)
+                return True
+            found = first_marker(self._text, starts)
+            if found is not None and found[0] == 0 and found[1] in self.format.readers:
+                self._reader = self.format.readers[found[1]](self._tools)
+                return True
+            end = found[0] if found is not None else len(self._text)
+            if found is None and not is_last:
+                end -= held_length(self._text, starts)
+            text = self._text[:end].rstrip()
+            if not text:  # all of it may belong to a marker, or it is blank
+                return False
+            events += self._content(text)
+            self._text = self._text[len(text) :]
+
+    def _take_glue(self) -> None:
+        """Takes blank space, wrappers and the separator after a call from the text's beginning."""
+        while self._text:
+            blank = self._text[: len(self._text) - len(self._text.lstrip())]
+            marker = next(
+                (w for w in self.format.wrappers if self._text.startswith(w, len(blank))), ""
+            )
+            separator = self.format.separator
+            is_between = separator and self._follows_call and separator not in self._glue
+            if is_between and self._text.startswith(separator, len(blank)):
+                marker = separator
+            if not blank and not marker:
+                return
+            self._glue += blank + marker
+            self._text = self._text[len(blank) + len(marker) :]
+
+    def _may_be_bare(self) -> bool:
+        if self._follows_call:
+            return self.format.separator in self._glue
+        return not self._has_content
+
+    def _content(self, text: str) -> list[Event]:
+        """Returns text with what stood before it. Beside a call wrappers are dropped."""
+        glue, self._glue = self._glue, ""
+        if self._follows_call and text:
+            for wrapper in self.format.wrappers:
+                glue = glue.replace(wrapper, "")
+        if not glue + text:
+            return []
+        self._has_content, self._follows_call = True, False
+        return [Content(glue + text)]
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Joins text that follows text."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

@@ -43,6 +43,11 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     @property
+    def usage(self) -> float:
+        """Returns the share of blocks that are in use, 0 … 1."""
+        return 1 - self.num_free / (self.num_blocks - NUM_RESERVED_BLOCKS)
+
+    @property
     def num_keys(self) -> int:
         """Returns how many blocks can be found, in use or free."""
         return len(self._key_of)

@@ -130,6 +130,11 @@ class KVCacheManager:
         """Returns the free blocks of the fullest group."""
         return min(pool.num_free for pool in self._pools)
 
+    @property
+    def usage(self) -> float:
+        """Returns the share of blocks that requests hold, 0 … 1, in the fullest group."""
+        return max(pool.usage for pool in self._pools)
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -1,0 +1,299 @@
+"""Tool calls in streamed text, in every format, whole or in any pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trtspec.serving.markers import keep_markers
+from trtspec.serving.tool_calls import (
+    ARGUMENT_TAGS,
+    DEEPSEEK,
+    FUNCTION_TAGS,
+    GEMMA,
+    HERMES,
+    KIMI,
+    LLAMA,
+    MISTRAL,
+    Content,
+    Format,
+    ToolCallDelta,
+    ToolCallParser,
+    format_of,
+    parser_for,
+)
+from trtspec.serving.tool_formats import deepseek_marker
+
+FORMATS = (HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, MISTRAL, LLAMA, DEEPSEEK, KIMI, GEMMA)
+CALLS_BEGIN, CALLS_END, BEGIN, END, SEP = map(
+    deepseek_marker,
+    ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep"),
+)
+Result = tuple[str, list[tuple[str, Any]]]
+
+
+def gemma_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{gemma_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(gemma_value, value)) + "]"
+    return json.dumps(value)
+
+
+def tag_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def written(form: Format, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """How a model of that family writes calls."""
+    texts = []
+    for number, (name, arguments) in enumerate(calls):
+        body = json.dumps(arguments, ensure_ascii=False)
+        named = f'{{"name": "{name}", "arguments": {body}}}'
+        if form is HERMES:
+            texts.append(f"<tool_call>\n{named}\n</tool_call>")
+        elif form is FUNCTION_TAGS:
+            pairs = "".join(
+                f"<parameter={k}>\n{tag_value(v)}\n</parameter>\n" for k, v in arguments.items()
+            )
+            texts.append(f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>")
+        elif form is ARGUMENT_TAGS:
+            pairs = "".join(
+                f"<arg_key>{k}</arg_key>\n<arg_value>{tag_value(v)}</arg_value>\n"
+                for k, v in arguments.items()
+            )
+            texts.append(f"<tool_call>{name}\n{pairs}</tool_call>")
+        elif form is MISTRAL:
+            texts.append(f"[TOOL_CALLS]{name}[ARGS]{body}")
+        elif form is LLAMA:
+            texts.append(named.replace("arguments", "parameters", 1))
+        elif form is DEEPSEEK:
+            fenced = f"function{SEP}{name}\n```json\n{body}\n```"
+            texts.append(BEGIN + (fenced if number % 2 else f"{name}{SEP}{body}") + END)
+        elif form is KIMI:
+            texts.append(
+                f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+                f"{body}<|tool_call_end|>"
+            )
+        else:
+            texts.append(f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>")
+    if form is LLAMA:
+        return "; ".join(texts)
+    if form is DEEPSEEK:
+        return CALLS_BEGIN + "\n".join(texts) + CALLS_END
+    if form is KIMI:
+        return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
+    return "\n".join(texts)
+
+
+def parsed(form: Format, pieces: list[str], tools: list[Any] | None = None) -> Result:
+    parser = ToolCallParser(form, tools or [])
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    text = "".join(e.text for e in events if isinstance(e, Content))
+    deltas = [e for e in events if isinstance(e, ToolCallDelta)]
+    assert [delta.index for delta in deltas] == list(range(len(deltas)))
+    return text, [(delta.name, json.loads(delta.arguments)) for delta in deltas]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+plain = st.text(st.characters(codec="utf-8", exclude_characters='<>[]{}"|\\`&;:,'), max_size=12)
+inner = plain.map(str.strip)
+# Tags hold strings as they are: one that reads as JSON is another value without a schema.
+strings = inner.filter(lambda s: not s or s[0] not in "-0123456789tfn")
+numbers = st.integers(-(10**9), 10**9) | st.booleans() | st.just(None)
+values = strings | numbers | st.lists(numbers | strings, max_size=3)
+names = st.from_regex(r"[a-z_]{1,10}", fullmatch=True)
+some_calls = st.lists(
+    st.tuples(names, st.dictionaries(names, values, max_size=3)), min_size=1, max_size=3
+)
+places = st.lists(st.integers(0, 10_000), max_size=12)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+@given(calls=some_calls, before=plain, after=plain, places=places)
+@settings(max_examples=40, deadline=None)
+def test_calls_are_found_in_any_pieces(
+    form: Format, calls: Any, before: str, after: str, places: list[int]
+) -> None:
+    text = before + written(form, calls) + after
+    if form is LLAMA:  # a call in the middle of an answer is part of it
+        text = written(form, calls) + after
+    whole = parsed(form, [text])
+    assert parsed(form, cut(text, places)) == whole
+    assert whole[1] == calls
+    rest = after if form is LLAMA else before.rstrip() + after
+    assert whole[0].split() == (rest if rest.strip() else "").split()
+    assert parsed(form, list(text)) == whole
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"a": "b', '"}', "}", "{",
+    "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "f", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "{}", ";", "\n",
+    "<|python_tag|>", '{"name": "f", "parameters": {"x": 1}}', CALLS_BEGIN, CALLS_END, BEGIN, END,
+    SEP, "function", "[", "```json\n{}\n```", "<|tool_call>", "call:f{", '<|"|>', "<tool_call|>",
+    "x:1", ",", "<", "[{", "}]", "\\", " ", "<|tool_call_begin|>", "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
+@given(text=st.lists(st.sampled_from(PIECES), max_size=14).map("".join), places=places)
+@settings(max_examples=120, deadline=None)
+def test_nonsense_gives_the_same_in_any_pieces_and_is_not_lost(
+    form: Format, text: str, places: list[int]
+) -> None:
+    whole = parsed(form, [text])
+    assert parsed(form, cut(text, places)) == whole == parsed(form, list(text))
+    if not whole[1]:
+        assert whole[0] == text
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> and more'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>["f"]</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "no JSON"}</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": "f", "argu'),
+        (HERMES, f'<tool_call>{{"name": "f", "arguments": {"[" * 90_000}</tool_call>'),
+        (HERMES, f'<tool_call>{{"name": "f", "arguments": {{"n": {"9" * 5000}}}}}</tool_call>'),
+        (FUNCTION_TAGS, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</function>\n</tool_call>"),
+        (FUNCTION_TAGS, "<function=f and more text"),
+        (ARGUMENT_TAGS, "<tool_call>f\n<arg_key>x</arg_key></tool_call>"),
+        (MISTRAL, "[TOOL_CALLS] I shall call nothing."),
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"nam": 1}]'),
+        (LLAMA, '{"name": "Ann", "age": 7}'),
+        (LLAMA, '<|python_tag|>brave_search.call(query="x")'),
+        (DEEPSEEK, f"{CALLS_BEGIN}{BEGIN}f{SEP}{{]{END}{CALLS_END}"),
+        (KIMI, "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
+        (GEMMA, "<|tool_call>call:f{x:}<tool_call|>"),
+        (GEMMA, "<|tool_call>call:f{x:" + "[" * 5000 + "<tool_call|>"),
+    ],
+)
+def test_a_malformed_call_is_text(form: Format, text: str) -> None:
+    assert parsed(form, [text]) == (text, [])
+
+
+def test_a_right_call_after_a_malformed_one_is_found() -> None:
+    bad, good = '<tool_call>{"name": "f</tool_call>', '<tool_call>{"name": "g"}</tool_call>'
+    assert parsed(HERMES, [f"{bad}\n{good}"]) == (bad, [("g", {})])
+    assert parsed(MISTRAL, ['[TOOL_CALLS]{ [TOOL_CALLS]g{"x": 1}'])[1] == [("g", {"x": 1})]
+
+
+def test_an_end_marker_inside_a_value_belongs_to_it() -> None:
+    code = "print('</tool_call>')"
+    text = f'<tool_call>{{"name": "run", "arguments": {{"code": "{code}"}}}}</tool_call>done'
+    assert parsed(HERMES, list(text)) == ("done", [("run", {"code": code})])
+    text = f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
+    assert parsed(FUNCTION_TAGS, list(text)) == ("", [("run", {"code": code})])
+    text = '<|tool_call>call:run{code:<|"|>a, {b} <tool_call|><|"|>}<tool_call|>'
+    assert parsed(GEMMA, list(text)) == ("", [("run", {"code": "a, {b} <tool_call|>"})])
+
+
+@pytest.mark.parametrize("form", [HERMES, FUNCTION_TAGS, ARGUMENT_TAGS, DEEPSEEK, KIMI, GEMMA])
+def test_a_last_call_without_its_end_marker_counts(form: Format) -> None:
+    calls = [("f", {"x": 1})]
+    text = written(form, calls)
+    for marker in (*form.wrappers, *form.inner[:1]):
+        text = text.removesuffix(marker)
+    assert parsed(form, [text]) == ("", calls)
+
+
+def test_mistrals_older_forms() -> None:
+    listed = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]'
+    (delta,) = ToolCallParser(MISTRAL).feed(listed)
+    assert delta == ToolCallDelta(0, "f", '{"x": 1}', "abcdefghi")
+    (delta,) = ToolCallParser(MISTRAL).feed('[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"x": 1}')
+    assert delta == ToolCallDelta(0, "f", '{"x": 1}', "abc")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"zip": {"type": "string"}, "n": {"type": "integer"}, "any": {}},
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS], ids=lambda f: f.name)
+def test_values_in_tags_have_the_types_of_the_schema(form: Format) -> None:
+    text = written(form, [("f", {"zip": "01234", "n": 7, "any": [1], "no": "x"})])
+    expected = {"zip": "01234", "n": 7, "any": [1], "no": "x"}
+    assert parsed(form, [text], TOOLS) == ("", [("f", expected)])
+    text = written(form, [("f", {"zip": '"quoted"', "n": "many"})])
+    assert parsed(form, [text], TOOLS)[1] == [("f", {"zip": '"quoted"', "n": "many"})]
+
+
+def test_a_call_of_another_function_is_text() -> None:
+    text = written(HERMES, [("g", {})])
+    assert parsed(HERMES, [text], TOOLS) == (text, [])
+    assert parsed(HERMES, [text]) == ("", [("g", {})])
+
+
+def test_half_a_surrogate_pair_can_be_sent() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "\\ud800é"}}</tool_call>'
+    (delta,) = ToolCallParser(HERMES).feed(text)
+    assert isinstance(delta, ToolCallDelta)
+    assert delta.arguments.encode() and json.loads(delta.arguments) == {"x": "\ud800é"}
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ('<tool_call>\\n{"name": <function-name>, "arguments": <args>}\\n</tool_call>', HERMES),
+        ("<tool_call>\\n<function=example>\\n<parameter=one>\\n</function>", FUNCTION_TAGS),
+        ("<tool_call>{function-name}\\n<arg_key>k</arg_key>", ARGUMENT_TAGS),
+        ("{{- '[TOOL_CALLS]' + name + '[ARGS]' }}", MISTRAL),
+        ('<|start_header_id|>{"name": function name, "parameters": dictionary}', LLAMA),
+        (f"{CALLS_BEGIN}{BEGIN}' + tool['type']", DEEPSEEK),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", KIMI),
+        ("<|tool_call>call:' + name", GEMMA),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
+    ],
+)
+def test_the_template_says_which_format_it_is(template: str, form: Format | None) -> None:
+    assert format_of(template) is form
+    parser = parser_for(template)
+    assert (None if parser is None else parser.format) is form
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="</s>")
+    tokenizer.add_tokens([AddedToken("[ARGS]", special=True)], special_tokens=True)
+    assert keep_markers(tokenizer, ["no", "such"]) is tokenizer
+    ids = [0, tokenizer.convert_tokens_to_ids("[ARGS]"), 1, tokenizer.eos_token_id]
+    assert "[ARGS]" not in tokenizer.decode(ids, skip_special_tokens=True)
+    kept = keep_markers(tokenizer, MISTRAL.markers)
+    assert kept.decode(ids, skip_special_tokens=True).split() == ["a", "[ARGS]", "b"]
+    kept = keep_markers(tokenizer, ["[ARGS]thought"])  # a special token and more
+    assert kept.decode(ids, skip_special_tokens=True).split() == ["a", "[ARGS]", "b"]
+    assert kept.eos_token_id == tokenizer.eos_token_id

@@ -1,0 +1,109 @@
+"""`live_state`: what the page at `/` shows, as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..llm import LLM
+from .exposition import EngineNow
+from .metrics import Second, StepMetrics, StepTimes, accepted_per_position
+
+
+class LiveSource(NamedTuple):
+    """Where the page's figures come from."""
+
+    llm: LLM
+    metrics: StepMetrics
+    model_name: str
+    started: float  # time.time() when counting began: another value is another run of the server
+    plain_step_seconds: Mapping[int, float]  # measured elsewhere, by batch size
+
+
+def live_state(source: LiveSource, since: int = 0) -> dict[str, Any]:
+    """Returns the page's figures.
+
+    Args:
+        since: seconds of the history before this one (their `at`) are left out.
+    """
+    llm, metrics = source.llm, source.metrics
+    now = EngineNow.of(llm.executor)
+    return {
+        "model": source.model_name,
+        "mode": llm.mode.name,
+        "max_draft_len": llm.max_draft_len,
+        "acceptance": llm.acceptance,
+        "started": source.started,
+        "now": int(time.perf_counter()),
+        "running": now.num_running,
+        "waiting": now.num_waiting,
+        "max_running": llm.executor.config.max_batch_size,
+        "kv_usage": round(now.kv_usage, 4),
+        "kv_tokens": now.num_kv_blocks * now.block_size,
+        "preemptions": now.num_preemptions,
+        "drafter_is_dead": now.is_drafter_dead,
+        "forced_acceptance": now.forced_acceptance,
+        "prefix_queries": metrics.prefix_queries,
+        "prefix_hits": metrics.prefix_hits,
+        "prompt_tokens": metrics.prompt_tokens,
+        "generated_tokens": metrics.generated_tokens,
+        "accepted_lens": list(metrics.accepted_lens),
+        "finished": dict(metrics.finished),
+        "speed": speed_of(metrics, source.plain_step_seconds),
+        "history": [_second(s) for s in list(metrics.history) if s.at >= since],
+    }
+
+
+def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any] | None:
+    """Returns the measured times behind a speed-up over plain decoding; None without steps.
+
+    `speed_up` is tokens a step times the plain step's time over the speculative step's, of one
+    batch size. It is None if no batch size has both. Of several the one nearest to the last step
+    counts.
+    """
+    times = metrics.step_times
+    if not times.last_batch or not metrics.max_draft_len:
+        return None
+    timed = set(times.speculative) & (set(times.plain) | set(known))
+    batch = min(timed, key=lambda size: _distance(size, times.last_batch), default=times.last_batch)
+    measured = StepTimes.typical(times.plain, batch)
+    plain = known.get(batch) if measured is None else measured
+    speculative = StepTimes.typical(times.speculative, batch)
+    length = _recent_length(metrics)
+    speed_up = None
+    if plain is not None and speculative and length is not None:
+        speed_up = length * plain / speculative
+    return {
+        "batch": batch,
+        "acceptance_length": length,
+        "plain_seconds": plain,
+        "plain_is_given": measured is None and plain is not None,
+        "speculative_seconds": speculative,
+        "speed_up": speed_up,
+    }
+
+
+def _distance(size: int, other: int) -> int:
+    """Returns by how many doublings two batch sizes differ."""
+    return abs(size.bit_length() - other.bit_length())
+
+
+def _recent_length(metrics: StepMetrics) -> float | None:
+    """Returns the acceptance length of the last minute with drafts, else of all; None without."""
+    recent = [s.accepted_lens for s in list(metrics.history)[-60:]]
+    lens = [sum(column) for column in zip(*recent, strict=True)]
+    if not sum(lens):
+        lens = list(metrics.accepted_lens)
+    steps = sum(lens)
+    return 1 + sum(accepted_per_position(lens)) / steps if steps else None
+
+
+def _second(second: Second) -> dict[str, Any]:
+    return {
+        "at": second.at,
+        "generated_tokens": second.generated_tokens,
+        "prompt_tokens": second.prompt_tokens,
+        "steps": second.steps,
+        "accepted_lens": list(second.accepted_lens),
+    }
