@@ -1,5 +1,6 @@
 """Makes `tests/helpers` importable, Triton kernels runnable on CPU, and whole products optional."""
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -27,3 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full"):  # read by tests/helpers/matrix.py, here and in workers
         os.environ["TRTSPEC_FULL_TESTS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what torch, transformers and the collected tests made out of later collections, each of
+    which would look through a million objects that stay."""
+    gc.collect()
+    gc.freeze()

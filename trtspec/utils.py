@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
+
+_ALIGNMENT = 64  # bytes, as torch aligns tensors on the CPU
 
 
 def cache_dir() -> Path:
@@ -59,3 +63,14 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
 def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Host values -> device tensor, without waiting for the device."""
     return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates zeros. On the CPU, the system gives each page when it is first read or written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    # torch.zeros writes every page, which takes seconds for a large cache.
+    memory = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + size].view(dtype).view(shape)

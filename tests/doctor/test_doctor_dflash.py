@@ -50,7 +50,7 @@ class Case:
     def __init__(self, path: Path, kind: str, scale: float | None = None):
         target_dir = tiny_model_dir(path, seed=1, num_hidden_layers=8)
         self.target, self.head_dir, self.scale = load_target(target_dir), path / "head", scale
-        data = GreedyTexts(target_dir, count=12, length=32)
+        data = GreedyTexts(target_dir, count=12, length=20)
         data.batches = lambda batch_size, first: iter(  # type: ignore[method-assign]
             lambda: data.take(torch.arange(12)), None
         )
@@ -66,14 +66,14 @@ class Case:
         head.embedding_scale = scale
         config = replace(
             TRAIN_CONFIG,
-            max_steps=150,
+            max_steps=100,
             num_steps=BLOCK if kind == "dspark" else BLOCK - 1,
             step_decay=1.0,
             variation=0.0,
-            num_anchors=16,
-            evaluate_every=150,
-            log_every=150,
-            checkpoint_every=150,
+            num_anchors=10,
+            evaluate_every=100,
+            log_every=100,
+            checkpoint_every=100,
         )
         self.texts: Sequences = data.take(torch.arange(12))
         Trainer(self.target, head, data, [self.texts], config, self.head_dir).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import tracemalloc
 import weakref
@@ -21,6 +22,7 @@ from trtspec import LLM, CudaGraphConfig, EagleDecodingConfig, NGramDecodingConf
 from trtspec.api.text_stream import TextStream
 from trtspec.errors import RequestError
 from trtspec.executor import graphs
+from trtspec.state.kv_cache import KVGroupSpec
 
 
 class Letters:
@@ -299,3 +301,23 @@ def test_leaving_by_an_exception_shuts_down_too(llm: LLM) -> None:
         raise ZeroDivisionError
     with pytest.raises(RequestError, match="shut down"):
         llm.generate([1, 2])
+
+
+# -- memory ------------------------------------------------------------------------------------
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_cache_takes_memory_when_it_is_used(dtype: torch.dtype) -> None:
+    """All zeros, aligned as torch's own tensors, keys and values apart; 512 MiB of each."""
+    num_blocks, page, cpu = 2**29 // (64 * dtype.itemsize) // 32, 32, torch.device("cpu")
+    before = _resident_bytes()
+    group = KVGroupSpec(2, 4, 8, dtype).allocate(num_blocks, page, cpu)
+    assert group.k_cache.nbytes == group.v_cache.nbytes == 2**29
+    assert _resident_bytes() - before < 2**26
+    group.k_cache[1, -1, -1] = 1
+    assert group.k_cache[:, -1].sum() == 4 * 8 and not group.v_cache[:, -1].any()
+    for cache in (group.k_cache, group.v_cache):
+        assert cache.dtype == dtype and cache.is_contiguous() and cache.data_ptr() % 64 == 0
+        assert not cache[:, :8].any()

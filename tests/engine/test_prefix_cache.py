@@ -10,7 +10,7 @@ import pytest
 from dflash_cases import make_dflash_case, make_dspark_case
 from drafting import LAYERS, Script, make_case, run_random_schedule
 from masked import MaskedScript, make_masked_case
-from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
+from matrix import MODES, Drafters, config_of, cpu_engine, full, make_drafters, spread
 from oracle import Oracle
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from prefixes import GREEDY, SAMPLED, assert_same, converse, random_tokens, sharing_prompts
@@ -66,11 +66,12 @@ def test_texts_and_drafts_are_those_without_it(
 
 
 # -- every draft logit -------------------------------------------------------------------------
+MORE_CHAINS = ["eagle3_two_engine", "mtp_eagle", "deepseek_v3_vanilla"] if full() else []
+MORE_MASKED = ["pard"] if full() else []
+"""Without logits they are compared above, latent attention in test_prefix_families.py."""
 CASES_OF_KIND: dict[str, Any] = {
-    "chain": (make_case, Script, [
-        "eagle3", "eagle3_two_engine", "eagle1", "mtp_eagle", "mtp_vanilla", "deepseek_v3_vanilla",
-    ]),
-    "masked": (make_masked_case, MaskedScript, ["p_eagle", "pard"]),
+    "chain": (make_case, Script, ["eagle3", "eagle1", "mtp_vanilla", *MORE_CHAINS]),
+    "masked": (make_masked_case, MaskedScript, ["p_eagle", *MORE_MASKED]),
     "block": (make_dflash_case, MaskedScript, ["dflash"]),
     "markov": (make_dspark_case, Script, ["dspark"]),
 }  # fmt: skip

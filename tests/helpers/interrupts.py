@@ -14,7 +14,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.executor.request import Request
 
 PACKAGE = Path(trtspec.__file__).parent
-WINDOW = ("executor", "state", "guided")
+WINDOW = tuple(str(PACKAGE / name) for name in ("executor", "state", "guided"))
 """Packages whose lines are the window between a step's launch and its end."""
 
 
@@ -55,8 +55,7 @@ class RaiseAtLine:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        path = frame.f_code.co_filename
-        inside = any(path.startswith(str(PACKAGE / room)) for room in WINDOW)
+        inside = frame.f_code.co_filename.startswith(WINDOW)
         return self._line if inside and frame.f_code.co_name not in OUTSIDE else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
-from ..utils import rows_to_tensor
+from ..utils import rows_to_tensor, untouched_zeros
 from .blocks import BlockPool
 from .lookup import Lookup, Sought
 from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
@@ -80,9 +80,9 @@ class KVGroupSpec:
     def allocate(self, num_blocks: int, page_size: int, device: torch.device) -> KVGroup:
         """Allocates the group's storage, all zeros."""
         shape = self.num_layers, num_blocks, page_size, self.num_kv_heads, self.head_dim
-        keys = torch.zeros(shape, dtype=self.dtype, device=device)
+        keys = untouched_zeros(shape, self.dtype, device)
         if self.value_dim is None:
-            return KVGroup(keys, torch.zeros_like(keys))
+            return KVGroup(keys, untouched_zeros(shape, self.dtype, device))
         return KVGroup(keys, keys[..., : self.value_dim])
 
 
