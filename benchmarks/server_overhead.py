@@ -136,9 +136,12 @@ async def client(args: argparse.Namespace) -> dict[str, Any]:
         return reply
 
     body = {
-        "model": "model", "max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True,
+        "model": "model",
+        "max_tokens": args.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
         "stream": args.stream,
-    }  # fmt: skip
+    }
     await post("/reset_prefix_cache", {})
     started = time.perf_counter()
     await asyncio.gather(

@@ -27,14 +27,25 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 KINDS = {
-    "whole": 30, "streamed": 30, "sampled, n = 2": 8, "grammar": 8, "leaves while streaming": 10,
-    "leaves at once": 6, "bad input": 8,
-}  # fmt: skip
+    "whole": 30,
+    "streamed": 30,
+    "sampled, n = 2": 8,
+    "grammar": 8,
+    "leaves while streaming": 10,
+    "leaves at once": 6,
+    "bad input": 8,
+}
 BAD: list[tuple[Any, int]] = [
-    (b"{", 400), (b"\xff\xfe", 400), ({"max_tokens": -1}, 400), ({"nonsense": 1}, 400),
-    ({"prompt": "ab" * 400}, 400), ({"model": "other"}, 404), ({"guided_regex": "(("}, 400),
-    ({"temperature": "x"}, 400), ({"prompt": [1, 2, 5000]}, 400),
-]  # fmt: skip
+    (b"{", 400),
+    (b"\xff\xfe", 400),
+    ({"max_tokens": -1}, 400),
+    ({"nonsense": 1}, 400),
+    ({"prompt": "ab" * 400}, 400),
+    ({"model": "other"}, 404),
+    ({"guided_regex": "(("}, 400),
+    ({"temperature": "x"}, 400),
+    ({"prompt": [1, 2, 5000]}, 400),
+]
 PATTERN = "(ab|zz){2,5}"
 
 
@@ -124,9 +135,12 @@ class Soak:
         """Sends a request. Returns False if the queue was full."""
         prompt, length = self.random.choice(list(self.texts))
         body = {
-            "model": "tiny", "prompt": prompt, "max_tokens": length, "temperature": 0,
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": length,
+            "temperature": 0,
             "ignore_eos": True,
-        }  # fmt: skip
+        }
         want: Any = self.texts[prompt, length]
         if kind == "bad input":
             await self._bad(body)
@@ -136,9 +150,9 @@ class Soak:
             data = json.dumps(body).encode()
             head = "Host: localhost\r\nContent-Type: application/json"
             writer.write(
-                f"POST /v1/completions HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n"
-                .encode() + data[: self.random.choice([5, len(data)])]
-            )  # fmt: skip
+                f"POST /v1/completions HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+                + data[: self.random.choice([5, len(data)])]
+            )
             await writer.drain()
             await asyncio.sleep(self.random.choice([0, 0.01, 0.05]))
             writer.transport.abort()

@@ -107,8 +107,11 @@ def test_token_sources(client: openai.OpenAI, reference: LLM) -> None:
     want = reference.chat(MESSAGES, greedy(30)).outputs[0]
     extra = EXTRA | {"include_token_sources": True}
     chunks = list(ask(client, stream=True, extra_body=extra))
-    tokens = [token for chunk in chunks for token in (getattr(chunk, "trtspec", None) or {}).get(
-        "tokens", ())]  # fmt: skip
+    tokens = [
+        token
+        for chunk in chunks
+        for token in (getattr(chunk, "trtspec", None) or {}).get("tokens", ())
+    ]
     assert "".join(token["text"] for token in tokens) == want.text
     assert len(tokens) == 30 and {0, 1} <= {token["source"] for token in tokens} <= {0, 1, 2, 3}
     assert chunks[-1].metrics["speculative_decoding"]["num_spec_steps"] > 0
@@ -140,19 +143,44 @@ def test_completions(client: openai.OpenAI, reference: LLM) -> None:
 
 def test_sampling_fields(client: openai.OpenAI, reference: LLM) -> None:
     params = SamplingParams(
-        max_tokens=20, temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, seed=7, n=3,
-        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1, stop=["zz", "12"],
-        logit_bias={20: 3.0}, ignore_eos=True, min_tokens=2, bad_words=["ab"], stop_token_ids=[40],
-    )  # fmt: skip
+        max_tokens=20,
+        temperature=0.9,
+        top_p=0.9,
+        top_k=30,
+        min_p=0.01,
+        seed=7,
+        n=3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.1,
+        stop=["zz", "12"],
+        logit_bias={20: 3.0},
+        ignore_eos=True,
+        min_tokens=2,
+        bad_words=["ab"],
+        stop_token_ids=[40],
+    )
     want = reference.chat(MESSAGES, params)
     extra = EXTRA | {
-        "top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2,
-        "bad_words": ["ab"], "stop_token_ids": [40],
-    }  # fmt: skip
+        "top_k": 30,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "bad_words": ["ab"],
+        "stop_token_ids": [40],
+    }
     fields: dict[str, Any] = dict(
-        max_tokens=20, temperature=0.9, top_p=0.9, seed=7, n=3, presence_penalty=0.5,
-        frequency_penalty=0.25, stop=["zz", "12"], logit_bias={"20": 3.0}, extra_body=extra,
-    )  # fmt: skip
+        max_tokens=20,
+        temperature=0.9,
+        top_p=0.9,
+        seed=7,
+        n=3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        stop=["zz", "12"],
+        logit_bias={"20": 3.0},
+        extra_body=extra,
+    )
     answer = ask(client, **fields)
     assert [c.message.content for c in answer.choices] == [c.text for c in want.outputs]
     assert [c.finish_reason for c in answer.choices] == [c.finish_reason for c in want.outputs]
@@ -228,8 +256,10 @@ def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.Monkey
     answer = ask(client, tools=tools).choices[0]
     (call,) = answer.message.tool_calls
     assert (call.type, call.function.name, call.function.arguments) == (
-        "function", "get", '{"x": 1}',
-    )  # fmt: skip
+        "function",
+        "get",
+        '{"x": 1}',
+    )
     assert answer.message.content == want.text[:15] and answer.finish_reason == "length"
     stopped = ask(client, tools=tools, stop=[want.text[12:14]])
     assert stopped.choices[0].finish_reason == "tool_calls"
@@ -252,9 +282,13 @@ def test_async_client(served: Served, reference: LLM) -> None:
 
             async def one(i: int) -> str:
                 fields: Any = dict(
-                    model="tiny", prompt=PROMPTS[i % 4], max_tokens=30, temperature=0,
-                    extra_body=EXTRA, stream=True,
-                )  # fmt: skip
+                    model="tiny",
+                    prompt=PROMPTS[i % 4],
+                    max_tokens=30,
+                    temperature=0,
+                    extra_body=EXTRA,
+                    stream=True,
+                )
                 stream = await client.completions.create(**fields)
                 return "".join([c.choices[0].text async for c in stream])
 

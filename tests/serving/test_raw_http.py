@@ -29,9 +29,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(model_dir: Path) -> Iterator[Served]:
     served = Served(
-        make_llm(model_dir), queue=2, max_body_bytes=20_000, body_timeout=0.5, header_timeout=0.5,
-        write_timeout=0.5, max_n=4, max_prompts=3, max_stop=2,
-    )  # fmt: skip
+        make_llm(model_dir),
+        queue=2,
+        max_body_bytes=20_000,
+        body_timeout=0.5,
+        header_timeout=0.5,
+        write_timeout=0.5,
+        max_n=4,
+        max_prompts=3,
+        max_stop=2,
+    )
     yield served
     served.close()
 
@@ -55,13 +62,22 @@ def refused(reply: httpx.Response, status: int, param: str | None = None) -> str
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b"null", b'"x"', b"{'a': 1}", b'{"model": "tiny", "prompt": "\xff\xfe"}',
-        b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "top_p": NaN}',
-        b"[" * 15_000, b'{"a":' * 3_000, b'{"model": "tiny", "prompt": 1' + b"0" * 9_000 + b"}",
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{'a': 1}",
+        b'{"model": "tiny", "prompt": "\xff\xfe"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "top_p": NaN}',
+        b"[" * 15_000,
+        b'{"a":' * 3_000,
+        b'{"model": "tiny", "prompt": 1' + b"0" * 9_000 + b"}",
         b"\x00" * 50,
     ],
     ids=lambda body: repr(body[:14]),
-)  # fmt: skip
+)
 def test_what_is_not_json(served: Served, body: bytes) -> None:
     refused(served.post(TEXT, body), 400)
 
@@ -151,10 +167,18 @@ def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: st
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     body = {
-        "model": "tiny", "messages": USER, "max_tokens": 4, "store": False, "user": "me",
-        "service_tier": "auto", "parallel_tool_calls": True, "stop": None, "tools": None,
-        "metadata": None, "top_k": -1,
-    }  # fmt: skip
+        "model": "tiny",
+        "messages": USER,
+        "max_tokens": 4,
+        "store": False,
+        "user": "me",
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "stop": None,
+        "tools": None,
+        "metadata": None,
+        "top_k": -1,
+    }
     assert served.post(CHAT, body).status_code == 200
 
 

@@ -12,7 +12,8 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from .. import __version__
+import trtspec
+
 from ..async_llm import AsyncLLM
 from ..errors import RequestError, TrtspecError
 from .answers import Json
@@ -53,19 +54,21 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         await llm.shutdown()
 
     app = FastAPI(
-        title="trtspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="trtspec",
+        version=trtspec.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         openapi_url=None,
-    )  # fmt: skip
+    )
     name = config.served_model_name or llm.llm.model_dir.name
     created = int(time.time())
     chat, completions = ChatEndpoint(llm, config, name), CompletionEndpoint(llm, config, name)
 
     def check_model(given: str | None) -> None:
         if given not in (None, name):
-            raise ApiError(
-                404, f"The model {given!r} is not served: this is {name!r}.", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+            message = f"The model {given!r} is not served: this is {name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def generate(
         request: Request, model: type[G], open_answer: Callable[[G], Awaitable[Answer]]
@@ -146,7 +149,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
 
     @app.get("/version")
     async def version() -> Json:
-        return {"version": __version__}
+        return {"version": trtspec.__version__}
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Json:

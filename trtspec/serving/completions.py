@@ -174,6 +174,7 @@ class CompletionAnswer:
         self._readers = [
             asyncio.create_task(self._read(number, stream))
             for number, stream in enumerate(self._streams)
+            if len(self._streams) > 1
         ]
         try:
             self._first = await self._next()
@@ -192,6 +193,8 @@ class CompletionAnswer:
             self._news.put_nowait((number, error))
 
     async def _next(self) -> tuple[int, list[tuple[int, Piece]]]:
+        if len(self._streams) == 1:
+            return 0, await next_pieces(self._streams[0])
         number, news = await self._news.get()
         if isinstance(news, ApiError):
             raise news

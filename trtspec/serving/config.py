@@ -16,7 +16,7 @@ class ServerConfig:
     Args:
         served_model_name: the name of the model in requests. None: the directory's.
         api_key: what clients send as `Authorization: Bearer …`. None: no key is asked for.
-        shutdown_timeout: seconds that running requests have, once the server is told to end.
+        shutdown_timeout: seconds that running requests have, after the signal to end.
         max_body_bytes: of a request. body_timeout: seconds in which it must arrive.
         header_timeout: seconds in which a request's head must arrive.
         write_timeout: seconds in which a client must read what is ready for it.

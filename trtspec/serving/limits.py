@@ -55,13 +55,11 @@ class Gate:
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
         scheme, _, given = next(_values(scope, b"authorization"), "").partition(" ")
-        # Both are compared in any case.
+        # In constant time, whatever the scheme is.
         is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if not is_right or scheme.lower() != "bearer":
-            raise ApiError(
-                401, "The API key is wrong or missing: send 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-            )  # fmt: skip
+            message = "The API key is wrong or missing: send 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="invalid_api_key")
 
 
 def _values(scope: Scope, name: bytes) -> Iterator[str]:
@@ -94,9 +92,10 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
 def _too_large(config: ServerConfig) -> ApiError:
     return ApiError(
-        413, f"The body is longer than {config.max_body_bytes} bytes: send less, or start the "
-        "server with a larger --max-body-bytes."
-    )  # fmt: skip
+        413,
+        f"The body is longer than {config.max_body_bytes} bytes: send less, or start the server "
+        "with a larger --max-body-bytes.",
+    )
 
 
 __all__ = ["ClientDisconnect", "Gate", "read_body"]
