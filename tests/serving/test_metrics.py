@@ -270,6 +270,32 @@ def test_names_keep_their_colon_whatever_is_accepted(serve: Serve, accept: str) 
     assert not any(name.startswith("vllm_") for name in names)
 
 
+def test_on_a_gpu_a_step_lasts_from_one_reading_to_the_next(serve: Serve) -> None:
+    """What the host does between two calls is part of it, but no time without requests."""
+    served = serve(disable_overlap_scheduler=False)
+    executor = served.llm.executor
+    served.llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))  # warm
+    executor._watch.runs_at_launch = False  # as on a GPU
+    served.metrics.step_seconds.clear()
+    started = time.perf_counter()
+    executor.enqueue([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+    calls = 0
+    while executor.has_work:
+        executor.step()
+        time.sleep(0.01)
+        calls += 1
+    took = time.perf_counter() - started
+    times = list(served.metrics.step_seconds.values())
+    count = sum(sum(histogram.counts) for histogram in times)
+    assert 0.01 * (count - 1) <= sum(histogram.total for histogram in times) <= took
+    assert calls - 2 <= count < calls, "the first call reads nothing"
+    idle = sum(histogram.total for histogram in times)
+    time.sleep(0.3)
+    executor.enqueue([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    executor.run_until_done()
+    assert sum(histogram.total for histogram in times) - idle < 0.3
+
+
 def test_two_engines_share_nothing(serve: Serve) -> None:
     one, other = serve(), serve("ngram")
     run(one)
