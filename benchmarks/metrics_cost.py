@@ -1,4 +1,4 @@
-"""What counting for `/metrics` adds to a step on the host, the device's share left out.
+"""What counting for `/metrics` adds to a step's CPU time, the device's share left out.
 
 python benchmarks/metrics_cost.py [--batch 32] [--steps 400] [--accepted 2]
 """
@@ -60,9 +60,9 @@ def timed(executor: PyExecutor, rounds: int) -> tuple[list[float], list[float]]:
         executor.observer = metrics if counts else None
         executor.step()  # the first of a turn is not timed
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             executor.step()
-            times[counts].append(time.perf_counter() - started)
+            times[counts].append(time.thread_time() - started)
     return times
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     executor.step()
     executor.runner.num_drafts_to_verify = lambda generations: K  # type: ignore[method-assign]
     executor.runner.step.run = constant(args.accepted)  # type: ignore[method-assign]
-    # The fastest tenth: what other processes take does not count.
+    # The fastest tenth: other processes slow the rest down.
     without, counted = (quantiles(times, n=10)[0] * 1e6 for times in timed(executor, rounds))
     added = counted - without
     print(

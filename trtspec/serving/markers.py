@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def held_length(text: str, markers: Iterable[str]) -> int:
+def held_length(text: str, markers: Sequence[str]) -> int:
     """Returns how many last characters of `text` may begin a marker that is not complete."""
-    return max(
-        (n for marker in markers for n in range(1, len(marker)) if text.endswith(marker[:n])),
-        default=0,
-    )
+    firsts = {marker[0] for marker in markers}
+    longest = max(map(len, markers), default=0)
+    for start in range(max(0, len(text) - longest + 1), len(text)):
+        if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
+            return len(text) - start
+    return 0
 
 
 def first_marker(text: str, markers: Iterable[str], start: int = 0) -> tuple[int, str] | None:

@@ -165,6 +165,7 @@ class ToolCallParser:
     def __init__(self, form: Format, tools: Sequence[Tool] = ()):
         self.format = form
         self._tools = Tools(tools)
+        self._starts = (*form.readers, *form.wrappers)  # markers outside blocks
         self._text = ""  # not taken yet; in a block, from its start marker on
         self._reader: Reader | None = None  # of the block that the text is in
         self._glue = ""  # blank space and wrappers before the text; dropped beside a call
@@ -216,7 +217,7 @@ class ToolCallParser:
         """Takes the text before the next block. Returns whether the text begins with a block."""
         while True:
             self._take_glue()
-            starts, bare = (*self.format.readers, *self.format.wrappers), self.format.bare
+            starts, bare = self._starts, self.format.bare
             if bare and self._may_be_bare() and self._text.startswith(bare):
                 self._reader = LlamaReader(bare, self._tools)
                 return True
