@@ -120,7 +120,8 @@ class Soak:
 
     async def _worker(self, numbers: Any) -> None:
         for _ in numbers:
-            kind = self.random.choices(list(KINDS), list(KINDS.values()))[0]
+            kinds = self.args.kinds.split("; ")
+            kind = self.random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
             try:
                 while not await self._one(kind):
                     self.outcomes["status 429, sent again"] += 1
@@ -216,6 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--kinds", default="; ".join(KINDS), help="only these")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
