@@ -48,7 +48,38 @@ class StepObserver(Protocol):
         """Called once for each request, however it ended, after the step that ended it."""
 
 
-class Watch:
+class NoWatch:
+    """What the executor tells of its work. Here it goes nowhere."""
+
+    def queued(self, request: Request) -> None:
+        """Called before a request is scheduled for the first time."""
+
+    def started(self, batch: ScheduledBatch) -> None:
+        """Called before a batch is launched."""
+
+    def begin_step(self, *, is_in_flight: bool) -> None:
+        """Called when a call of `step` begins; a step may be running then."""
+
+    def end_step(self) -> None:
+        """Called at the end of a call of `step`."""
+
+    def drop_step(self) -> None:
+        """Called where an exception ended a step."""
+
+    def report_finished(self) -> None:
+        """Called after requests ended outside a step."""
+
+    def add_launched(self, step: LaunchedStep) -> None:
+        """Called for each step that is launched."""
+
+    def add_read(self, step: LaunchedStep) -> None:
+        """Called for each step whose results are on the host."""
+
+    def add_result(self, result: RequestResult, count: int) -> None:
+        """Called for each request that got `count` tokens of a step."""
+
+
+class Watch(NoWatch):
     """Gathers facts for one observer."""
 
     def __init__(self, observer: StepObserver, *, runs_at_launch: bool):
@@ -91,6 +122,16 @@ class Watch:
         self.launched, self.read, self.results, self.counts = [], [], [], []
         self._is_in_step = False
         self.report_finished()
+
+    def add_launched(self, step: LaunchedStep) -> None:
+        self.launched.append(step)
+
+    def add_read(self, step: LaunchedStep) -> None:
+        self.read.append(step)
+
+    def add_result(self, result: RequestResult, count: int) -> None:
+        self.results.append(result)
+        self.counts.append(count)
 
     def add_finished(self, request: Request) -> None:
         self.finished.append(request)

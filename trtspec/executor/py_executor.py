@@ -30,7 +30,7 @@ from .book import RequestBook
 from .draft_len import DraftLen
 from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
-from .observer import StepObserver, Watch
+from .observer import NoWatch, StepObserver, Watch
 from .request import Request, ScheduledBatch, StepPlan, StopCheck
 from .results import GuidedDrafts, LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
@@ -89,7 +89,7 @@ class PyExecutor:
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
-        self._watch: Watch | None = None  # gathers facts, if there is an observer
+        self._watch: NoWatch = NoWatch()  # gathers facts, if there is an observer
         self._pending: deque[LaunchedStep] = deque()
         self._cancel_later: deque[tuple[int, bool]] = deque()  # (request, whether to return it)
         self._drafts_on_host = self.mode.drafts_on_host()
@@ -139,8 +139,7 @@ class PyExecutor:
     def add(self, request: Request) -> None:
         """Queues a request that `make_request` made."""
         self._cancel_marked()
-        if self._watch is not None:
-            self._watch.queued(request)
+        self._watch.queued(request)
         if request.sampling_params.guided_decoding is None:
             self.book.add(request)
         else:
@@ -183,8 +182,7 @@ class PyExecutor:
             raise
         if not report:
             self.book.finished.remove(request)
-        if self._watch is not None:
-            self._watch.report_finished()
+        self._watch.report_finished()
         return True
 
     def cancel_at_next_step(self, request_id: int, *, report: bool = True) -> None:
@@ -205,8 +203,7 @@ class PyExecutor:
     def fail(self, request: Request, error: str) -> None:
         """Ends one request with finish_reason "error"; the others go on."""
         self.book.fail(request, error)
-        if self._watch is not None:
-            self._watch.report_finished()
+        self._watch.report_finished()
 
     def shutdown(self) -> None:
         """Cancels all requests and frees models, cache and graphs at once.
@@ -271,14 +268,12 @@ class PyExecutor:
 
     def _launch_and_read(self) -> list[Request]:
         started = time.perf_counter()
-        if self._watch is not None:
-            self._watch.begin_step(is_in_flight=bool(self._pending))
+        self._watch.begin_step(is_in_flight=bool(self._pending))
         self._cancel_marked()
         self._take_compiled()
         batch = self.book.admit_new(self._schedule(), self.runner)
         self.statistics.add_prefixes(batch)
-        if self._watch is not None:
-            self._watch.started(batch)
+        self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
         parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
         for part in parts:
@@ -290,8 +285,7 @@ class PyExecutor:
         is_prefill = bool(batch) and not batch.generations
         if has_work:
             self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
-        if self._watch is not None:
-            self._watch.end_step()
+        self._watch.end_step()
         return self.book.take_finished()
 
     def _start_over(self) -> None:
@@ -304,8 +298,7 @@ class PyExecutor:
         self._pending.clear()
         self.book.start_over()
         self.runner.start_over()
-        if self._watch is not None:
-            self._watch.drop_step()
+        self._watch.drop_step()
         self._is_half_done = False
 
     # -- schedule ------------------------------------------------------------------------------
@@ -357,8 +350,7 @@ class PyExecutor:
             drafts = GuidedDrafts(guided, self.runner.drafts_of(batch))
         is_replay = self.runner.is_replay
         launched = self.reader.copy(plan, outputs, num_proposed, drafts, is_replay=is_replay)
-        if self._watch is not None:
-            self._watch.launched.append(launched)
+        self._watch.add_launched(launched)
         plan.count_as_launched()
         for request in [chunk.request for chunk in batch.contexts]:
             self.scheduler.publish(request)
@@ -406,8 +398,7 @@ class PyExecutor:
         with self.runner.waiting():
             results = self.reader.read(launched)
             self.reader.follow(launched)
-        if self._watch is not None:
-            self._watch.read.append(launched)
+        self._watch.add_read(launched)
         for result in results:
             request = result.request
             request.num_in_flight -= 1
@@ -439,9 +430,7 @@ class PyExecutor:
             kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
             self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
-            if self._watch is not None:
-                self._watch.results.append(result)
-                self._watch.counts.append(count)
+            self._watch.add_result(result, count)
         elif result.hidden is not None:
             self.book.save_rows(request, result.hidden)
 
@@ -459,14 +448,14 @@ class PyExecutor:
     @property
     def observer(self) -> StepObserver | None:
         """What sees every request and step, or None. Set it while no request runs."""
-        return None if self._watch is None else self._watch.observer
+        return self._watch.observer if isinstance(self._watch, Watch) else None
 
     @observer.setter
     def observer(self, observer: StepObserver | None) -> None:
-        self._watch = self.book.on_finish = None
+        self._watch, self.book.on_finish = NoWatch(), None
         if observer is not None:
-            self._watch = Watch(observer, runs_at_launch=self.device.type == "cpu")
-            self.book.on_finish = self._watch.add_finished
+            self._watch = watch = Watch(observer, runs_at_launch=self.device.type == "cpu")
+            self.book.on_finish = watch.add_finished
 
     def stats(self) -> EngineStats:
         return self.statistics.summary(self.forced_acceptance, self.kv_cache)
