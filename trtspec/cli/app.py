@@ -96,7 +96,7 @@ def serve(
     engine: EngineOptions,
     server: ServeOptions,
 ) -> None:
-    """Serve a model as OpenAI's API does. Needs the extra: pip install 'trtspec[serve]'."""
+    """Serve a model to OpenAI's clients, with metrics and a live page. Needs the extra serve."""
     from .serve import run_serve
 
     raise typer.Exit(run_serve(replace(engine, model=model), server))
