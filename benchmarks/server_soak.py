@@ -149,11 +149,9 @@ class Soak:
         if kind == "leaves at once":
             _, writer = await asyncio.open_connection("127.0.0.1", self.served.port)
             data = json.dumps(body).encode()
-            head = "Host: localhost\r\nContent-Type: application/json"
-            writer.write(
-                f"POST /v1/completions HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-                + data[: self.random.choice([5, len(data)])]
-            )
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            writer.write(head.encode() + data[: self.random.choice([5, len(data)])])
             await writer.drain()
             await asyncio.sleep(self.random.choice([0, 0.01, 0.05]))
             writer.transport.abort()
