@@ -272,7 +272,7 @@ def test_bad_words_do_not_come_out(llm: LLM) -> None:
     params = SamplingParams(max_tokens=16, ignore_eos=True, bad_words=words)
     text = llm.generate(prompt, params).outputs[0].text
     assert all(word in free for word in words) and not any(word in text for word in words)
-    ids = llm._with_token_ids(replace(params, bad_words=["\n", " no", [7]])).bad_words
+    ids = llm.inputs.with_token_ids(replace(params, bad_words=["\n", " no", [7]])).bad_words
     assert [llm.tokenizer.decode(i) for i in ids[:3]] == ["\n", "no", " no"] and ids[3] == (7,)
     for words, message in ((["word " * 9], "which is"), (["no"] * 33, "33 words, 66 with")):
         with pytest.raises(RequestError, match=message):
