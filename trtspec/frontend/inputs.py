@@ -68,10 +68,7 @@ class Inputs:
             )
         if not prompt:
             raise RequestError("The prompt is empty: give at least one token.")
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
+        _check_unicode(prompt)
         return prompt, self.tokenizer.encode(prompt, verbose=False)  # length is checked later
 
     def render_chat(
@@ -114,7 +111,12 @@ class Inputs:
             ) from error
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the tokens of a rendered conversation, which has its special tokens already."""
+        """Returns the tokens of a rendered conversation, which has its special tokens already.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+        """
+        _check_unicode(text)
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
     def with_token_ids(self, params: SamplingParams) -> SamplingParams:
@@ -153,6 +155,13 @@ class Inputs:
                 f"before the texts among them; at most {MAX_BAD_WORDS} are possible."
             )
         return replace(params, bad_words=ids)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
 
 
 def plain(prompt: Any) -> Any:
