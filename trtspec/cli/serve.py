@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -29,6 +30,7 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
             f"trtspec serve needs {error.name}: pip install 'trtspec[serve]'."
         ) from error
     from ..async_llm import AsyncLLM
+    from ..report.step_times import step_seconds_without_drafts
     from ..serving.config import ServerConfig
     from ..serving.run import listen, serve, url_of
 
@@ -45,6 +47,9 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     with listener:
         with redirect_stdout(sys.stderr), Progress() as progress:
             llm = load_llm(options, progress, max_seq_len=given.max_seq_len)
+            progress("timing a step without drafts")
+            if (seconds := step_seconds_without_drafts(llm)) is not None:
+                config = replace(config, plain_step_seconds={1: seconds})
         engine = AsyncLLM(llm, max_num_requests_in_queue=given.max_num_requests_in_queue)
         console = make_console(stderr=True)
         if config.api_key is None and not config.is_loopback:

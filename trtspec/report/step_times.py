@@ -71,6 +71,27 @@ def measure_step_ms(
     return {k: median(times) for k, times in turns.items()}
 
 
+def step_seconds_without_drafts(llm: LLM, steps: int = 12) -> float | None:
+    """Returns the seconds of a step of one request for which nothing was drafted.
+
+    The drafter writes its KV all the same, so a plain engine's step is somewhat shorter. None if
+    the engine has no drafter, or no room for the sequence. Call it before the first request:
+    statistics and the prefix cache are reset.
+    """
+    executor = llm.executor
+    if not executor.max_draft_len:
+        return None
+    before, executor.runtime_draft_len = executor.runtime_draft_len, 0
+    try:
+        return _time_steps(executor, [[0] * 8], steps, 0) / 1000
+    except ConfigError:
+        return None
+    finally:
+        executor.runtime_draft_len = before
+        llm.reset_stats()
+        llm.reset_prefix_cache()
+
+
 def _time_steps(
     executor: PyExecutor, batch: Sequence[list[int]], steps: int, draft_len: int
 ) -> float:

@@ -156,7 +156,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         await llm.reset_prefix_cache()
         return {"status": "ok"}
 
-    add_observability(app, llm, name)
+    add_observability(app, llm, name, plain_step_seconds=config.plain_step_seconds)
     _add_error_handlers(app)
     app.add_middleware(Gate, config=config)
     return app

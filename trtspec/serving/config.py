@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from ..checks import is_int, is_number
@@ -22,6 +23,7 @@ class ServerConfig:
         write_timeout: seconds in which a client must read what is ready for it.
         max_n: completions of one prompt. max_prompts: prompts of one request.
         max_stop: stop strings, and stop tokens. max_logprobs: alternatives per token.
+        plain_step_seconds: of a step without drafts, by batch size, for the page's speed-up.
 
     Raises:
         ConfigError: a value is out of range.
@@ -40,6 +42,7 @@ class ServerConfig:
     max_prompts: int = 64
     max_stop: int = 16
     max_logprobs: int = 20
+    plain_step_seconds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, high in (("port", 65535), ("max_body_bytes", 2**30), ("max_n", 128)):
