@@ -425,10 +425,11 @@ def test_accepted_per_position() -> None:
 def test_step_times_are_by_batch_size_and_typical() -> None:
     times = StepTimes()
     for batch, drafts, seconds in ((3, 2, 1.0), (4, 2, 3.0), (4, 2, 90.0), (1, 0, 0.5)):
-        times.add(batch, drafts, seconds)
+        for _ in range(3):
+            times.add(batch, drafts, seconds)
     assert times.last_batch == 1
-    assert times.typical(times.speculative, 4) == 3.0
-    assert times.typical(times.plain, 1) == 0.5 and times.typical(times.plain, 4) is None
+    assert times.typical(times.speculative) == {4: 3.0}
+    assert times.typical(times.plain) == {}  # three are too few
 
 
 # -- the dashboard -----------------------------------------------------------------------------

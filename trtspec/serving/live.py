@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..llm import LLM
 from .exposition import EngineNow
-from .metrics import Second, StepMetrics, StepTimes, accepted_per_position
+from .metrics import Second, StepMetrics, accepted_per_position
 
 
 class LiveSource(NamedTuple):
@@ -65,21 +65,20 @@ def speed_of(metrics: StepMetrics, known: Mapping[int, float]) -> dict[str, Any]
     times = metrics.step_times
     if not times.last_batch or not metrics.max_draft_len:
         return None
-    timed = set(times.speculative) & (set(times.plain) | set(known))
+    measured, speculative = times.typical(times.plain), times.typical(times.speculative)
+    plain = {**known, **measured}
+    timed = speculative.keys() & plain.keys()
     batch = min(timed, key=lambda size: _distance(size, times.last_batch), default=times.last_batch)
-    measured = StepTimes.typical(times.plain, batch)
-    plain = known.get(batch) if measured is None else measured
-    speculative = StepTimes.typical(times.speculative, batch)
     length = _recent_length(metrics)
     speed_up = None
-    if plain is not None and speculative and length is not None:
-        speed_up = length * plain / speculative
+    if batch in timed and length is not None:
+        speed_up = length * plain[batch] / speculative[batch]
     return {
         "batch": batch,
         "acceptance_length": length,
-        "plain_seconds": plain,
-        "plain_is_given": measured is None and plain is not None,
-        "speculative_seconds": speculative,
+        "plain_seconds": plain.get(batch),
+        "plain_is_given": batch in known and batch not in measured,
+        "speculative_seconds": speculative.get(batch),
         "speed_up": speed_up,
     }
 

@@ -41,6 +41,7 @@ REQUEST_TOKENS = (
 )  # fmt: skip
 HISTORY_SECONDS = 180
 RECENT_STEPS = 64  # of one batch size, whose median is its step time
+LEAST_STEPS = 8  # for a median: a request's first step is plain in some modes
 
 StepKind = Literal["context", "generation", "mixed"]
 
@@ -99,10 +100,10 @@ class StepTimes:
         self.last_batch = batch
 
     @staticmethod
-    def typical(kind: dict[int, deque[float]], batch: int) -> float | None:
-        """Returns the median of the last steps of a batch size; None if none was timed."""
-        times = kind.get(batch)
-        return median(list(times)) if times else None
+    def typical(kind: dict[int, deque[float]]) -> dict[int, float]:
+        """Returns the median of the last steps, of each batch size of which enough were timed."""
+        copies = {batch: list(times) for batch, times in list(kind.items())}
+        return {b: median(times) for b, times in copies.items() if len(times) >= LEAST_STEPS}
 
 
 class StepMetrics:
