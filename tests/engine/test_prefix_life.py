@@ -268,7 +268,7 @@ def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
 
 # -- ends --------------------------------------------------------------------------------------
 @spread(
-    mode=MODES if full() else ["none", "ngram", "eagle3", "mtp", "pard", "dflash"],
+    mode=MODES if full() else ["ngram", "eagle3", "mtp", "pard"],
     **{"overlap,chunk,partial": [
         (True, 24, True), (False, None, True), (True, None, False), (False, 24, False),
     ]},
