@@ -54,55 +54,7 @@ def two_ranks(model: Path, **options: Any) -> LLM:
     return cpu_engine(model, None, tensor_parallel_size=2, max_seq_len=240, **options)
 
 
-def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None:
-    llm = two_ranks(model)
-    follower = world_of(llm).followers[0]
-    stream = llm.generate_stream([3, 4, 5], LONG)
-    next(stream)
-    follower.kill()
-    started = time.monotonic()
-    with pytest.raises(RankError, match=r"Rank 1 is gone, with exit code -9"):
-        for _ in stream:
-            pass
-    assert time.monotonic() - started < SOON
-    with pytest.raises(RankError, match="Rank 1 is gone"):  # and stays at its end
-        llm.generate([3], SHORT)
-    llm.shutdown()
-    with two_ranks(model) as again:  # with new ranks
-        assert text_of(again) == expected
-
-
-@starts_ranks_again
-def test_the_end_of_a_rank_is_the_reason_not_that_others_lost_it(tmp_path: Path) -> None:
-    path = tiny_model_dir(tmp_path, num_attention_heads=8)
-    llm = cpu_engine(path, None, tensor_parallel_size=4, max_seq_len=240)
-    stream = llm.generate_stream([3, 4, 5], LONG)
-    next(stream)
-    world_of(llm).followers[1].kill()
-    with pytest.raises(RankError, match=r"Rank 2 is gone, with exit code -9"):
-        for _ in stream:
-            pass
-
-
-def test_the_first_error_of_a_rank_is_shown(model: Path) -> None:
-    llm = two_ranks(model)
-    llm.executor.runner.link.tell("no_such_method")  # type: ignore[attr-defined]
-    started = time.monotonic()
-    with pytest.raises(RankError, match=r"Rank 1 failed: AttributeError: .*no_such_method"):
-        for _ in range(50):
-            llm.generate([3, 4], LONG)
-    assert time.monotonic() - started < SOON
-
-
-def test_ranks_that_part_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits in a collective that rank 1 does not know of."""
-    monkeypatch.setenv(TIMEOUT_ENV_VAR, "1")
-    world = world_of(two_ranks(model))
-    assert world.timeout == 1
-    with pytest.raises(RankError, match="did not finish a step in 1 s"), world.together():
-        world.comm.all_reduce(torch.ones(3))
-
-
+# -- one world, until its rank 0 fails ----------------------------------------------------------
 def test_an_interrupt_waits_for_the_step(model: Path, expected: list[int]) -> None:
     with two_ranks(model) as llm:
         # The first call imports modules, and Python drops an interrupt within a lock of an import.
@@ -151,6 +103,117 @@ def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:
     first.shutdown()
     first.shutdown()
     assert ranks.num_engines == 0
+
+
+def test_a_rank_that_cannot_load_is_named(
+    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 finds a draft model that rank 1 does not."""
+    from trtspec.executor import build
+
+    original = build._without_host_code
+    config = DraftTargetDecodingConfig(max_draft_len=2, speculative_model=model)
+
+    def elsewhere(engine: EngineConfig) -> EngineConfig:
+        other = replace(config, speculative_model=model / "elsewhere")
+        return replace(original(engine), speculative_config=other)
+
+    monkeypatch.setattr(build, "_without_host_code", elsewhere)
+    with pytest.raises(RankError, match=r"Rank 1: .*elsewhere"):
+        cpu_engine(model, config, tensor_parallel_size=2)
+    monkeypatch.undo()
+    with two_ranks(model) as llm:
+        assert text_of(llm) == expected
+
+
+def test_a_request_is_preempted_for_blocks_of_its_own_rank(model: Path) -> None:
+    """Each rank has 5 blocks of 8, of which its two requests come to need 8."""
+    with two_ranks(model, enable_attention_dp=True, pool=40, page=8) as llm:
+        executor = llm.executor
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        requests = [executor.enqueue([3, 4, 5, i], params) for i in range(4)]
+        owner_of, choose = executor.kv_cache.owner_of, executor.scheduler._youngest_beside
+        owners: list[tuple[Any, ...]] = []
+
+        def noted(short: Any) -> Any:
+            victims = choose(short)
+            owners.append(tuple(owner_of(r.request_id) for r in [short, *victims]))
+            return victims
+
+        executor.scheduler._youngest_beside = noted  # type: ignore[method-assign]
+        executor.run_until_done()
+        executor.kv_cache.check_integrity()
+        assert executor.kv_cache.block_tables([])[0].shape[0] == 0  # as captures of prompts ask
+        assert {pair[0] for pair in owners} == {0, 1}
+        assert all(len(pair) == 2 and pair[0] == pair[1] for pair in owners)
+        assert all(len(request.output_token_ids) == 24 for request in requests)
+
+
+def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that reads as if another rank were gone."""
+    llm = two_ranks(model)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled")
+
+    monkeypatch.setattr(llm.executor.runner.step, "run", broken)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RankError, match="NCCL error: unhandled"):
+            text_of(llm)
+    assert time.monotonic() - started < SOON
+    llm.shutdown()
+    assert not hasattr(llm.executor.runner.step, "target")  # the memory is free for another
+
+
+# -- each ends a world --------------------------------------------------------------------------
+def test_a_killed_rank_ends_the_engine(model: Path, expected: list[int]) -> None:
+    llm = two_ranks(model)
+    follower = world_of(llm).followers[0]
+    stream = llm.generate_stream([3, 4, 5], LONG)
+    next(stream)
+    follower.kill()
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 is gone, with exit code -9"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - started < SOON
+    with pytest.raises(RankError, match="Rank 1 is gone"):  # and stays at its end
+        llm.generate([3], SHORT)
+    llm.shutdown()
+    with two_ranks(model) as again:  # with new ranks
+        assert text_of(again) == expected
+
+
+@starts_ranks_again
+def test_the_end_of_a_rank_is_the_reason_not_that_others_lost_it(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, num_attention_heads=8)
+    llm = cpu_engine(path, None, tensor_parallel_size=4, max_seq_len=240)
+    stream = llm.generate_stream([3, 4, 5], LONG)
+    next(stream)
+    world_of(llm).followers[1].kill()
+    with pytest.raises(RankError, match=r"Rank 2 is gone, with exit code -9"):
+        for _ in stream:
+            pass
+
+
+def test_the_first_error_of_a_rank_is_shown(model: Path) -> None:
+    llm = two_ranks(model)
+    llm.executor.runner.link.tell("no_such_method")  # type: ignore[attr-defined]
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 failed: AttributeError: .*no_such_method"):
+        for _ in range(50):
+            llm.generate([3, 4], LONG)
+    assert time.monotonic() - started < SOON
+
+
+def test_ranks_that_part_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in a collective that rank 1 does not know of."""
+    monkeypatch.setenv(TIMEOUT_ENV_VAR, "1")
+    world = world_of(two_ranks(model))
+    assert world.timeout == 1
+    with pytest.raises(RankError, match="did not finish a step in 1 s"), world.together():
+        world.comm.all_reduce(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -223,44 +286,6 @@ def test_a_script_under_torchrun(model: Path, script: Path, expected: list[int])
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[], expected]
 
 
-def test_a_rank_that_cannot_load_is_named(
-    model: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 finds a draft model that rank 1 does not."""
-    from trtspec.executor import build
-
-    original = build._without_host_code
-    config = DraftTargetDecodingConfig(max_draft_len=2, speculative_model=model)
-
-    def elsewhere(engine: EngineConfig) -> EngineConfig:
-        other = replace(config, speculative_model=model / "elsewhere")
-        return replace(original(engine), speculative_config=other)
-
-    monkeypatch.setattr(build, "_without_host_code", elsewhere)
-    with pytest.raises(RankError, match=r"Rank 1: .*elsewhere"):
-        cpu_engine(model, config, tensor_parallel_size=2)
-    monkeypatch.undo()
-    with two_ranks(model) as llm:
-        assert text_of(llm) == expected
-
-
-def test_an_error_of_rank_0_alone_ends_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one that reads as if another rank were gone."""
-    llm = two_ranks(model)
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("NCCL error: unhandled")
-
-    monkeypatch.setattr(llm.executor.runner.step, "run", broken)
-    started = time.monotonic()
-    for _ in range(2):
-        with pytest.raises(RankError, match="NCCL error: unhandled"):
-            text_of(llm)
-    assert time.monotonic() - started < SOON
-    llm.shutdown()
-    assert not hasattr(llm.executor.runner.step, "target")  # the memory is free for another
-
-
 @starts_ranks_again
 @pytest.mark.parametrize(
     ("stage", "error"), [("_load", KeyboardInterrupt()), ("_kv_cache", ConfigError("no memory"))]
@@ -295,26 +320,3 @@ def test_a_wrong_variable_is_refused_before_ranks_start(
         monkeypatch.delenv(name)
     with two_ranks(model) as llm:
         assert text_of(llm) == expected
-
-
-def test_a_request_is_preempted_for_blocks_of_its_own_rank(model: Path) -> None:
-    """Each rank has 5 blocks of 8, of which its two requests come to need 8."""
-    with two_ranks(model, enable_attention_dp=True, pool=40, page=8) as llm:
-        executor = llm.executor
-        params = SamplingParams(max_tokens=24, ignore_eos=True)
-        requests = [executor.enqueue([3, 4, 5, i], params) for i in range(4)]
-        owner_of, choose = executor.kv_cache.owner_of, executor.scheduler._youngest_beside
-        owners: list[tuple[Any, ...]] = []
-
-        def noted(short: Any) -> Any:
-            victims = choose(short)
-            owners.append(tuple(owner_of(r.request_id) for r in [short, *victims]))
-            return victims
-
-        executor.scheduler._youngest_beside = noted  # type: ignore[method-assign]
-        executor.run_until_done()
-        executor.kv_cache.check_integrity()
-        assert executor.kv_cache.block_tables([])[0].shape[0] == 0  # as captures of prompts ask
-        assert {pair[0] for pair in owners} == {0, 1}
-        assert all(len(pair) == 2 and pair[0] == pair[1] for pair in owners)
-        assert all(len(request.output_token_ids) == 24 for request in requests)

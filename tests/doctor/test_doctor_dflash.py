@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from dflash_cases import WINDOWS
-from matrix import thinned
+from matrix import full, thinned
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_dflash import dflash_dir
@@ -132,7 +132,6 @@ def test_a_good_head_has_nothing(case: Case, tmp_path: Path) -> None:
 
 SABOTAGES: list[tuple[Change, str, str]] = [
     (_nested(target_layer_ids=[0, 2, 3]), "one too early", "target_layer_ids=[1, 3, 4]"),
-    (_nested(target_layer_ids=[2, 4, 5]), "one too late", "target_layer_ids=[1, 3, 4]"),
     (_nested(target_layer_ids=[4, 3, 1]), "captured layers", "target_layer_ids=[1, 3, 4]"),
     (_nested(mask_token_id=5), f"the mask token should be {VOCAB}", f"= {VOCAB}, now 5"),
     (_nested(causal=True), "rows of a block should see each other both ways", '"is_causal": false'),
@@ -140,6 +139,9 @@ SABOTAGES: list[tuple[Change, str, str]] = [
     (_norms, "norms are written around 0", "add 1"),
     (_top(block_size=4), "blocks should have 8 rows", '"block_size": 8'),
 ]
+if full():  # as the first one's
+    late = _nested(target_layer_ids=[2, 4, 5]), "one too late", "target_layer_ids=[1, 3, 4]"
+    SABOTAGES.append(late)
 
 
 @pytest.mark.parametrize(("change", "name", "cure"), SABOTAGES)
@@ -184,7 +186,7 @@ def test_a_wrong_bias_is_named(
     assert not diagnosis.is_well
 
 
-@pytest.mark.parametrize("name", BIAS)
+@pytest.mark.parametrize("name", thinned(BIAS, 2))
 def test_a_bias_of_zeros_is_named(dspark: Case, tmp_path: Path, name: str) -> None:
     def empty(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = torch.zeros_like(tensors[name])

@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from doctor_sabotage import SABOTAGES, Clinic, Sabotage, is_named, is_silent
 
 pytestmark = pytest.mark.model
-TRIED = thinned(
-    ["halves of eh_proj swapped", "layer ids in reverse order", "norm_output true",
-     "d2t holds ids"], 4,
+TRIED = (
+    "halves of eh_proj swapped", "layer ids in reverse order", "norm_output true", "d2t holds ids",
 )  # fmt: skip
 
 
@@ -31,6 +30,7 @@ def test_a_good_head_is_left_in_peace(clinic: Clinic, head: str) -> None:
     assert diagnosis.as_loaded is not None and diagnosis.as_loaded.conditional[0] > 0.5
 
 
+@pytest.mark.skipif(not full(), reason="test_doctor.py names them of a tiny head: make test-all")
 @pytest.mark.parametrize(
     "sabotage", [s for s in SABOTAGES if s.name in TRIED], ids=lambda s: s.name
 )

@@ -22,7 +22,7 @@ from drafting import (
     run_random_schedule,
     run_with_changing_draft_len,
 )
-from matrix import covering
+from matrix import spread, thinned
 from oracle import VOCAB, Oracle
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
@@ -56,16 +56,11 @@ def test_draft_logits_equal_recomputation(
     assert set(executor.statistics.accepted_lens) == set(range(k + 1)), (
         "every length must have been accepted"
     )
+    if (name, k) == ("eagle3", 4):
+        assert executor.stats().num_preemptions > 0, "what the comparison relies on"
 
 
-def test_the_schedules_preempt(target_dir: Path, tmp_path: Path) -> None:
-    """What the comparison above relies on."""
-    case = make_case("eagle3", target_dir, tmp_path, 4)
-    _, executor = run_random_schedule(case, 4, seed=4)
-    assert executor.stats().num_preemptions > 0
-
-
-@pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "mtp_vanilla", "eagle1"])
+@pytest.mark.parametrize("name", thinned(["eagle3", "mtp_eagle", "mtp_vanilla", "eagle1"], 2))
 def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path, name: str) -> None:
     """K = 8, and every request ends at the maximum: drafts run past it."""
     case = make_case(name, target_dir, tmp_path, 8)
@@ -73,7 +68,9 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert compared > 30
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3_two_engine", "mtp_vanilla", "mtp_eagle"])
+@pytest.mark.parametrize(
+    "name", thinned(["eagle3", "eagle3_two_engine", "mtp_vanilla", "mtp_eagle"], 2)
+)
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     run_with_changing_draft_len(make_case(name, target_dir, tmp_path, 3))
 
@@ -146,8 +143,8 @@ def test_a_schedule_of_more_than_the_head_drafts(target_dir: Path, tmp_path: Pat
 # -- perfect heads -----------------------------------------------------------------------------
 
 
-@covering(
-    mode=["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"], k=[1, 3, 8],
+@spread(
+    mode=["eagle3", "eagle3_two_engine", "mtp_eagle", "mtp_vanilla"], k=[8, 3, 1],
     overlap=[False, True],
 )  # fmt: skip
 def test_a_perfect_head_is_always_accepted(

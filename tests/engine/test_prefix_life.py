@@ -146,7 +146,9 @@ def test_a_prompt_waits_for_one_that_computes_most_of_it_alone(target_dir: Path)
     assert cancelled[1].finish_reason == "length", "it does not wait for ever"
 
 
-@spread(mode=MODES, chunk=[None, 21])
+@spread(
+    mode=MODES if full() else ["none", "draft_target", "mtp", "pard", "dspark"], chunk=[None, 21]
+)  # fmt: skip
 def test_what_else_a_step_reads_of_a_prompt(
     target_dir: Path, drafters: Drafters, mode: str, chunk: int | None
 ) -> None:
@@ -268,7 +270,7 @@ def test_a_prompt_that_is_cut_off_leaves_what_it_computed(
 
 # -- ends --------------------------------------------------------------------------------------
 @spread(
-    mode=MODES if full() else ["none", "ngram", "eagle3", "mtp", "pard", "dflash"],
+    mode=MODES if full() else ["ngram", "eagle3", "mtp", "pard"],
     **{"overlap,chunk,partial": [
         (True, 24, True), (False, None, True), (True, None, False), (False, 24, False),
     ]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from matrix import full
 from soak import (
     MODES,
     Models,
@@ -16,7 +17,7 @@ from soak import (
     soak,
 )
 
-REQUESTS = 140
+REQUESTS = 140 if full() else 72
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Models]:
 
 @pytest.fixture(scope="module")
 def references(models: dict[str, Models]) -> dict[str, References]:
-    return {name: build_references(m.target, "cpu", 8, 4) for name, m in models.items()}
+    return {name: build_references(m.target, "cpu", 5, 4) for name, m in models.items()}
 
 
 def test_the_setups_cover_what_they_claim() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from guided import LANGUAGES, VOCAB, GuidedOracle, Language, save_tokenizer, token_texts
-from matrix import MODES, Drafters, config_of, covering, cpu_engine, make_drafters
+from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle
 from tiny_heads import mtp_model_dir
 
@@ -87,12 +87,15 @@ def outputs_of(target: Path, cases: list[Case]) -> Iterator[Any]:
     yield run
 
 
-@covering(
+@spread(
     mode=MODES,
-    **{"chunk,pool": [(None, None), (17, None), (17, 96)]},
-    overlap=[True, False],
-    rule=["strict", "rejection"],
-)
+    **{
+        "chunk,pool": [(17, 96), (17, None), (None, None)],
+        "overlap,rule": [
+            (True, "strict"), (False, "rejection"), (True, "rejection"), (False, "strict"),
+        ],
+    },
+)  # fmt: skip
 def test_tokens_are_those_of_brute_force(
     drafters: Drafters,
     outputs_of: Any,

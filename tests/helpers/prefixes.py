@@ -74,7 +74,7 @@ def sharing_prompts(rng: random.Random, length: int = 29, vocab: int = VOCAB) ->
 
 def converse(llm: LLM, params: SamplingParams, seed: int = 0, vocab: int = VOCAB) -> Seen:
     """Prompts one after another, then all at once with what was said and more: second turns."""
-    rng, watched, params = random.Random(seed), Watched(llm), replace(params, max_tokens=10)
+    rng, watched, params = random.Random(seed), Watched(llm), replace(params, max_tokens=6)
     prompts, texts = sharing_prompts(rng, vocab=vocab), []
     for prompt in prompts:
         (request,) = watched.run([prompt], params)

@@ -30,7 +30,7 @@ from trtspec.data.prompts import OPEN, REPEATS
 from trtspec.errors import RequestError
 
 pytestmark = pytest.mark.model
-TOKENS = 28 if full() else 12
+TOKENS = 28 if full() else 8
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def _tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-FEW = [("none", True, True), ("draft_target", True, False), ("user_provided", False, True)]
+FEW = [("draft_target", True, False), ("user_provided", False, True)]
 
 
 @pytest.mark.parametrize(
