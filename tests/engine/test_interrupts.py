@@ -54,7 +54,7 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     ("mode", "overlap", "every"),
     [("ngram", True, 1), ("ngram", False, 3), ("user_provided", False, 3)]
     if full()
-    else [("ngram", True, 11), ("ngram", False, 23), ("user_provided", False, 23)],
+    else [("ngram", True, 6), ("ngram", False, 11), ("user_provided", False, 11)],
 )
 def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
     target_dir: Path, mode: str, overlap: bool, every: int
@@ -90,7 +90,7 @@ def test_an_error_at_any_line_of_a_step_harms_nobody_else(target_dir: Path) -> N
     expected = begin(llm)
     with RaiseAtLine(None, ArithmeticError) as trace:
         finish(llm)
-    raised, places = 0, thinned(list(trace.seen)[::3], 5)
+    raised, places = 0, thinned(list(trace.seen)[::3], 3)
     for place in places:
         requests = begin(llm)
         try:
