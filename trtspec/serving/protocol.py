@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from .errors import ApiError, of_validation
@@ -27,6 +27,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Leaves out fields that are null. Clients send an answer's message back with such."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(_Model):
@@ -170,7 +178,7 @@ def parse(model: type[M], body: bytes) -> M:
     fields = {
         name: value
         for name, value in given.items()
-        if value is not None and not (name in NEUTRAL and value in NEUTRAL[name])
+        if not (name in NEUTRAL and value in NEUTRAL[name])
     }
     try:
         return model.model_validate(fields)
