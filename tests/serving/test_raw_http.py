@@ -102,6 +102,8 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"seed": -1}, "seed"),
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": [""]}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "a" * 1025]}, "stop"),
         ({"stop": {"a": 1}}, None),
         ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"),
         ({"logprobs": 21}, "top_logprobs"),
@@ -200,6 +202,8 @@ def test_methods_paths_and_kinds(served: Served) -> None:
 def test_origin_and_host(served: Served) -> None:
     refused(served.post(TEXT, BASE, origin="http://evil.example"), 403)
     refused(served.post(TEXT, BASE, host="evil.example:8000"), 403)
+    refused(served.post(TEXT, BASE, origin="http://["), 403)
+    refused(served.post(TEXT, BASE, host="["), 403)
     assert served.post(TEXT, BASE, origin=served.url).status_code == 200
 
 
