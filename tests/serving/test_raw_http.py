@@ -178,10 +178,18 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "parallel_tool_calls": True,
         "stop": None,
         "tools": None,
-        "metadata": None,
+        "metadata": {},
+        "modalities": ["text"],
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "include_stop_str_in_output": False,
+        "echo": False,
         "top_k": -1,
     }
     assert served.post(CHAT, body).status_code == 200
+    said = {"role": "user", "content": "a", "type": "text", "annotations": [], "refusal": None}
+    assert served.post(CHAT, body | {"messages": [said]}).status_code == 200
+    refused(served.post(CHAT, body | {"messages": [said | {"annotations": [1]}]}), 400)
 
 
 def test_a_prompt_that_is_too_long(served: Served) -> None:

@@ -12,14 +12,22 @@ from .errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_processors": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True,),
+    "priority": (0,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "suffix": ("",),
     "use_beam_search": (False,),
 }
 """Fields that are not supported, with the values that ask for what is done anyway."""
@@ -122,6 +130,9 @@ class Message(_Model):
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What clients add that says nothing: lm-eval the type, OpenAI's API an empty list.
+    type: Literal["text"] | None = Field(default=None, exclude=True)
+    annotations: list[Any] | None = Field(default=None, max_length=0, exclude=True)
 
 
 class Function(_Model):
