@@ -339,6 +339,36 @@ def test_an_engine_that_fails_says_why_to_all(
     run(model_dir, test)
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_cancellation_that_raises_is_a_failed_step(
+    model_dir: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    want = reference.generate(PROMPTS[0], greedy(80))
+
+    async def test(llm: AsyncLLM) -> None:
+        def fails(*_: Any) -> Any:
+            if not is_dead:
+                monkeypatch.undo()
+            raise RuntimeError("the device is gone")
+
+        first, second = llm.generate("a", LONG), llm.generate(PROMPTS[0], greedy(80))
+        await asyncio.gather(anext(first), anext(second))
+        if is_dead:
+            monkeypatch.setattr(llm.llm.executor.runner, "run", fails)
+        monkeypatch.setattr(llm.llm.executor, "cancel", fails)
+        await first.aclose()
+        if is_dead:
+            with pytest.raises(EngineError, match="the device is gone"):
+                _ = [output async for output in second]
+            monkeypatch.undo()  # the shutdown cancels too
+        else:
+            *_, output = [output async for output in second]
+            assert same(output, want) and llm.failure is None
+            assert await llm.abort(first.request_id)
+
+    run(model_dir, test)
+
+
 def test_shutdown_finishes_or_aborts(model_dir: Path, reference: LLM) -> None:
     want = reference.generate(PROMPTS[0], LONG)
 

@@ -272,6 +272,10 @@ def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.Monkey
         {"role": "tool", "tool_call_id": call.id, "content": "12"},
     ]
     assert ask(client, messages=history, tools=tools).choices[0].message
+    message = answer.message  # as most programs send it back
+    for said in (message, message.model_dump()):
+        again = [*MESSAGES, said, history[-1]]
+        assert ask(client, messages=again, tools=tools).choices[0].message
 
 
 def test_async_client(served: Served, reference: LLM) -> None:

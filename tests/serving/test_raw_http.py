@@ -102,7 +102,9 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"seed": -1}, "seed"),
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": [""]}, "stop"),
-        ({"stop": {"a": 1}}, None),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "a" * 1025]}, "stop"),
+        ({"stop": {"a": 1}}, "stop"),
         ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"),
         ({"logprobs": 21}, "top_logprobs"),
         ({"logprobs": -1}, "logprobs"),
@@ -114,7 +116,7 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"prompt": ["a"] * 4}, "prompt"),
         ({"prompt": [97]}, None),
         ({"prompt": [-1]}, None),
-        ({"prompt": [["a"]]}, None),
+        ({"prompt": [["a"]]}, "prompt.0.0"),
         ({"prompt": ""}, None),
         ({"prompt": None}, "prompt"),
         ({"model": None}, "model"),
@@ -147,7 +149,10 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
         ({"messages": []}, "messages"),
         ({"messages": ["a"]}, "messages.0"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, None),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "auto"}, "tool_choice"),
@@ -176,10 +181,18 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "parallel_tool_calls": True,
         "stop": None,
         "tools": None,
-        "metadata": None,
+        "metadata": {},
+        "modalities": ["text"],
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "include_stop_str_in_output": False,
+        "echo": False,
         "top_k": -1,
     }
     assert served.post(CHAT, body).status_code == 200
+    said = {"role": "user", "content": "a", "type": "text", "annotations": [], "refusal": None}
+    assert served.post(CHAT, body | {"messages": [said]}).status_code == 200
+    refused(served.post(CHAT, body | {"messages": [said | {"annotations": [1]}]}), 400)
 
 
 def test_a_prompt_that_is_too_long(served: Served) -> None:
@@ -200,6 +213,8 @@ def test_methods_paths_and_kinds(served: Served) -> None:
 def test_origin_and_host(served: Served) -> None:
     refused(served.post(TEXT, BASE, origin="http://evil.example"), 403)
     refused(served.post(TEXT, BASE, host="evil.example:8000"), 403)
+    refused(served.post(TEXT, BASE, origin="http://["), 403)
+    refused(served.post(TEXT, BASE, host="["), 403)
     assert served.post(TEXT, BASE, origin=served.url).status_code == 200
 
 

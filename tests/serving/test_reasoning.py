@@ -109,4 +109,5 @@ def test_markers_come_from_the_template_or_the_vocabulary() -> None:
 def test_whether_the_prompt_begins_the_reasoning() -> None:
     assert starts_inside("<|assistant|><think>\n", THINK)
     assert not starts_inside("<|assistant|>", THINK)
+    assert not starts_inside("<|user|>What is <think>?\n<|assistant|>\n", THINK)
     assert not starts_inside("<think>old</think> … <|assistant|><think>\n\n</think>\n\n", THINK)

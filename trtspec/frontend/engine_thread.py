@@ -144,11 +144,13 @@ class EngineThread:
     def _run(self) -> None:
         if self._executor.device.type == "cuda":
             torch.cuda.set_device(self._executor.device)
-        while self._obey():
+        while True:
             try:
+                if not self._obey():
+                    break
                 with self._lock:
                     finished = self._step()
-            except Exception as error:
+            except Exception as error:  # a cancellation raises too, where the device is gone
                 logger.exception("A step of the engine failed.")
                 self._num_failed += 1
                 if self._num_failed >= MAX_FAILED_STEPS or isinstance(error, RankError):

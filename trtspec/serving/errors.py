@@ -12,6 +12,8 @@ from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
 
 RETRY_SECONDS = 1
 _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
+_TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict)\[.*\]")
+"""What pydantic adds to the path of a field that may be of several types."""
 _OURS_TO_API = {"max_tokens": "max_tokens", "stop_strings": "stop"}
 
 
@@ -86,9 +88,16 @@ def of_library(error: TrtspecError) -> ApiError:
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """Returns the first error of a request that does not fit its model."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [str(part) for part in first["loc"]]
+    """Returns the first error of a request that does not fit its model.
+
+    Where a field may be of several types, each has errors. The deepest is of the type that was
+    meant: of a list, what is wrong in it, not that it is no text.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    field = errors[0]["loc"][:-1]
+    of_field = [e for e in errors if e["loc"][: len(field)] == field] if field else errors[:1]
+    first = max(of_field, key=lambda e: len(e["loc"]))
+    path = [str(part) for part in first["loc"] if not _TYPE_NAME.fullmatch(str(part))]
     param = ".".join(path) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param!r} is not supported.", param, "unknown_parameter")

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -46,11 +46,11 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         host = next(_values(scope, b"host"), "")
-        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        name = _split(f"//{host}").hostname if host.isprintable() else None
         if self._is_loopback and name not in LOOPBACK_NAMES | {self._host}:
             raise ApiError(403, f"Host {host[:100]!r} is not served: connect to localhost.")
         origin = next(_values(scope, b"origin"), None)
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _split(origin).netloc != host:
             raise ApiError(403, "Requests of other web pages are not served.")
         if self._key is None or scope["path"] in OPEN_PATHS:
             return
@@ -60,6 +60,14 @@ class Gate:
         if not is_right or scheme.lower() != "bearer":
             message = "The API key is wrong or missing: send 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key")
+
+
+def _split(url: str) -> SplitResult:
+    """Returns a URL's parts, all empty if it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # as of "//["
+        return urlsplit("")
 
 
 def _values(scope: Scope, name: bytes) -> Iterator[str]:

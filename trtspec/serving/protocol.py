@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from .errors import ApiError, of_validation
 
 M = TypeVar("M", bound=BaseModel)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_processors": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
     "parallel_tool_calls": (True,),
+    "priority": (0,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
+    "suffix": ("",),
     "use_beam_search": (False,),
 }
 """Fields that are not supported, with the values that ask for what is done anyway."""
@@ -27,6 +35,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Leaves out fields that are null. Clients send an answer's message back with such."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class StreamOptions(_Model):
@@ -114,6 +130,9 @@ class Message(_Model):
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # What clients add that says nothing: lm-eval the type, OpenAI's API an empty list.
+    type: Literal["text"] | None = Field(default=None, exclude=True)
+    annotations: list[Any] | None = Field(default=None, max_length=0, exclude=True)
 
 
 class Function(_Model):
@@ -170,7 +189,7 @@ def parse(model: type[M], body: bytes) -> M:
     fields = {
         name: value
         for name, value in given.items()
-        if value is not None and not (name in NEUTRAL and value in NEUTRAL[name])
+        if not (name in NEUTRAL and value in NEUTRAL[name])
     }
     try:
         return model.model_validate(fields)

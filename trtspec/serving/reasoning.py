@@ -54,8 +54,11 @@ def split_for(tokenizer: Any) -> ReasoningMarkers | None:
 
 
 def starts_inside(prompt: str, markers: ReasoningMarkers) -> bool:
-    """Returns whether a rendered prompt ends inside reasoning: its template began it."""
-    return prompt.rfind(markers.start) > prompt.rfind(markers.end)
+    """Returns whether a rendered prompt ends with the start marker: its template began reasoning.
+
+    Elsewhere the marker may be a user's text.
+    """
+    return prompt.rstrip().endswith(markers.start)
 
 
 class ReasoningSplitter:

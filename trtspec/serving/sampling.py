@@ -11,6 +11,8 @@ from .config import ServerConfig
 from .errors import ApiError, of_library, refused
 from .protocol import GenerationRequest
 
+MAX_STOP_CHARACTERS = 1024
+"""Of one stop string. After each step all its beginnings are compared with the text's end."""
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -64,7 +66,7 @@ def make_params(
 
 
 def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: int | None) -> None:
-    stop = request.stop if isinstance(request.stop, list) else []
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     for name, count, most in (
         ("n", request.n, config.max_n),
         ("stop", len(stop), config.max_stop),
@@ -73,6 +75,12 @@ def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: in
     ):
         if count > most:
             raise refused(name, f"{name!r} asks for {count}: this server allows {most}.")
+    longest = max(map(len, stop), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise refused(
+            "stop",
+            f"'stop' has a text of {longest} characters: this server allows {MAX_STOP_CHARACTERS}.",
+        )
     if request.top_k < -1:
         raise refused("top_k", f"'top_k' is {shown(request.top_k)}: it must be >= -1.")
     if request.stream_options is not None and not request.stream:
