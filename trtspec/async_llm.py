@@ -79,6 +79,9 @@ class AsyncLLM:
         self._templates = TimeLimit("The chat template", TEMPLATE_SECONDS)
         # One thread: a tokenizer of `tokenizers` is not to be called by several at first.
         self._preparer = ThreadPoolExecutor(1, "trtspec-tokenize")
+        longest = max(map(len, self.llm.tokenizer.get_vocab())) if self.llm.tokenizer else 1
+        # Twice: a normalizer may drop characters.
+        self._max_chars = 2 * longest * self.llm.executor.config.max_seq_len
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._idle = asyncio.Event()
@@ -189,7 +192,12 @@ class AsyncLLM:
 
     # -- tokens and text -------------------------------------------------------------------------
     async def tokenize(self, prompt: Prompt) -> Tokens:
-        """Returns a prompt's text, if it is text, and its tokens."""
+        """Returns a prompt's text, if it is text, and its tokens.
+
+        Raises:
+            RequestError: also for a text that must have more tokens than `max_seq_len`.
+        """
+        self._check_length(prompt)
         return await self.in_thread(lambda: Tokens(*self.llm.inputs.tokenize(prompt)))
 
     async def render_chat(
@@ -211,7 +219,17 @@ class AsyncLLM:
     ) -> Tokens:
         """Returns a conversation's text and its tokens."""
         text = await self.render_chat(messages, tools, variables)
+        self._check_length(text)
         return Tokens(text, await self.in_thread(lambda: self.llm.inputs.encode_rendered(text)))
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuses what is far too long, before it holds the thread that tokenises for seconds."""
+        if isinstance(prompt, str) and len(prompt) > self._max_chars:
+            raise RequestError(
+                f"The prompt has {len(prompt)} characters; "
+                f"max_seq_len={self.llm.executor.config.max_seq_len} tokens hold at most "
+                f"{self._max_chars}. Shorten it."
+            )
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs what takes long beside the event loop and the engine, one at a time."""
@@ -400,7 +418,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             self._llm.cancel(running)
 
     async def aclose(self) -> None:
-        """Cancels what has not finished. Reading goes on to its end."""
+        """Cancels what has not finished. A reader still gets the last output, which says so."""
         self._is_started = True
         self.cancel()
 

@@ -181,7 +181,9 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "parallel_tool_calls": True,
         "stop": None,
         "tools": None,
-        "metadata": {},
+        "metadata": {"run": "7"},
+        "prompt_cache_key": "a",
+        "safety_identifier": "b",
         "modalities": ["text"],
         "add_generation_prompt": True,
         "continue_final_message": False,
@@ -199,6 +201,24 @@ def test_a_prompt_that_is_too_long(served: Served) -> None:
     reply = served.post(TEXT, BASE | {"prompt": "ab " * 300})
     refused(reply, 400)
     assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tokenise(text: str) -> None:
+        raise AssertionError("it holds the one thread for seconds")
+
+    monkeypatch.setattr(served.llm.inputs, "tokenize", tokenise)
+    monkeypatch.setattr(served.llm.inputs, "encode_rendered", tokenise)
+    text = "ab " * 6_000
+    for path, body in (
+        (TEXT, {"prompt": text}),
+        (CHAT, {"messages": [USER[0] | {"content": text}]}),
+    ):
+        reply = served.post(path, {"model": "tiny"} | body)
+        refused(reply, 400)
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_methods_paths_and_kinds(served: Served) -> None:

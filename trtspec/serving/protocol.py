@@ -19,7 +19,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_processors": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "priority": (0,),
@@ -93,7 +92,11 @@ class GenerationRequest(_Model):
     guided_choice: list[str] | None = None
     cache_salt: str | None = None
     include_token_sources: bool = False
-    user: str | None = None  # who asks; nothing depends on it
+    # Who asks, and for what. Nothing depends on it.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -139,7 +142,7 @@ class Function(_Model):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None  # clients send it unasked; arguments are the model's own either way
 
 
 class Tool(_Model):
