@@ -13,9 +13,11 @@ import openai
 import pytest
 from guided import token_texts
 from served import PROMPTS, Served, greedy, make_llm, served_model_dir
+from transformers import AutoTokenizer
 
 from trtspec import LLM, SamplingParams
 from trtspec.serving import chat
+from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.tool_calls import Content, ToolCallDelta
 
 MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
@@ -276,6 +278,38 @@ def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.Monkey
     for said in (message, message.model_dump()):
         again = [*MESSAGES, said, history[-1]]
         assert ask(client, messages=again, tools=tools).choices[0].message
+
+
+def test_reasoning_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template begins it. Its end is a piece of what the model writes."""
+    path = served_model_dir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = tokenizer.chat_template.replace("[assistant]", "[assistant]<think>")
+    tokenizer.save_pretrained(path)
+    llm = make_llm(path)
+    want = llm.chat(MESSAGES, greedy(30)).outputs[0].text
+    end = next(want[i : i + 3] for i in range(8, 20) if want.find(want[i : i + 3]) == i)
+    before, _, after = want.partition(end)
+
+    def answers(markers: ReasoningMarkers, **extra: Any) -> tuple[Any, str, str]:
+        monkeypatch.setattr(chat, "split_for", lambda tokenizer: markers)
+        served = Served(make_llm(path))
+        try:
+            client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+            whole = ask(client, extra_body=EXTRA | extra).choices[0].message
+            chunks = list(ask(client, extra_body=EXTRA | extra, stream=True))
+        finally:
+            served.close()
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        reasons = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        return whole, "".join(reasons), "".join(delta.content or "" for delta in deltas)
+
+    whole, reasoning, content = answers(ReasoningMarkers("<think>", end))
+    assert (whole.reasoning_content, whole.content) == (reasoning, content) == (before, after)
+    # A grammar begins behind the end, which does not come here.
+    never = ReasoningMarkers("<think>", "</think>")
+    whole, reasoning, content = answers(never, guided_regex="(ab|zz){2,5}")
+    assert whole.reasoning_content == reasoning == want and not (whole.content or content)
 
 
 def test_async_client(served: Served, reference: LLM) -> None:
