@@ -16,7 +16,11 @@ from served import PROMPTS, Served, greedy, make_llm, served_model_dir
 from transformers import AutoTokenizer
 
 from trtspec import LLM, SamplingParams
+from trtspec.api.outputs import Logprob
+from trtspec.frontend.outputs import Piece
 from trtspec.serving import chat
+from trtspec.serving.answers import TokenNames
+from trtspec.serving.completions import _Choice
 from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.tool_calls import Content, ToolCallDelta
 
@@ -139,8 +143,26 @@ def test_completions(client: openai.OpenAI, reference: LLM) -> None:
     assert reasons == ["length"] * 4
     known = complete(client, logprobs=1).choices[0].logprobs
     assert len(known.tokens) == len(known.text_offset) == 30
+    ends = [*known.text_offset[1:], len(wanted[0])]
+    parts = [wanted[0][i:j] for i, j in zip(known.text_offset, ends, strict=True)]
+    assert parts == known.tokens
     assert all(len(top) == 1 for top in known.top_logprobs)
     assert len(complete(client, max_tokens=None).choices[0].text) > 16  # null: the default
+
+
+def test_offsets_of_characters_of_several_tokens() -> None:
+    """A token for each byte: a character's text comes with its last one."""
+
+    class Bytes:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            return bytes(token_ids).decode("utf-8", "replace")
+
+    ids = list("añ😀b".encode())
+    known = [{token: Logprob(-1.0, 1)} for token in ids]
+    piece = Piece("añ😀b", ids, known, sources=None, finish_reason=None)
+    choice = _Choice(Bytes(), has_texts=False)
+    entries = choice.logprobs(TokenNames(Bytes()), piece, 0)
+    assert entries["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
 def test_sampling_fields(client: openai.OpenAI, reference: LLM) -> None:

@@ -97,7 +97,8 @@ def finite(logprob: float) -> float:
 class TokenTexts:
     """The text of each token of one output, for a page that colours them.
 
-    Together they are the output's text. A character of several tokens is the last one's.
+    Together they are the output's text, and a stop string that ended it. A character of several
+    tokens is the last one's.
     """
 
     def __init__(self, tokenizer: Any):
@@ -107,11 +108,12 @@ class TokenTexts:
     def of(self, piece: Piece) -> list[Json]:
         """Returns the tokens of a piece: text, and 0 or the number of the accepted draft."""
         return [
-            {"text": self._next(token), "source": source}
+            {"text": self.add(token), "source": source}
             for token, source in zip(piece.token_ids, piece.sources or [], strict=False)
         ]
 
-    def _next(self, token: int) -> str:
+    def add(self, token: int) -> str:
+        """Returns the text that a token adds."""
         self._stream.extend_with([token])
         text = self._stream.safe_text()
         start, self._length = self._length, len(text)

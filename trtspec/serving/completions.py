@@ -78,8 +78,16 @@ def _prompts(request: CompletionRequest, most: int) -> list[Prompt]:
 
 
 class _Choice:
-    def __init__(self, texts: TokenTexts | None):
-        self.texts, self.num_tokens, self.offset = texts, 0, 0
+    """One completion as it is read.
+
+    Args:
+        has_texts: whether the tokens' texts are asked for.
+    """
+
+    def __init__(self, tokenizer: Any, has_texts: bool):
+        self.texts = TokenTexts(tokenizer) if has_texts else None
+        self.num_tokens = 0
+        self._offset, self._read = 0, TokenTexts(tokenizer)
 
     def logprobs(self, names: TokenNames, piece: Piece, count: int) -> Json:
         """Returns `choices[].logprobs` of a piece."""
@@ -91,8 +99,8 @@ class _Choice:
             entries["token_logprobs"].append(finite(known[token].logprob))
             top = {names[t]: finite(p.logprob) for t, p in top_of(known, count)}
             entries["top_logprobs"].append(top)
-            entries["text_offset"].append(self.offset)
-            self.offset += len(names[token])
+            entries["text_offset"].append(self._offset)
+            self._offset += len(self._read.add(token))
         return entries
 
 
@@ -110,10 +118,7 @@ class CompletionAnswer:
         self._streams, self._echoes, self._n = streams, echoes, request.n
         self._num_top = request.logprobs or 0
         tokenizer, has_texts = endpoint.llm.llm.tokenizer, request.include_token_sources
-        self._choices = [
-            _Choice(TokenTexts(tokenizer) if has_texts else None)
-            for _ in range(len(streams) * request.n)
-        ]
+        self._choices = [_Choice(tokenizer, has_texts) for _ in range(len(streams) * request.n)]
         self._header = Header("text_completion", endpoint.model_name, "cmpl")
 
     async def whole(self) -> Json:

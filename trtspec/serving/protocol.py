@@ -83,7 +83,7 @@ class GenerationRequest(_Model):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
     bad_words: list[str] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -153,7 +153,7 @@ class Tool(_Model):
 class ChatRequest(GenerationRequest):
     """Of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
