@@ -6,13 +6,13 @@ Weights are random: a step costs the same, and acceptance is forced. Each mode a
 one at a time, which serves every batch size and context length. Its longest sequence sets the width
 of its block tables (--max-seq-len). One line each:
 
-    step      ms a step by the wall clock, steps overlapping as in use: median of blocks of 10
-    graph     ms of the captured graph alone, by events over the replays
-    target, accept, draft   the graph's parts, by differences of graphs of target + logits, of
-              these + acceptance, and of the whole step
-    prompts   ms until `batch` prompts of `context` tokens, given at once, have their first token
-    floor     ms to read, at the speed of a large copy, the bytes a step has to: the target's
-              weights and KV once, the draft layers' at each of K passes
+    step      ms a step by the wall clock, steps overlapping as in use: median of blocks of 10.
+    graph     ms of the captured graph alone, by events over the replays.
+    target, accept, draft   the graph's parts. They are differences of graphs: of target + logits,
+              of these + acceptance, and of the whole step.
+    prompts   ms until `batch` prompts of `context` tokens, given at once, have their first token.
+    floor     ms to read, at the speed of a large copy, the bytes a step has to. These are the
+              target's weights and KV once, the draft layers' at each of K passes.
 
 The sequences' length is `context` in the middle of the blocks and during all replays. Without a GPU
 there are no graphs, and the parts are timed by the clock.

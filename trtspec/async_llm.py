@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from .config import DecodingBaseConfig
 from .errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from .executor.request import Request
 from .frontend.engine_thread import SHUT_DOWN, EngineThread, Feed
-from .frontend.inputs import NOTHING, Messages, Prompt
+from .frontend.inputs import NOTHING, Messages, Prompt, checked_id
 from .frontend.outputs import NOTHING_NEW, OutputReader, Piece, join
 from .frontend.time_limit import TimeLimit
 from .llm import LLM
@@ -182,12 +181,7 @@ class AsyncLLM:
         Raises:
             RequestError: the id is not an int.
         """
-        try:
-            number = operator.index(request_id)
-        except TypeError:
-            raise RequestError(
-                f"request_id={shown(request_id)}: give an int, as a RequestOutput has it."
-            ) from None
+        number = checked_id(request_id)
         return await self._engine.call(lambda: self.llm.executor.cancel(number))
 
     # -- tokens and text -------------------------------------------------------------------------

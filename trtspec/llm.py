@@ -19,7 +19,7 @@ from .errors import RequestError, shown
 from .executor.admission import check_salt
 from .executor.build import build_executor
 from .executor.request import Request
-from .frontend.inputs import Inputs, Messages, Prompt, plain
+from .frontend.inputs import Inputs, Messages, Prompt, checked_id, plain
 from .frontend.outputs import Acceptance, OutputReader, RequestTexts, join
 from .metadata.mode import SpeculativeDecodingMode
 
@@ -167,12 +167,7 @@ class LLM:
         Raises:
             RequestError: the id is not an int.
         """
-        try:
-            request_id = operator.index(request_id)
-        except TypeError:
-            raise RequestError(
-                f"request_id={shown(request_id)}: give an int, as a RequestOutput has it."
-            ) from None
+        request_id = checked_id(request_id)
         if self.lock.acquire(blocking=False):
             try:
                 return self.executor.cancel(request_id, report=False)

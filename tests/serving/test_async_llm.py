@@ -39,6 +39,22 @@ def reference(model_dir: Path) -> Iterator[LLM]:
         yield llm
 
 
+def test_over_ranks(model_dir: Path, reference: LLM) -> None:
+    """Two ranks behind the engine thread."""
+    llm = make_llm(model_dir, tensor_parallel_size=2)
+
+    async def one(engine: AsyncLLM, prompt: str) -> list[int]:
+        outputs = [output async for output in engine.generate(prompt, greedy())]
+        return outputs[-1].outputs[0].token_ids
+
+    async def main() -> list[list[int]]:
+        async with AsyncLLM(llm) as engine:
+            return await asyncio.gather(*(one(engine, prompt) for prompt in PROMPTS))
+
+    wanted = [output.outputs[0].token_ids for output in reference.generate(PROMPTS, greedy())]
+    assert asyncio.run(main()) == wanted
+
+
 def run(
     model_dir: Path, test: Callable[[AsyncLLM], Awaitable[None]], queue: int = 64, **changes: Any
 ) -> None:

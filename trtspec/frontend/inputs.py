@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,16 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"The prompt is not valid Unicode text: {error}.") from None
+
+
+def checked_id(request_id: Any) -> int:
+    """Returns the id as an int. Raises RequestError for what is none."""
+    try:
+        return operator.index(request_id)
+    except TypeError:
+        raise RequestError(
+            f"request_id={shown(request_id)}: give an int, as a RequestOutput has it."
+        ) from None
 
 
 def plain(prompt: Any) -> Any:
