@@ -1,0 +1,225 @@
+r"""Load at `trtspec serve`: tokens/s, time to first token and time between tokens, by concurrency.
+
+    python benchmarks/server_load.py --concurrency 1,8,32,64 \
+        --server "none" --server "eagle3 --max-draft-len 3"
+
+Each `--server` is the value of `--speculative` with more options of `trtspec serve`. Servers run one
+after another, each in a process of its own. Chat prompts of the package are answered greedily and
+streamed, so many at a time; the next is sent when one is done. Clients are processes of their own
+that read plain sockets. A first round that is not counted warms the server. Prompts are few and
+come again, so the prefix cache is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+EVENT = b"data: "
+MOST_CLIENTS = 8
+
+
+@dataclass
+class Times:
+    """Of one client's requests, in seconds."""
+
+    first: list[float] = field(default_factory=list)  # from sending to the first text
+    gaps: list[float] = field(default_factory=list)  # between pieces of text
+    per_token: list[float] = field(default_factory=list)  # of a request, after its first text
+    num_tokens: int = 0
+
+    def add(self, other: dict[str, Any]) -> None:
+        for name in ("first", "gaps", "per_token"):
+            getattr(self, name).extend(other[name])
+        self.num_tokens += other["num_tokens"]
+
+
+def main() -> None:
+    args = _arguments()
+    if args.client:
+        print(json.dumps(asyncio.run(client(args)).__dict__))
+        return
+    counts = [int(n) for n in args.concurrency.split(",")]
+    head = (
+        "| drafting | at a time | tokens/s | TTFT p50 / p99 | per token p50 | gap p50 / p99 | AL |"
+    )
+    print(head + "\n|" + "---|" * 7, flush=True)
+    for options in args.server:
+        with served(args, options, max(counts)) as port:
+            load(args, port, max(counts), max(counts))
+            for count in counts:
+                before = drafted(port)
+                seconds, times = load(args, port, count, max(count * 4, 16))
+                after = drafted(port)
+                print(_row(options, count, seconds, times, before, after), flush=True)
+
+
+@contextmanager
+def served(args: argparse.Namespace, options: str, batch: int) -> Iterator[int]:
+    """A server's port; the server ends with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "trtspec.cli", "serve", args.model, "--port", str(port)]
+    words += ["--served-model-name", "model", "--device", args.device, "--no-block-reuse"]
+    words += ["--max-batch-size", str(batch), "--speculative"]
+    process = subprocess.Popen(words + shlex.split(options))
+    try:
+        while True:
+            try:
+                get(port, "/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None, "the server ended"
+                time.sleep(0.2)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+        return str(answer.read().decode())
+
+
+def drafted(port: int) -> tuple[float, float]:
+    """Steps that verified drafts, and the drafts that they accepted, since the server's start."""
+    found = {
+        "vllm:spec_decode_num_drafts_total": 0.0,
+        "vllm:spec_decode_num_accepted_tokens_total": 0.0,
+    }
+    for line in get(port, "/metrics").splitlines():
+        name = line.split("{")[0].split(" ")[0]
+        if name in found:
+            found[name] += float(line.rsplit(" ", 1)[1])
+    steps, accepted = found.values()
+    return steps, accepted
+
+
+def load(
+    args: argparse.Namespace, port: int, concurrency: int, requests: int
+) -> tuple[float, Times]:
+    """Sends the requests from several processes; returns the seconds of the slowest, and all times."""
+    clients = min(MOST_CLIENTS, concurrency)
+    words = [sys.executable, __file__, "--client", str(port), "--max-tokens", str(args.max_tokens)]
+    running = []
+    for number in range(clients):
+        share = [(n + number) // clients for n in (concurrency, requests)]
+        of_client = ["--concurrency", str(share[0]), "--requests", str(share[1])]
+        of_client += ["--seed", str(number)]
+        running.append(subprocess.Popen(words + of_client, stdout=subprocess.PIPE, text=True))
+    times, spans = Times(), []
+    for process in running:
+        out = json.loads(process.communicate()[0])
+        spans.append(out.pop("span"))
+        times.add(out)
+    return max(end for _, end in spans) - min(start for start, _ in spans), times
+
+
+@dataclass
+class ClientTimes(Times):
+    span: tuple[float, float] = (0.0, 0.0)  # wall clock: first request, last answer
+
+
+async def client(args: argparse.Namespace) -> ClientTimes:
+    from trtspec.data.prompts import OPEN, REPEATS
+
+    prompts = [str(prompt) for prompt in (*OPEN, *REPEATS)]
+    times, left = ClientTimes(), list(range(args.requests))
+    started = time.time()
+
+    async def send_in_turn() -> None:
+        while left:
+            text = prompts[(7 * left.pop() + args.seed) % len(prompts)]
+            await _one(args, text, times)
+
+    await asyncio.gather(*(send_in_turn() for _ in range(int(args.concurrency))))
+    times.span = (started, time.time())
+    return times
+
+
+async def _one(args: argparse.Namespace, text: str, times: Times) -> None:
+    body = json.dumps(
+        {
+            "model": "model",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": args.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", args.client)
+    sent = time.perf_counter()
+    writer.write(head.encode() + body)
+    arrivals, num_tokens = [], 0
+    async for line in reader:
+        if not line.startswith(EVENT) or line.startswith(b"data: [DONE]"):
+            continue
+        if b'"content":"' in line and b'"content":""' not in line:
+            arrivals.append(time.perf_counter())
+        elif b'"completion_tokens"' in line:
+            num_tokens = json.loads(line[len(EVENT) :])["usage"]["completion_tokens"]
+    writer.close()
+    assert arrivals and num_tokens, line
+    times.first.append(arrivals[0] - sent)
+    times.gaps += [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    times.per_token.append((arrivals[-1] - arrivals[0]) / max(1, num_tokens - 1))
+    times.num_tokens += num_tokens
+
+
+def _row(
+    options: str,
+    count: int,
+    seconds: float,
+    times: Times,
+    before: tuple[float, float],
+    after: tuple[float, float],
+) -> str:
+    steps, accepted = (b - a for a, b in zip(before, after, strict=True))
+    length = f"{1 + accepted / steps:.2f}" if steps else "–"
+    first, gaps, each = ([1000 * t for t in v] for v in (times.first, times.gaps, times.per_token))
+    return (
+        f"| {options} | {count} | {times.num_tokens / seconds:,.0f} "
+        f"| {_at(first, 50):.1f} / {_at(first, 99):.1f} ms | {statistics.median(each):.2f} ms "
+        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} |"
+    )
+
+
+def _at(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--server", action="append", default=None, help="may be repeated")
+    parser.add_argument("--concurrency", default="1,8,32,64")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--client", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.server = args.server or ["none", "eagle3"]
+    return args
+
+
+if __name__ == "__main__":
+    main()
