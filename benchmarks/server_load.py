@@ -3,8 +3,8 @@ r"""Load at `trtspec serve`: tokens/s, time to first token and time between toke
     python benchmarks/server_load.py --concurrency 1,8,32,64 \
         --server "none" --server "eagle3 --max-draft-len 3"
 
-Each `--server` is the value of `--speculative` with more options of `trtspec serve`. Servers run one
-after another, each in a process of its own. Chat prompts of the package are answered greedily and
+Each `--server` is the value of `--speculative`, with more options of `trtspec serve`. Servers run
+one after another, each in a process of its own. Chat prompts of the package are answered greedily and
 streamed, so many at a time; the next is sent when one is done. Clients are processes of their own
 that read plain sockets. A first round that is not counted warms the server. Prompts are few and
 come again, so the prefix cache is off.
@@ -26,6 +26,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 EVENT = b"data: "
@@ -113,7 +114,7 @@ def drafted(port: int) -> tuple[float, float]:
 def load(
     args: argparse.Namespace, port: int, concurrency: int, requests: int
 ) -> tuple[float, Times]:
-    """Sends the requests from several processes; returns the seconds of the slowest, and all times."""
+    """Sends the requests from several processes; returns the seconds they took, and all times."""
     clients = min(MOST_CLIENTS, concurrency)
     words = [sys.executable, __file__, "--client", str(port), "--max-tokens", str(args.max_tokens)]
     running = []
@@ -179,7 +180,7 @@ async def _one(args: argparse.Namespace, text: str, times: Times) -> None:
     writer.close()
     assert arrivals and num_tokens, line
     times.first.append(arrivals[0] - sent)
-    times.gaps += [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    times.gaps += [after - before for before, after in pairwise(arrivals)]
     times.per_token.append((arrivals[-1] - arrivals[0]) / max(1, num_tokens - 1))
     times.num_tokens += num_tokens
 
@@ -193,7 +194,7 @@ def _row(
     after: tuple[float, float],
 ) -> str:
     steps, accepted = (b - a for a, b in zip(before, after, strict=True))
-    length = f"{1 + accepted / steps:.2f}" if steps else "–"
+    length = f"{1 + accepted / steps:.2f}" if steps else "-"
     first, gaps, each = ([1000 * t for t in v] for v in (times.first, times.gaps, times.per_token))
     return (
         f"| {options} | {count} | {times.num_tokens / seconds:,.0f} "
