@@ -4,9 +4,9 @@ r"""Load at `trtspec serve`: tokens/s, time to first token and time between toke
         --server "none" --server "eagle3 --max-draft-len 3"
 
 Each `--server` is the value of `--speculative`, with more options of `trtspec serve`. Servers run
-one after another, each in a process of its own. Chat prompts of the package are answered greedily and
-streamed, so many at a time; the next is sent when one is done. Clients are processes of their own
-that read plain sockets. A first round that is not counted warms the server. Prompts are few and
+one after another, each in a process of its own. Chat prompts of the package are answered greedily
+and streamed, so many at a time; the next is sent when one is done. Clients are processes too, and
+read plain sockets. A first round that is not counted warms the server. Prompts are few and
 come again, so the prefix cache is off.
 """
 
