@@ -24,8 +24,11 @@ from trtspec import (
     KvCacheConfig,
     SamplingParams,
 )
-from trtspec.config import SaveHiddenStatesDecodingConfig
+from trtspec.config import DecodingBaseConfig, SaveHiddenStatesDecodingConfig
 from trtspec.errors import ConfigError, RequestError
+from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.request import ScheduledBatch
+from trtspec.executor.runner import StepRunner
 from trtspec.workers import DFlashWorker
 
 
@@ -92,10 +95,16 @@ def test_the_engine_draws_what_the_target_would(
 
 
 def _first_p_values(folder: Path, probabilities: list[Tensor], mode: str, rule: str) -> list[float]:
+    return _p_values_of(folder, probabilities, config_of(folder, mode, rule))
+
+
+def _p_values_of(
+    folder: Path, probabilities: list[Tensor], config: DecodingBaseConfig
+) -> list[float]:
     """Of the tokens at output positions 1 and 2."""
     count = 2000
     llm = engine(
-        folder, config_of(folder, mode, rule), max_batch_size=100, max_seq_len=32,
+        folder, config, max_batch_size=100, max_seq_len=32,
         kv_cache_config=KvCacheConfig(max_tokens=100 * 32, tokens_per_block=8),
     )  # fmt: skip
     params = [
@@ -103,12 +112,32 @@ def _first_p_values(folder: Path, probabilities: list[Tensor], mode: str, rule: 
         for i in range(count)
     ]
     outputs = llm.generate([PROMPT] * count, params)
-    least = 1.2 if rule in ("rejection", "block") else 1.005
+    least = 1.2 if config.acceptance in ("rejection", "block") else 1.005
     assert llm.stats().acceptance_length > least, "too little was accepted to show anything"
     return [
         p_value([o.outputs[0].token_ids[place] for o in outputs], wanted)
         for place, wanted in zip((1, 2), probabilities, strict=True)
     ]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_draft_lengths_that_change_at_every_step(
+    folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Missing drafts are verified as -1, and drafts too many are dropped, as graphs do."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(folder / "cache"))
+    rng = random.Random(0)
+
+    def at_random(self: AutoDraftLen, batch: ScheduledBatch) -> int:
+        return rng.choice(self.lengths)
+
+    def as_in_a_graph(self: StepRunner, generations: Sequence[Any], exactly: int) -> int:
+        return exactly if generations else self.max_draft_len
+
+    monkeypatch.setattr(AutoDraftLen, "_choose", at_random)
+    monkeypatch.setattr(StepRunner, "num_drafts_to_verify", as_in_a_graph)
+    config = replace(config_of(folder, "eagle3", rule), draft_len_schedule="auto")
+    assert min(_p_values_of(folder, probabilities, config)) > CHANCE
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

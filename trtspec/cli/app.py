@@ -141,7 +141,7 @@ def demo(
 
     max_draft_len = engine.max_draft_len
     if speculative is None and (engine.head or head_for(engine.model, "eagle3")):
-        speculative, max_draft_len = "eagle3", max_draft_len or 3
+        speculative, max_draft_len = "eagle3", max_draft_len or "3"
     engine = replace(engine, speculative=speculative or "ngram", max_draft_len=max_draft_len)
     raise typer.Exit(run_demo(engine, SamplingOptions(max_tokens=max_tokens)))
 

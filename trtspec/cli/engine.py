@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import RequestError
 from .errors import CliError
@@ -47,7 +47,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         )
     arguments: dict[str, Any] = {}
     if options.max_draft_len is not None:
-        arguments[config_class.draft_len_field] = options.max_draft_len
+        arguments[config_class.draft_len_field] = parse_draft_len(options.max_draft_len)
     if options.acceptance is not None:
         arguments["acceptance"] = options.acceptance
     if options.draft_len_schedule is not None:
@@ -61,17 +61,28 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     return config_class(**arguments)
 
 
-def parse_schedule(text: str) -> dict[int, int]:
-    """Reads "4:4,8:2,32:1".
+def parse_draft_len(text: str) -> int | str:
+    """Reads "4" or "auto". Raises CliError for anything else."""
+    if text.strip().lower() == "auto":
+        return "auto"
+    if not text.strip().removeprefix("-").isdecimal():
+        raise CliError(f"--max-draft-len {text!r}: give a number of drafts, or auto.")
+    return int(text)
+
+
+def parse_schedule(text: str) -> dict[int, int] | Literal["auto"]:
+    """Reads "4:4,8:2,32:1" or "auto".
 
     Raises:
         CliError: it is none, or names a number of requests twice.
     """
+    if text.strip().lower() == "auto":
+        return "auto"
     pairs = [pair.strip().split(":") for pair in text.split(",")]
     if not all(len(pair) == 2 and all(part.strip().isdecimal() for part in pair) for pair in pairs):
         raise CliError(
             f"--draft-len-schedule {text!r}: give numbers of requests and draft lengths, like "
-            "4:4,8:2,32:1."
+            "4:4,8:2,32:1, or auto."
         )
     schedule = {int(count): int(length) for count, length in pairs}
     if len(schedule) < len(pairs):
@@ -130,7 +141,7 @@ def _head_arguments(
     if config_class.one_model_field is not None:
         arguments[config_class.one_model_field] = not options.two_engine
     known = DRAFT_LENS.get(str(head))
-    if known is not None and not is_vanilla:  # what it was trained for
+    if known is not None and not is_vanilla and options.max_draft_len is None:
         arguments[config_class.draft_len_field] = known
     return arguments
 

@@ -52,12 +52,13 @@ class EngineOptions:
         ),
     ] = "none"
     max_draft_len: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--max-draft-len",
-            help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with "
-            "the package's head), dflash and dspark what fills a block, the others 4; an EAGLE "
-            "head may say its own; demo 3.",
+            metavar="<int>|auto",
+            help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
+            "auto 6, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what fills "
+            "a block, the others 4; an EAGLE head may say its own; demo 3.",
         ),
     ] = None
     draft_len_schedule: Annotated[
@@ -65,7 +66,7 @@ class EngineOptions:
         typer.Option(
             "--draft-len-schedule",
             help="K by the number of requests: 4:4,8:2,32:1 drafts 4 with up to 4 requests, 2 with "
-            "up to 8, 1 with up to 32, none with more.",
+            "up to 8, 1 with up to 32, none with more. auto: 0 … K, what is fastest.",
         ),
     ] = None
     draft_model: Annotated[

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
@@ -48,7 +48,9 @@ class DecodingBaseConfig:
             such limit. (Verifying K + 1 rows each stops paying in large batches.)
         draft_len_schedule: drafts by the number of requests in a step. {4: 4, 8: 2, 32: 1} drafts 4
             with up to 4 requests, 2 with up to 8, 1 with up to 32, and nothing with more. None is K
-            with any number.
+            with any number. "auto" chooses 0 … K while serving: what gives the most tokens per
+            second, by the steps' times and the drafts that are accepted. K itself may be "auto":
+            that is this, with the drafter's usual K as the most.
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
@@ -66,15 +68,17 @@ class DecodingBaseConfig:
 
     max_draft_len: int = 4
     max_concurrency: int | None = None
-    draft_len_schedule: Mapping[int, int] | None = None
+    draft_len_schedule: Mapping[int, int] | Literal["auto"] | None = None
     acceptance: str = "rejection"
 
     mode: ClassVar[SpeculativeDecodingMode]
     decoding_type: ClassVar[str]  # TensorRT-LLM's name
     draft_len_field: ClassVar[str] = "max_draft_len"  # the field that a user gives K in
+    auto_draft_len: ClassVar[int] = 4  # the most drafts of K = "auto"
     needs_python: ClassVar[str] = ""  # what it takes that a command line cannot give
 
     def __post_init__(self) -> None:
+        resolve_auto(self)
         require_int(self, "max_draft_len", 1, MAX_DRAFT_LEN)
         require_common(self)
 
@@ -142,6 +146,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.NGRAM
     decoding_type: ClassVar[str] = "NGram"
+    auto_draft_len: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,6 +231,7 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
 
+    auto_draft_len: ClassVar[int] = 0  # the head's own
     head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle", "mtp", …
     head_name: ClassVar[str]  # what the names of the package's heads end in
     target_may_hold_head: ClassVar[bool] = False  # then speculative_model may be left out
@@ -269,6 +275,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
     one_model_field: ClassVar[str] = "eagle3_one_model"
 
     def __post_init__(self) -> None:
+        resolve_auto(self)
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         require_common(self)
         require_path(self, "speculative_model")
@@ -305,6 +312,7 @@ class DFlashDecodingConfig(HeadDecodingConfig):
     head_name: ClassVar[str] = "dflash"
 
     def __post_init__(self) -> None:
+        resolve_auto(self)
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         require_common(self)
         require_path(self, "speculative_model")
@@ -361,12 +369,14 @@ class MTPDecodingConfig(HeadDecodingConfig):
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
     decoding_type: ClassVar[str] = "MTP"
     draft_len_field: ClassVar[str] = "num_nextn_predict_layers"
+    auto_draft_len: ClassVar[int] = 3
     head_kind: ClassVar[str] = "mtp"
     head_name: ClassVar[str] = "mtp"
     target_may_hold_head: ClassVar[bool] = True
     one_model_field: ClassVar[str] = "mtp_eagle_one_model"
 
     def __post_init__(self) -> None:
+        resolve_auto(self)
         require_int(self, "num_nextn_predict_layers", 1, MAX_DRAFT_LEN)
         require_int(self, "max_draft_len", 0, MAX_DRAFT_LEN)
         for name in ("mtp_eagle_one_model", "use_relaxed_acceptance_for_thinking"):
@@ -476,6 +486,7 @@ class AutoDecodingConfig(DecodingBaseConfig):
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.AUTO
     decoding_type: ClassVar[str] = "AUTO"
+    auto_draft_len: ClassVar[int] = 6
 
 
 CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
@@ -517,6 +528,21 @@ def resolve_speculative_config(config: DecodingBaseConfig | None) -> DecodingBas
     return config
 
 
+def resolve_auto(config: DecodingBaseConfig) -> None:
+    """Puts numbers in place of K = "auto"."""
+    name = config.draft_len_field
+    if "auto" not in (getattr(config, name), config.max_draft_len):
+        return
+    if config.draft_len_schedule not in (None, "auto"):
+        raise ConfigError(
+            f"{type(config).__name__}: {name}='auto' chooses K itself; give a number with "
+            f"draft_len_schedule={shown(config.draft_len_schedule)}, or leave that out."
+        )
+    for field in {name, "max_draft_len"}:
+        object.__setattr__(config, field, config.auto_draft_len)
+    object.__setattr__(config, "draft_len_schedule", "auto")
+
+
 def require_common(config: DecodingBaseConfig) -> None:
     """Checks the fields that all decoding configs have, but for K."""
     if config.max_concurrency is not None:
@@ -531,12 +557,12 @@ def require_common(config: DecodingBaseConfig) -> None:
 
 def _check_schedule(config: DecodingBaseConfig) -> None:
     schedule, most = config.draft_len_schedule, config.max_draft_len or MAX_DRAFT_LEN
-    if schedule is None:
+    if schedule is None or schedule == "auto":
         return
     is_one = isinstance(schedule, Mapping) and bool(schedule)
     if not is_one or not all(is_int(n, 1) and is_int(k, 0, most) for n, k in schedule.items()):
         raise ConfigError(
             f"{type(config).__name__}.draft_len_schedule={shown(schedule)}: it must be a dict from "
             f"numbers of requests (>= 1) to draft lengths in 0 … {most}, like "
-            "{4: 4, 8: 2, 32: 1}, or None."
+            '{4: 4, 8: 2, 32: 1}, "auto" or None.'
         )

@@ -17,11 +17,13 @@ class DraftLen:
         config: says what is drafted with how many requests; None where nothing drafts.
     """
 
+    is_exact = False  # whether a step verifies as many as it proposes, so that one graph serves
+
     def __init__(self, max_draft_len: int, config: DecodingBaseConfig | None):
         self.max_draft_len = max_draft_len
         self.max_concurrency = None if config is None else config.max_concurrency
-        schedule: Mapping[int, int] | None = None if config is None else config.draft_len_schedule
-        self._schedule = None if schedule is None else sorted(schedule.items())
+        schedule = None if config is None else config.draft_len_schedule
+        self._schedule = sorted(schedule.items()) if isinstance(schedule, Mapping) else None
         self._runtime = max_draft_len
 
     @property
@@ -38,7 +40,8 @@ class DraftLen:
             )
         self._runtime = value
 
-    def of(self, batch: ScheduledBatch) -> int:
+    def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
+        """Returns how many drafts a launch proposes, of a part of a batch or of all of it."""
         num_requests = len(batch.requests)
         if self.max_concurrency is not None and num_requests > self.max_concurrency:
             return 0
@@ -46,3 +49,12 @@ class DraftLen:
             return self._runtime
         scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
         return min(self._runtime, scheduled)
+
+    def add_result(self, num_asked: int, num_accepted: int) -> None:
+        """Called with what a request's step accepted of the drafts that it was asked for."""
+
+    def end_step(self, batch: ScheduledBatch, began: float, *, is_in_flight: bool) -> None:
+        """Called when a step's results are on the host."""
+
+    def close(self) -> None:
+        """Called when the engine shuts down."""

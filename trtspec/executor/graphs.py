@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +77,7 @@ class CudaGraphs:
         self.step, self.kv_cache, self.device = step, step.kv_cache, device
         self.enable_padding = graph_config.enable_padding
         self.enable_autotuner = graph_config.enable_autotuner
+        self.captures_at_start = graph_config.capture_at_start
         self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
         pages = self.kv_cache.blocks_for(config.max_seq_len)
@@ -164,6 +167,26 @@ class CudaGraphs:
             for key in _keys_at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):
                 if not self._capture_contexts(inputs, key):
                     break
+
+    def replay_seconds(self, size: int, draft_len: int, repeat: int = 8) -> float:
+        """Returns what a greedy step takes that verifies and proposes so many. All rows are inert.
+
+        It waits for the device, and captures the graph first if need be.
+        """
+        key = next(key for key in _keys_at_start(draft_len, size) if key.all_greedy)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(key)
+        self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
+        self.send_again()
+        times = []
+        for _ in range(repeat):
+            torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            for graph, _ in self._graphs[key].parts:
+                graph.replay()
+            torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        return median(times)
 
     def _send(self, requests: list[Request], bucket: int) -> None:
         """Sends slots and block tables of rows that changed since they were last sent."""

@@ -27,7 +27,7 @@ from ..config import ExecutorConfig, UserProvidedDecodingConfig
 from ..errors import RequestError
 from .admission import Admission
 from .book import RequestBook
-from .draft_len import DraftLen
+from .choose_draft_len import draft_len_of
 from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import NoWatch, StepObserver, Watch
@@ -85,7 +85,7 @@ class PyExecutor:
         self.reader = StepReader(self.device)
         self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
-        self._draft_len = DraftLen(self.max_draft_len, worker.config)
+        self._draft_len = draft_len_of(runner)
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -218,6 +218,7 @@ class PyExecutor:
             vars(self).pop("_admission", None)  # it holds the target
             self.stop_check = None
             self.guide.close()
+            self._draft_len.close()
             self.runner.release_memory()
             self._pending.clear()
             if self.device.type == "cuda":
@@ -275,15 +276,16 @@ class PyExecutor:
         self.statistics.add_prefixes(batch)
         self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
-        parts, draft_len = self.runner.split_for_graphs(batch), self._draft_len.of(batch)
+        parts, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
         for part in parts:
-            self._pending.append(self._launch(part, draft_len))
+            self._pending.append(self._launch(part, self._draft_len.of(batch, part)))
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
         self.book.flush_when_idle()
         is_prefill = bool(batch) and not batch.generations
         if has_work:
+            self._draft_len.end_step(batch, started, is_in_flight=is_in_flight)
             self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
         self._watch.end_step()
         return self.book.take_finished()
@@ -335,12 +337,16 @@ class PyExecutor:
         Args:
             draft_len: drafts to propose for the next step; None: as many as for any such batch.
         """
-        num_drafts = self.runner.num_drafts_to_verify(batch.generations)
+        if draft_len is None:
+            draft_len = self._draft_len.of(batch, batch)
+        num_drafts = self.runner.num_drafts_to_verify(
+            batch.generations, draft_len if self._draft_len.is_exact else None
+        )
         guided = self._guided(batch, num_drafts) if batch.is_guided else None
         plan = StepPlan(
             batch=batch,
             num_drafts=num_drafts,
-            draft_len=self._draft_len.of(batch) if draft_len is None else draft_len,
+            draft_len=draft_len,
             reach=None if guided is None else guided.reach,
         )
         num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
@@ -430,6 +436,8 @@ class PyExecutor:
             kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
             self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
+            if result.is_generation:
+                self._draft_len.add_result(result.num_asked, len(result.tokens) - 1)
             self._watch.add_result(result, count)
         elif result.hidden is not None:
             self.book.save_rows(request, result.hidden)

@@ -133,16 +133,26 @@ class StepRunner:
         if rows:
             self.step.state.set_drafts(list(drafts), rows)
 
-    def num_drafts_to_verify(self, generations: Sequence[Request]) -> int:
+    def num_drafts_to_verify(
+        self, generations: Sequence[Request], exactly: int | None = None
+    ) -> int:
         """Returns K' <= K, the drafts that the requests' last steps were asked for.
 
         On CPU, where reading a tensor waits for nothing, columns that hold no draft in any request
         are left out too.
+
+        Args:
+            exactly: verify so many, on CPU at most. Further drafts are dropped; missing ones are
+                -1, which no rule accepts.
         """
         if self.max_draft_len == 0 or not generations:
             return self.max_draft_len
         asked = max(request.num_drafts for request in generations)
-        if self.device.type != "cpu" or self.step.worker.force_num_accepted_tokens > 0:
+        is_forced = self.step.worker.force_num_accepted_tokens > 0
+        if exactly is not None:
+            is_device = self.device.type != "cpu"
+            asked = exactly if is_device and not is_forced else min(asked, exactly)
+        if self.device.type != "cpu" or is_forced:
             return asked
         slots = torch.tensor([request.slot for request in generations])
         return min(asked, int((self.step.state.next_tokens[slots, 1:] >= 0).sum(1).max()))

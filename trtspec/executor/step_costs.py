@@ -1,0 +1,145 @@
+"""`StepCosts`: what a step takes, by its requests and drafts. Kept on disk between runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+FEW, WEIGHT = 5, 0.03
+MOST = 1.5  # times the average: what a slow step counts at most
+GUESSED_SHARE = 0.05  # of a step's time, for one more draft, before anything is measured
+
+
+class StepShape(NamedTuple):
+    """What a step's time depends on, beside its drafts."""
+
+    size: int  # requests, rounded up to a bucket
+    all_greedy: bool
+
+
+@dataclass
+class _Cell:
+    """A time as it runs: the median of the first few, then an average of the latest."""
+
+    seconds: float
+    first: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        if len(self.first) < FEW:
+            self.first.append(seconds)
+            self.seconds = median(self.first)
+        else:
+            self.seconds += WEIGHT * (min(seconds, MOST * self.seconds) - self.seconds)
+
+
+class StepCosts:
+    """A table of seconds. What was not measured is derived from its nearest neighbours.
+
+    Args:
+        path: JSON file to read and write; None keeps nothing.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self.path = path
+        self._cells: dict[StepShape, dict[int, _Cell]] = {}
+        self._load()
+
+    def add(self, shape: StepShape, draft_len: int, seconds: float) -> None:
+        cells = self._cells.setdefault(shape, {})
+        if draft_len not in cells:
+            cells[draft_len] = _Cell(seconds)
+        cells[draft_len].add(seconds)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._cells
+
+    def is_known(self, shape: StepShape, draft_len: int) -> bool:
+        return draft_len in self._cells.get(shape, {})
+
+    def of(self, shape: StepShape, draft_lens: Sequence[int]) -> dict[int, float]:
+        """Returns the seconds of a step for each draft length.
+
+        A length that was not measured with this shape is to the others as with the nearest shape.
+        Without any, a draft is guessed to take a twentieth of a step.
+        """
+        known, near = self._measured(shape), self._measured(self._nearest(shape))
+        return {k: known[k] if k in known else _scaled(known, near, k) for k in draft_lens}
+
+    def _measured(self, shape: StepShape | None) -> dict[int, float]:
+        cells = {} if shape is None else self._cells.get(shape, {})
+        return {k: cell.seconds for k, cell in sorted(cells.items())}
+
+    def _nearest(self, shape: StepShape) -> StepShape | None:
+        def distance(other: StepShape) -> tuple[int, bool]:
+            return abs(other.size - shape.size), other.all_greedy != shape.all_greedy
+
+        several = [
+            other for other, cells in self._cells.items() if len(cells) > 1 and other != shape
+        ]
+        return min(several, key=distance, default=None)
+
+    # -- on disk -------------------------------------------------------------------------------
+    def save(self) -> None:
+        """Writes the file, at once as a whole. A folder that cannot be written is no error."""
+        if self.path is None or not self._cells:
+            return
+        rows = [
+            [shape.size, shape.all_greedy, draft_len, cell.seconds]
+            for shape, cells in self._cells.items()
+            for draft_len, cell in cells.items()
+        ]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, suffix=".tmp", delete=False
+            ) as file:
+                json.dump(rows, file)
+            os.replace(file.name, self.path)
+        except OSError as error:
+            logger.info("Step times are not kept: %s", error)
+
+    def _load(self) -> None:
+        if self.path is None or not self.path.is_file():
+            return
+        try:
+            for size, all_greedy, draft_len, seconds in json.loads(self.path.read_text()):
+                shape = StepShape(int(size), bool(all_greedy))
+                if not 0 < float(seconds) < float("inf"):
+                    raise ValueError(f"{seconds} seconds")
+                self._cells.setdefault(shape, {})[int(draft_len)] = _Cell(float(seconds))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s holds no step times and is ignored: %s", self.path, error)
+            self._cells.clear()
+
+
+def _scaled(known: dict[int, float], near: dict[int, float], draft_len: int) -> float:
+    """Returns a length's time with the nearest shape, scaled by a length that both have."""
+    if not known or not near:
+        return _derived(known or near, draft_len)
+    closest = min(known, key=lambda k: abs(k - draft_len))
+    return known[closest] * _derived(near, draft_len) / _derived(near, closest)
+
+
+def _derived(known: dict[int, float], draft_len: int) -> float:
+    """Returns the time of a length by the line through its two nearest neighbours."""
+    if draft_len in known:
+        return known[draft_len]
+    nearest = sorted(known, key=lambda k: abs(k - draft_len))[:2]
+    if not nearest:
+        return 1 + GUESSED_SHARE * draft_len
+    if len(nearest) == 1:
+        one = known[nearest[0]]
+        return one * (1 + GUESSED_SHARE * draft_len) / (1 + GUESSED_SHARE * nearest[0])
+    a, b = sorted(nearest)
+    slope = max(0.0, (known[b] - known[a]) / (b - a))
+    return max(known[a] + slope * (draft_len - a), 0.5 * min(known.values()))
