@@ -169,7 +169,7 @@ class CudaGraphs:
                     break
 
     def replay_seconds(self, size: int, draft_len: int, repeat: int = 8) -> float:
-        """Returns what a greedy step takes that verifies and proposes so many. All rows are inert.
+        """Returns what a greedy step takes that verifies and proposes K drafts. All rows are inert.
 
         It waits for the device, and captures the graph first if need be.
         """

@@ -142,7 +142,7 @@ class StepRunner:
         are left out too.
 
         Args:
-            exactly: verify so many, on CPU at most. Further drafts are dropped; missing ones are
+            exactly: verify this number, on CPU at most. Further drafts are dropped; missing ones are
                 -1, which no rule accepts.
         """
         if self.max_draft_len == 0 or not generations:
