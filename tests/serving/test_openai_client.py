@@ -19,10 +19,10 @@ from trtspec import LLM, SamplingParams
 from trtspec.api.outputs import Logprob
 from trtspec.frontend.outputs import Piece
 from trtspec.serving import chat
-from trtspec.serving.answers import TokenNames
 from trtspec.serving.completions import _Choice
 from trtspec.serving.reasoning import ReasoningMarkers
 from trtspec.serving.tool_calls import Content, ToolCallDelta
+from trtspec.serving.token_names import TokenNames
 
 MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
 EXTRA = {"ignore_eos": True}

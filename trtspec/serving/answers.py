@@ -16,6 +16,7 @@ from ..errors import EngineError, QueueFullError, RequestError
 from ..executor.request import Request
 from ..frontend.outputs import Piece
 from .errors import ApiError, of_library
+from .token_names import TokenName, TokenNames
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Json = dict[str, Any]
@@ -50,39 +51,30 @@ class Header:
         }
 
 
-class TokenNames:
-    """The text of single tokens, special ones too."""
+def chat_logprobs(names: TokenNames, piece: Piece, count: int) -> list[Json]:
+    """Returns entries of `choices[].logprobs.content`."""
+    pairs = zip(piece.token_ids, piece.logprobs or [], strict=False)
+    return [
+        _entry(names[token], known[token])
+        | {"top_logprobs": [_entry(names[t], p) for t, p in top_of(known, count)]}
+        for token, known in pairs
+    ]
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
 
-    def __getitem__(self, token: int) -> str:
-        name = self._known.get(token)
-        if name is None:
-            name = f"token_id:{token}"
-            if self._tokenizer is not None:
-                name = self._tokenizer.decode([token], skip_special_tokens=False)
-            self._known[token] = name
-        return name
+def _entry(name: TokenName, known: Logprob) -> Json:
+    return {"token": name.text, "logprob": finite(known.logprob), "bytes": name.bytes}
 
-    def chat_logprobs(self, piece: Piece, count: int) -> list[Json]:
-        """Returns entries of `choices[].logprobs.content`."""
-        pairs = zip(piece.token_ids, piece.logprobs or [], strict=False)
-        return [
-            self._entry(token, known[token])
-            | {"top_logprobs": [self._entry(t, p) for t, p in top_of(known, count)]}
-            for token, known in pairs
-        ]
 
-    def _entry(self, token: int, known: Logprob) -> Json:
-        text = self[token]
-        return {
-            "token": text,
-            "logprob": finite(known.logprob),
-            # A part of a character has no text, and so no bytes.
-            "bytes": None if "\ufffd" in text else list(text.encode("utf-8", "replace")),
-        }
+def logprobs_by_text(names: TokenNames, known: dict[int, Logprob], count: int) -> dict[str, float]:
+    """Returns an entry of `choices[].logprobs.top_logprobs` of completions.
+
+    Its keys are texts. Where two tokens have the same, the less likely one is `token_id:7`.
+    """
+    top: dict[str, float] = {}
+    for token, logprob in top_of(known, count):
+        text = names[token].text
+        top[f"token_id:{token}" if text in top else text] = finite(logprob.logprob)
+    return top
 
 
 def top_of(known: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:

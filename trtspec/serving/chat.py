@@ -15,8 +15,8 @@ from ..frontend.outputs import Piece
 from .answers import (
     Header,
     Json,
-    TokenNames,
     TokenTexts,
+    chat_logprobs,
     dumped,
     event_of,
     metrics_of,
@@ -32,6 +32,7 @@ from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_in
 from .sampling import make_params
 from .streams import DONE
 from .tool_calls import Content, ToolCallDelta, ToolCallParser, parser_for
+from .token_names import TokenNames
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -275,7 +276,7 @@ class ChatAnswer:
         return usage_of([self._stream.requests], [c.num_tokens for c in self._choices])
 
     def _logprobs(self, piece: Piece) -> list[Json]:
-        return self._names.chat_logprobs(piece, self._request.top_logprobs or 0)
+        return chat_logprobs(self._names, piece, self._request.top_logprobs or 0)
 
     async def wait(self) -> None:
         """Waits for the first tokens, so that an error before them has a status of its own."""

@@ -12,14 +12,13 @@ from ..frontend.outputs import Piece
 from .answers import (
     Header,
     Json,
-    TokenNames,
     TokenTexts,
     event_of,
     finite,
+    logprobs_by_text,
     metrics_of,
     next_pieces,
     start,
-    top_of,
     usage_of,
 )
 from .config import ServerConfig
@@ -27,6 +26,7 @@ from .errors import ApiError, of_library, refused
 from .protocol import CompletionRequest
 from .sampling import make_params
 from .streams import DONE
+from .token_names import TokenNames
 
 Prompt = str | list[int]
 
@@ -95,10 +95,9 @@ class _Choice:
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for token, known in zip(piece.token_ids, piece.logprobs or [], strict=False):
-            entries["tokens"].append(names[token])
+            entries["tokens"].append(names[token].text)
             entries["token_logprobs"].append(finite(known[token].logprob))
-            top = {names[t]: finite(p.logprob) for t, p in top_of(known, count)}
-            entries["top_logprobs"].append(top)
+            entries["top_logprobs"].append(logprobs_by_text(names, known, count))
             entries["text_offset"].append(self._offset)
             self._offset += len(self._read.add(token))
         return entries
