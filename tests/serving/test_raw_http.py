@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as families
 from served import Served, greedy, make_llm, raw_post, read_all, served_model_dir
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -440,6 +441,60 @@ def test_keys(model_dir: Path) -> None:
 
 
 def test_texts_after_all_that_are_right(served: Served, model_dir: Path) -> None:
+def metric(served: Served, name: str, **labels: str) -> float:
+    """Scrapes one value."""
+    samples = [s for f in families(httpx.get(f"{served.url}/metrics").text) for s in f.samples]
+    (value,) = [
+        s.value for s in samples if s.name == f"vllm:{name}" and labels.items() <= s.labels.items()
+    ]
+    return value
+
+
+def test_the_first_token_counts_from_the_arrival(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the chat template and the tokenizer take is part of it; none of it is in the queue."""
+    render, encode = served.llm.inputs.render_chat, served.llm.inputs.tokenize
+
+    def slow(function: Any) -> Any:
+        def after_a_while(*arguments: Any) -> Any:
+            time.sleep(0.3)
+            return function(*arguments)
+
+        return after_a_while
+
+    monkeypatch.setattr(served.llm.inputs, "render_chat", slow(render))
+    monkeypatch.setattr(served.llm.inputs, "tokenize", slow(encode))
+    names = "time_to_first_token", "e2e_request_latency", "request_queue_time"
+    for path, prompt in ((CHAT, {"messages": USER}), (TEXT, {"prompt": "abc 12"})):
+        before = [metric(served, f"{name}_seconds_sum") for name in names]
+        reply = served.post(path, {"model": "tiny", "max_tokens": 2} | prompt)
+        assert reply.status_code == 200
+        after = [metric(served, f"{name}_seconds_sum") for name in names]
+        first, whole, queue = (b - a for a, b in zip(before, after, strict=True))
+        assert 0.3 <= first <= whole and queue < 0.2
+
+
+def test_requests_that_end_with_the_engine_are_counted(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+    try:
+
+        def fails(plan: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        served.llm.executor.runner.run = fails  # type: ignore[method-assign]
+        refused(served.post(TEXT, BASE | {"n": 3, "temperature": 1}), 503)
+        counts = {
+            reason: metric(served, "request_success_total", finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        assert counts == {"stop": 0, "length": 0, "abort": 0, "error": 3}
+        observer: Any = served.llm.executor.observer
+    finally:
+        served.close()
+    assert dict(observer.finished) == {"error": 3}
+
+
     with make_llm(model_dir) as llm:
         want = llm.generate("abc 12", greedy(60)).outputs[0].text
     assert served.post(TEXT, BASE | {"max_tokens": 60}).json()["choices"][0]["text"] == want

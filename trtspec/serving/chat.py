@@ -81,8 +81,12 @@ class ChatEndpoint:
         if self.tokenizer is not None and template:
             self.reasoning = split_for(self.tokenizer)
 
-    async def open(self, request: ChatRequest) -> ChatAnswer:
-        """Queues a request. Raises ApiError if it is refused."""
+    async def open(self, request: ChatRequest, arrived: float) -> ChatAnswer:
+        """Queues a request. Raises ApiError if it is refused.
+
+        Args:
+            arrived: when the request was there, of time.perf_counter().
+        """
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
         parser = self._parser(request)
@@ -115,6 +119,7 @@ class ChatEndpoint:
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
         await start([stream])
+        stream.arrived = arrived
         make = partial(self._choice, request, is_inside)
         return ChatAnswer(self, request, stream, [make() for _ in range(request.n)])
 

@@ -42,8 +42,12 @@ class CompletionEndpoint:
         self.llm, self.config, self.model_name = llm, config, model_name
         self.names = TokenNames(llm.llm.tokenizer)
 
-    async def open(self, request: CompletionRequest) -> CompletionAnswer:
-        """Queues the prompts. Raises ApiError if one is refused."""
+    async def open(self, request: CompletionRequest, arrived: float) -> CompletionAnswer:
+        """Queues the prompts. Raises ApiError if one is refused.
+
+        Args:
+            arrived: when the request was there, of time.perf_counter().
+        """
         if request.echo and request.logprobs is not None:
             raise refused("echo", "'echo' with 'logprobs' is not supported: leave one out.")
         prompts = _prompts(request, self.config.max_prompts)
@@ -54,6 +58,8 @@ class CompletionEndpoint:
         streams = [
             self.llm.generate(p, params, cache_salt=salt, keep_sources=sources) for p in prompts
         ]
+        for stream in streams:
+            stream.arrived = arrived
         try:
             await start(streams)
             echoes = [await self._echo(request, prompt) for prompt in prompts]
