@@ -216,6 +216,40 @@ def test_sampling_fields(client: openai.OpenAI, reference: LLM) -> None:
 
 
 SCHEMA = {"type": "array", "items": {"enum": ["ab", 12, True]}, "minItems": 2, "maxItems": 4}
+def test_salts_share_no_prefix(client: openai.OpenAI) -> None:
+    chat: Any = {"messages": [{"role": "user", "content": "salt " * 20}]}
+    for make, fields in ((ask, chat), (complete, {"prompt": "pepper " * 10})):
+
+        def cached(salt: str | None) -> int:
+            extra = EXTRA | {"cache_salt": salt}
+            answer = make(client, max_tokens=2, extra_body=extra, **fields)  # noqa: B023
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        found = [cached(salt) for salt in ("a", "a", "b", None, "b", None)]
+        assert [count > 0 for count in found] == [False, True, False, False, True, True]
+
+
+def test_a_developer_is_the_system(client: openai.OpenAI, reference: LLM) -> None:
+    want = reference.chat([{"role": "system", "content": "be (xy"}, *MESSAGES], greedy(30))
+    for role in ("developer", "system"):
+        answer = ask(client, messages=[{"role": role, "content": "be (xy"}, *MESSAGES])
+        assert answer.choices[0].message.content == want.outputs[0].text
+        assert answer.usage.prompt_tokens == len(want.prompt_token_ids)
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    for make in (ask, complete):
+        for continuous in (True, False):
+            options = {"include_usage": True, "continuous_usage_stats": continuous}
+            chunks = list(make(client, stream=True, stream_options=options))
+            used = [c.usage and c.usage.completion_tokens for c in chunks if c.choices]
+            assert used and chunks[-1].usage.completion_tokens == 30
+            if continuous:
+                assert used == sorted(used) and len(set(used)) == len(used) > 3 and used[-1] == 30
+            else:
+                assert set(used) == {None}
+
+
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

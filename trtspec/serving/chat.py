@@ -297,7 +297,8 @@ class ChatAnswer:
         pieces = self._first
         try:
             for index in range(len(self._choices)):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                usage = {"usage": self._usage()} if continuous else None
+                yield self._chunk(index, {"role": "assistant", "content": ""}, more=usage)
             num_open = len(self._choices)
             while pieces:
                 for index, piece in pieces:
