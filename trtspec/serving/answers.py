@@ -16,6 +16,8 @@ from ..errors import EngineError, QueueFullError, RequestError
 from ..executor.request import Request
 from ..frontend.outputs import Piece
 from .errors import ApiError, of_library
+from .protocol import GenerationRequest
+from .sampling import grammar_field
 from .token_names import TokenName, TokenNames
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -164,8 +166,8 @@ async def start(streams: Sequence[OutputStream]) -> None:
         raise
 
 
-async def next_pieces(stream: OutputStream) -> list[tuple[int, Piece]]:
-    """Returns what is new.
+async def next_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tuple[int, Piece]]:
+    """Returns what is new of an answer.
 
     Raises:
         ApiError: the engine failed, or a request did.
@@ -177,14 +179,15 @@ async def next_pieces(stream: OutputStream) -> list[tuple[int, Piece]]:
     for index, piece in pieces:
         if piece.finish_reason in ("error", "cancelled"):
             stream.cancel()
-            raise failure_of(stream.requests[index], piece.finish_reason)
+            raise failure_of(asked, stream.requests[index])
     return pieces
 
 
-def failure_of(request: Request, reason: str) -> ApiError:
-    if reason == "cancelled":
+def failure_of(asked: GenerationRequest, request: Request) -> ApiError:
+    """Returns the error of a request that failed, or was cancelled."""
+    if request.finish_reason == "cancelled":
         return ApiError(503, "The request was cancelled: the server ends.", code="cancelled")
-    message = request.error or "The request failed."
-    if request.sampling_params.guided_decoding is not None and not request.output_token_ids:
-        return ApiError(400, message, param="response_format")  # its grammar is wrong
+    message, field = request.error or "The request failed.", grammar_field(asked)
+    if field is not None and not request.output_token_ids:
+        return ApiError(400, message, param=field)  # its grammar is wrong
     return ApiError(500, message)

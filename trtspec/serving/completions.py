@@ -147,7 +147,7 @@ class CompletionAnswer:
             {"index": first + i, "text": self._echoes[number], "logprobs": None}
             for i in range(self._n)
         ]
-        while pieces := await next_pieces(self._streams[number]):
+        while pieces := await next_pieces(self._streams[number], self._request):
             for index, piece in pieces:
                 entry, choice = choices[index], self._choices[first + index]
                 entry["text"] += piece.text
@@ -195,7 +195,7 @@ class CompletionAnswer:
     async def _read(self, number: int, stream: OutputStream) -> None:
         """Passes on what is new of one prompt, one piece at a time: a slow client holds it back."""
         try:
-            while pieces := await next_pieces(stream):
+            while pieces := await next_pieces(stream, self._request):
                 is_taken = asyncio.Event()
                 self._news.put_nowait((number, (pieces, is_taken)))
                 await is_taken.wait()
@@ -204,7 +204,7 @@ class CompletionAnswer:
 
     async def _next(self) -> tuple[int, list[tuple[int, Piece]]]:
         if len(self._streams) == 1:
-            return 0, await next_pieces(self._streams[0])
+            return 0, await next_pieces(self._streams[0], self._request)
         number, news = await self._news.get()
         if isinstance(news, ApiError):
             raise news
