@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -338,6 +339,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._is_started = False
         self.tokenizer = llm.llm.tokenizer
         """Decodes the text. Another may be set before the stream is started."""
+        self.arrived = 0.0
+        """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
 
     @property
     def requests(self) -> list[Request]:
@@ -360,9 +363,12 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if self._is_started:
             return
         self._is_started = True
+        arrived = self.arrived or time.perf_counter()
         self._llm.reserve(self._n)
         try:
             text, requests = await self._prepare()
+            for request in requests:
+                request.arrived = arrived
             self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
             self._feeds = self._llm.start(requests, self._ready)
         except BaseException:

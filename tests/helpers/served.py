@@ -28,9 +28,9 @@ PROMPTS = ["abc 12", "the end of (xy", "a", "{12: true}, zz"]
 MAX_SEQ_LEN = 256
 
 
-def served_model_dir(tmp_path: Path) -> Path:
+def served_model_dir(tmp_path: Path, **overrides: Any) -> Path:
     """Its attention is weak, so that its texts loop soon, and n-grams are accepted."""
-    path = tiny_model_dir(tmp_path, max_position_embeddings=MAX_SEQ_LEN)
+    path = tiny_model_dir(tmp_path, max_position_embeddings=MAX_SEQ_LEN, **overrides)
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if "o_proj" in name]:
         tensors[name] *= 0.02

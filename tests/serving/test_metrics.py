@@ -436,10 +436,13 @@ def test_step_times_are_by_batch_size_and_typical() -> None:
 
 
 def test_the_dashboard_shows_metrics_that_exist(serve: Serve) -> None:
-    board = json.loads((ROOT / "examples" / "grafana" / "trtspec.json").read_text("utf-8"))
+    text = (ROOT / "examples" / "grafana" / "trtspec.json").read_text("utf-8")
+    board = json.loads(text)
     served = serve()
     run(served)
     names = {name for name, _ in served.values()}
+    named = set(re.findall(r"(?:vllm|trtspec):\w+", text))  # in variables and titles too
+    assert len(named) > 20 and named <= names, named - names
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 10
     taken: set[tuple[int, int]] = set()

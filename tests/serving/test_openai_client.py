@@ -11,17 +11,18 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from guided import token_texts
+from guided import VOCAB, token_texts
 from served import PROMPTS, Served, greedy, make_llm, served_model_dir
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from trtspec import LLM, SamplingParams
 from trtspec.api.outputs import Logprob
 from trtspec.frontend.outputs import Piece
 from trtspec.serving import chat
-from trtspec.serving.answers import TokenNames
 from trtspec.serving.completions import _Choice
 from trtspec.serving.reasoning import ReasoningMarkers
+from trtspec.serving.token_names import TokenNames
 from trtspec.serving.tool_calls import Content, ToolCallDelta
 
 MESSAGES: Any = [{"role": "user", "content": "abc 12"}]
@@ -215,6 +216,40 @@ def test_sampling_fields(client: openai.OpenAI, reference: LLM) -> None:
     assert texts == [c.text for c in want.outputs]
 
 
+def test_salts_share_no_prefix(client: openai.OpenAI) -> None:
+    chat: Any = {"messages": [{"role": "user", "content": "salt " * 20}]}
+    for make, fields in ((ask, chat), (complete, {"prompt": "pepper " * 10})):
+
+        def cached(salt: str | None) -> int:
+            extra = EXTRA | {"cache_salt": salt}
+            answer = make(client, max_tokens=2, extra_body=extra, **fields)  # noqa: B023
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        found = [cached(salt) for salt in ("a", "a", "b", None, "b", None)]
+        assert [count > 0 for count in found] == [False, True, False, False, True, True]
+
+
+def test_a_developer_is_the_system(client: openai.OpenAI, reference: LLM) -> None:
+    want = reference.chat([{"role": "system", "content": "be (xy"}, *MESSAGES], greedy(30))
+    for role in ("developer", "system"):
+        answer = ask(client, messages=[{"role": role, "content": "be (xy"}, *MESSAGES])
+        assert answer.choices[0].message.content == want.outputs[0].text
+        assert answer.usage.prompt_tokens == len(want.prompt_token_ids)
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    for make in (ask, complete):
+        for continuous in (True, False):
+            options = {"include_usage": True, "continuous_usage_stats": continuous}
+            chunks = list(make(client, stream=True, stream_options=options))
+            used = [c.usage and c.usage.completion_tokens for c in chunks if c.choices]
+            assert used and chunks[-1].usage.completion_tokens == 30
+            if continuous:
+                assert used == sorted(used) and len(set(used)) == len(used) > 3 and used[-1] == 30
+            else:
+                assert set(used) == {None}
+
+
 SCHEMA = {"type": "array", "items": {"enum": ["ab", 12, True]}, "minItems": 2, "maxItems": 4}
 
 
@@ -244,9 +279,13 @@ def test_other_grammars(client: openai.OpenAI, extra: Any, allowed: set[str]) ->
 
 
 def test_a_wrong_grammar_is_status_400(client: openai.OpenAI) -> None:
-    for is_streamed in (False, True):
-        with pytest.raises(openai.BadRequestError, match="cannot be compiled"):
-            ask(client, stream=is_streamed, extra_body={"guided_regex": "(("})
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "(("}}
+    for extra in ({"guided_regex": "(("}, {"guided_grammar": "x"}, {"response_format": tag}):
+        for make in (ask, complete):
+            for is_streamed in (False, True):
+                with pytest.raises(openai.BadRequestError, match="cannot be compiled") as error:
+                    make(client, stream=is_streamed, extra_body=extra)
+                assert [error.value.param] == list(extra)
 
 
 class Shouts:
@@ -300,6 +339,72 @@ def test_tools(client: openai.OpenAI, reference: LLM, monkeypatch: pytest.Monkey
     for said in (message, message.model_dump()):
         again = [*MESSAGES, said, history[-1]]
         assert ask(client, messages=again, tools=tools).choices[0].message
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"enum": ["ab", 12]}, "y": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    for name in ("get", "put")
+]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A model whose markers of tool calls are special tokens."""
+    path = served_model_dir(tmp_path_factory.mktemp("models"), vocab_size=VOCAB + 3)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    markers = [AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")]
+    assert tokenizer.add_tokens(markers, special_tokens=True) == 2
+    assert tokenizer.add_tokens(["}"]) == 1  # which the others lack
+    tokenizer.chat_template += "{# <tool_call> #}"
+    tokenizer.save_pretrained(path)
+    served = Served(make_llm(path))
+    yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+    served.wait_for_rest()
+    served.close()
+
+
+@pytest.mark.parametrize("name", [None, "get", "put"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_calls_are_forced(caller: openai.OpenAI, name: str | None, is_streamed: bool) -> None:
+    choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
+    fields: dict[str, Any] = dict(tools=TOOLS, tool_choice=choice, max_tokens=150, extra_body={})
+    for seed in range(3):
+        fields |= {"temperature": 1, "seed": seed}
+        if is_streamed:
+            chunks = [c.choices[0] for c in ask(caller, stream=True, **fields)]
+            calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+            content, reason = None, chunks[-1].finish_reason
+            assert not any(chunk.delta.content for chunk in chunks)
+        else:
+            choice_0 = ask(caller, **fields).choices[0]
+            calls, content = choice_0.message.tool_calls, choice_0.message.content
+            reason = choice_0.finish_reason
+        assert content is None and reason == ("tool_calls" if name is None else "stop")
+        assert name is None or [call.function.name for call in calls] == [name]
+        for call in calls:
+            assert call.id and call.function.name in ("get", "put")
+            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+def test_calls_that_cannot_be_forced(caller: openai.OpenAI, client: openai.OpenAI) -> None:
+    other: Any = {"type": "function", "function": {"name": "other"}}
+    form = {"response_format": {"type": "json_object"}}
+    for fields, param in (
+        ({"tool_choice": other}, "tool_choice"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tool_choice": "required", "extra_body": form}, "tool_choice"),
+    ):
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(caller, **({"tools": TOOLS} | fields))
+        assert error.value.param == param
+    with pytest.raises(openai.BadRequestError, match="no form of tool calls"):
+        ask(client, tools=TOOLS, tool_choice="required")
 
 
 def test_reasoning_is_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as families
 from served import Served, greedy, make_llm, raw_post, read_all, served_model_dir
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -99,7 +100,7 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"n": 0}, "n"),
         ({"n": 5, "temperature": 1}, "n"),
         ({"n": 2}, "n"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": "a" * 1025}, "stop"),
@@ -190,6 +191,7 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "include_stop_str_in_output": False,
         "echo": False,
         "top_k": -1,
+        "seed": -1,
     }
     assert served.post(CHAT, body).status_code == 200
     said = {"role": "user", "content": "a", "type": "text", "annotations": [], "refusal": None}
@@ -437,6 +439,61 @@ def test_keys(model_dir: Path) -> None:
         refused(served.post(TEXT, BASE, **good), 503)
     finally:
         served.close()
+
+
+def metric(served: Served, name: str, **labels: str) -> float:
+    """Scrapes one value."""
+    samples = [s for f in families(httpx.get(f"{served.url}/metrics").text) for s in f.samples]
+    (value,) = [
+        s.value for s in samples if s.name == f"vllm:{name}" and labels.items() <= s.labels.items()
+    ]
+    return value
+
+
+def test_the_first_token_counts_from_the_arrival(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the chat template and the tokenizer take is part of it; none of it is in the queue."""
+    render, encode = served.llm.inputs.render_chat, served.llm.inputs.tokenize
+
+    def slow(function: Any) -> Any:
+        def after_a_while(*arguments: Any) -> Any:
+            time.sleep(0.3)
+            return function(*arguments)
+
+        return after_a_while
+
+    monkeypatch.setattr(served.llm.inputs, "render_chat", slow(render))
+    monkeypatch.setattr(served.llm.inputs, "tokenize", slow(encode))
+    names = "time_to_first_token", "e2e_request_latency", "request_queue_time"
+    two: Any = {"prompt": ["abc 12", "a"]}  # the second is tokenised after the first
+    for path, prompt, least in ((CHAT, {"messages": USER}, 0.3), (TEXT, two, 0.9)):
+        before = [metric(served, f"{name}_seconds_sum") for name in names]
+        reply = served.post(path, {"model": "tiny", "max_tokens": 2} | prompt)
+        assert reply.status_code == 200
+        after = [metric(served, f"{name}_seconds_sum") for name in names]
+        first, whole, queue = (b - a for a, b in zip(before, after, strict=True))
+        assert least <= first <= whole and queue < 0.2
+
+
+def test_requests_that_end_with_the_engine_are_counted(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+    try:
+
+        def fails(plan: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        served.llm.executor.runner.run = fails  # type: ignore[method-assign]
+        refused(served.post(TEXT, BASE | {"n": 3, "temperature": 1}), 503)
+        counts = {
+            reason: metric(served, "request_success_total", finished_reason=reason)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        assert counts == {"stop": 0, "length": 0, "abort": 0, "error": 3}
+        observer: Any = served.llm.executor.observer
+    finally:
+        served.close()
+    assert dict(observer.finished) == {"error": 3}
 
 
 def test_texts_after_all_that_are_right(served: Served, model_dir: Path) -> None:

@@ -202,6 +202,9 @@ def test_an_end_marker_inside_a_value_belongs_to_it() -> None:
     assert parsed(HERMES, list(text)) == ("done", [("run", {"code": code})])
     text = f"<tool_call><function=run><parameter=code>\n{code}\n</parameter></function></tool_call>"
     assert parsed(FUNCTION_TAGS, list(text)) == ("", [("run", {"code": code})])
+    for form in (DEEPSEEK, KIMI):
+        calls = [("run", {"code": f"a {form.inner[0]} b"})]
+        assert parsed(form, list(written(form, calls))) == ("", calls)
     text = '<|tool_call>call:run{code:<|"|>a, {b} <tool_call|><|"|>}<tool_call|>'
     assert parsed(GEMMA, list(text)) == ("", [("run", {"code": "a, {b} <tool_call|>"})])
 
@@ -230,7 +233,14 @@ TOOLS = [
             "name": "f",
             "parameters": {
                 "type": "object",
-                "properties": {"zip": {"type": "string"}, "n": {"type": "integer"}, "any": {}},
+                "properties": {
+                    "zip": {"type": "string"},
+                    "n": {"type": "integer"},
+                    "any": {},
+                    "unit": {"type": "string", "enum": ["C", " F "]},
+                    "or": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    "two": {"type": ["integer", "string"]},
+                },
             },
         },
     }
@@ -244,6 +254,33 @@ def test_values_in_tags_have_the_types_of_the_schema(form: Format) -> None:
     assert parsed(form, [text], TOOLS) == ("", [("f", expected)])
     text = written(form, [("f", {"zip": '"quoted"', "n": "many"})])
     assert parsed(form, [text], TOOLS)[1] == [("f", {"zip": '"quoted"', "n": "many"})]
+
+
+@pytest.mark.parametrize("form", [FUNCTION_TAGS, ARGUMENT_TAGS], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("unit", " C ", "C"),
+        ("unit", " F ", " F "),
+        ("zip", " C ", " C "),
+        ("or", "12", "12"),
+        ("or", "null", None),
+        ("or", "nothing", "nothing"),
+        ("two", "12", 12),
+        ("two", "true", "true"),
+    ],
+)
+def test_plain_text_is_of_a_type_that_the_schema_allows(
+    form: Format, name: str, text: str, value: Any
+) -> None:
+    assert parsed(form, [written(form, [("f", {name: text})])], TOOLS)[1] == [("f", {name: value})]
+
+
+@pytest.mark.parametrize("schema", [{"type": 5, "enum": 5, "anyOf": 5}, {"type": [[]]}, 5])
+def test_a_schema_of_nonsense_does_no_harm(schema: Any) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    text = written(FUNCTION_TAGS, [("f", {"x": 7})])
+    assert parsed(FUNCTION_TAGS, [text], [{"function": function}])[1] == [("f", {"x": 7})]
 
 
 def test_a_call_of_another_function_is_text() -> None:

@@ -205,6 +205,13 @@ class PyExecutor:
         self.book.fail(request, error)
         self._watch.report_finished()
 
+    def report_lost(self, request: Request) -> None:
+        """Counts a request that no step ends: the engine failed, or it was refused."""
+        self.book.live.pop(request.request_id, None)  # the shutdown does not cancel it
+        if self.book.on_finish is not None:
+            self.book.on_finish(request)
+        self._watch.drop_step()
+
     def shutdown(self) -> None:
         """Cancels all requests and frees models, cache and graphs at once.
 

@@ -42,6 +42,7 @@ class Request:
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
     embeds: EmbedsPrompt | None = None  # of a prompt that is not all text
     images: tuple[tuple[int, int], ...] = ()  # [start, end) of those that one pass must hold
+    arrived: float = 0.0  # when a server had it, of time.perf_counter(); 0.0: when it is queued
     output_token_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     slot: int = -1

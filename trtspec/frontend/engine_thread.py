@@ -196,6 +196,7 @@ class EngineThread:
                 self._executor.add(request)
             except Exception as error:  # noqa: BLE001 - it is this request's
                 request.finish_reason, request.error = "error", str(error)
+                self._executor.report_lost(request)
                 self._post([News(self._feeds.pop(request.request_id), 0, True)])
 
     def _cancel(self, requests: Sequence[Request]) -> None:
@@ -232,6 +233,7 @@ class EngineThread:
             request = feed.request
             if request.finish_reason is None:
                 request.finish_reason, request.error = "error", reason
+                self._executor.report_lost(request)
             news.append(News(feed, request.num_read, True))
         self._feeds.clear()
         if news:

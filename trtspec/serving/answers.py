@@ -16,6 +16,9 @@ from ..errors import EngineError, QueueFullError, RequestError
 from ..executor.request import Request
 from ..frontend.outputs import Piece
 from .errors import ApiError, of_library
+from .protocol import GenerationRequest
+from .sampling import grammar_field
+from .token_names import TokenName, TokenNames
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Json = dict[str, Any]
@@ -50,39 +53,30 @@ class Header:
         }
 
 
-class TokenNames:
-    """The text of single tokens, special ones too."""
+def chat_logprobs(names: TokenNames, piece: Piece, count: int) -> list[Json]:
+    """Returns entries of `choices[].logprobs.content`."""
+    pairs = zip(piece.token_ids, piece.logprobs or [], strict=False)
+    return [
+        _entry(names[token], known[token])
+        | {"top_logprobs": [_entry(names[t], p) for t, p in top_of(known, count)]}
+        for token, known in pairs
+    ]
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
 
-    def __getitem__(self, token: int) -> str:
-        name = self._known.get(token)
-        if name is None:
-            name = f"token_id:{token}"
-            if self._tokenizer is not None:
-                name = self._tokenizer.decode([token], skip_special_tokens=False)
-            self._known[token] = name
-        return name
+def _entry(name: TokenName, known: Logprob) -> Json:
+    return {"token": name.text, "logprob": finite(known.logprob), "bytes": name.bytes}
 
-    def chat_logprobs(self, piece: Piece, count: int) -> list[Json]:
-        """Returns entries of `choices[].logprobs.content`."""
-        pairs = zip(piece.token_ids, piece.logprobs or [], strict=False)
-        return [
-            self._entry(token, known[token])
-            | {"top_logprobs": [self._entry(t, p) for t, p in top_of(known, count)]}
-            for token, known in pairs
-        ]
 
-    def _entry(self, token: int, known: Logprob) -> Json:
-        text = self[token]
-        return {
-            "token": text,
-            "logprob": finite(known.logprob),
-            # A part of a character has no text, and so no bytes.
-            "bytes": None if "\ufffd" in text else list(text.encode("utf-8", "replace")),
-        }
+def logprobs_by_text(names: TokenNames, known: dict[int, Logprob], count: int) -> dict[str, float]:
+    """Returns an entry of `choices[].logprobs.top_logprobs` of completions.
+
+    Its keys are texts. Where two tokens have the same, the less likely one is `token_id:7`.
+    """
+    top: dict[str, float] = {}
+    for token, logprob in top_of(known, count):
+        text = names[token].text
+        top[f"token_id:{token}" if text in top else text] = finite(logprob.logprob)
+    return top
 
 
 def top_of(known: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
@@ -172,8 +166,8 @@ async def start(streams: Sequence[OutputStream]) -> None:
         raise
 
 
-async def next_pieces(stream: OutputStream) -> list[tuple[int, Piece]]:
-    """Returns what is new.
+async def next_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tuple[int, Piece]]:
+    """Returns what is new of an answer.
 
     Raises:
         ApiError: the engine failed, or a request did.
@@ -185,14 +179,15 @@ async def next_pieces(stream: OutputStream) -> list[tuple[int, Piece]]:
     for index, piece in pieces:
         if piece.finish_reason in ("error", "cancelled"):
             stream.cancel()
-            raise failure_of(stream.requests[index], piece.finish_reason)
+            raise failure_of(asked, stream.requests[index])
     return pieces
 
 
-def failure_of(request: Request, reason: str) -> ApiError:
-    if reason == "cancelled":
+def failure_of(asked: GenerationRequest, request: Request) -> ApiError:
+    """Returns the error of a request that failed, or was cancelled."""
+    if request.finish_reason == "cancelled":
         return ApiError(503, "The request was cancelled: the server ends.", code="cancelled")
-    message = request.error or "The request failed."
-    if request.sampling_params.guided_decoding is not None and not request.output_token_ids:
-        return ApiError(400, message, param="response_format")  # its grammar is wrong
+    message, field = request.error or "The request failed.", grammar_field(asked)
+    if field is not None and not request.output_token_ids:
+        return ApiError(400, message, param=field)  # its grammar is wrong
     return ApiError(500, message)

@@ -71,13 +71,15 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def generate(
-        request: Request, model: type[G], open_answer: Callable[[G], Awaitable[Answer]]
+        request: Request, model: type[G], open_answer: Callable[[G, float], Awaitable[Answer]]
     ) -> Response:
-        asked = parse(model, await read_body(request, config))
+        body = await read_body(request, config)
+        arrived = time.perf_counter()
+        asked = parse(model, body)
         check_model(asked.model)
 
         async def answer() -> Response:
-            opened = await open_answer(asked)
+            opened = await open_answer(asked, arrived)
             if not asked.stream:
                 return JSONResponse(await opened.whole())
             await opened.wait()

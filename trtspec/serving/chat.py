@@ -15,8 +15,8 @@ from ..frontend.outputs import Piece
 from .answers import (
     Header,
     Json,
-    TokenNames,
     TokenTexts,
+    chat_logprobs,
     dumped,
     event_of,
     metrics_of,
@@ -26,11 +26,13 @@ from .answers import (
 )
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
+from .forced_calls import tag_of_calls
 from .markers import keep_markers
-from .protocol import ChatRequest, Message, Tool
+from .protocol import ChatRequest, Message, NamedTool, Tool
 from .reasoning import ReasoningMarkers, ReasoningSplitter, split_for, starts_inside
 from .sampling import make_params
 from .streams import DONE
+from .token_names import TokenNames
 from .tool_calls import Content, ToolCallDelta, ToolCallParser, parser_for
 
 
@@ -80,8 +82,12 @@ class ChatEndpoint:
         if self.tokenizer is not None and template:
             self.reasoning = split_for(self.tokenizer)
 
-    async def open(self, request: ChatRequest) -> ChatAnswer:
-        """Queues a request. Raises ApiError if it is refused."""
+    async def open(self, request: ChatRequest, arrived: float) -> ChatAnswer:
+        """Queues a request. Raises ApiError if it is refused.
+
+        Args:
+            arrived: when the request was there, of time.perf_counter().
+        """
         if request.top_logprobs is not None and not request.logprobs:
             raise refused("top_logprobs", "'top_logprobs' needs logprobs=true.")
         parser = self._parser(request)
@@ -103,6 +109,7 @@ class ChatEndpoint:
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             reasoning_end=markers.end if markers is not None and is_inside else None,
+            tag=None if parser is None else self._forced(request, parser),
         )
         marked: list[str] = [] if parser is None else list(parser.markers)
         if markers is not None:
@@ -112,6 +119,7 @@ class ChatEndpoint:
             return tokens
 
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
+        stream.arrived = arrived
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
         await start([stream])
         make = partial(self._choice, request, is_inside)
@@ -120,7 +128,7 @@ class ChatEndpoint:
     def _parser(self, request: ChatRequest) -> ToolCallParser | None:
         """Returns a parser of tool calls, where they are asked for."""
         if request.tools is None:
-            if request.tool_choice == "auto":
+            if request.tool_choice not in (None, "none"):
                 raise refused("tool_choice", "'tool_choice' needs 'tools'.")
             return None
         if request.tool_choice == "none":
@@ -134,12 +142,18 @@ class ChatEndpoint:
             )
         return parser
 
+    def _forced(self, request: ChatRequest, parser: ToolCallParser) -> Json | None:
+        if not request.forces_calls:
+            return None
+        return tag_of_calls(parser.format, self.template, request)
+
     def _choice(self, request: ChatRequest, is_inside: bool) -> Choice:
         splitter = None
         if self.reasoning is not None:
             splitter = ReasoningSplitter(self.reasoning, is_inside)
         texts = TokenTexts(self.tokenizer) if request.include_token_sources else None
-        return Choice(splitter, self._parser(request), texts)
+        is_named = isinstance(request.tool_choice, NamedTool)
+        return Choice(splitter, self._parser(request), texts, is_named=is_named)
 
 
 @dataclass
@@ -170,14 +184,21 @@ def tool_call(call: ToolCallDelta) -> Json:
 
 
 class Choice:
-    """One completion as it streams: reasoning, content and tool calls apart."""
+    """One completion as it streams: reasoning, content and tool calls apart.
+
+    Args:
+        is_named: the request named the function to call.
+    """
 
     def __init__(
         self,
         splitter: ReasoningSplitter | None,
         parser: ToolCallParser | None,
         texts: TokenTexts | None,
+        *,
+        is_named: bool,
     ):
+        self._is_named = is_named
         self._splitter, self._parser, self.texts = splitter, parser, texts
         self.num_tokens, self.has_calls = 0, False
 
@@ -213,8 +234,8 @@ class Choice:
                 self.has_calls = True
 
     def reason(self, piece: Piece) -> str | None:
-        """Returns `finish_reason`."""
-        if piece.finish_reason == "stop" and self.has_calls:
+        """Returns `finish_reason`. OpenAI's is "stop" where the request named the function."""
+        if piece.finish_reason == "stop" and self.has_calls and not self._is_named:
             return "tool_calls"
         return piece.finish_reason
 
@@ -236,7 +257,7 @@ class ChatAnswer:
         reasons: list[str | None] = [None] * len(deltas)
         logprobs: list[list[Json]] = [[] for _ in deltas]
         tokens: list[list[Json]] = [[] for _ in deltas]
-        while pieces := await next_pieces(self._stream):
+        while pieces := await next_pieces(self._stream, self._request):
             for index, piece in pieces:
                 choice, all_of_it = self._choices[index], deltas[index]
                 delta = choice.take(piece)
@@ -275,11 +296,11 @@ class ChatAnswer:
         return usage_of([self._stream.requests], [c.num_tokens for c in self._choices])
 
     def _logprobs(self, piece: Piece) -> list[Json]:
-        return self._names.chat_logprobs(piece, self._request.top_logprobs or 0)
+        return chat_logprobs(self._names, piece, self._request.top_logprobs or 0)
 
     async def wait(self) -> None:
         """Waits for the first tokens, so that an error before them has a status of its own."""
-        self._first = await next_pieces(self._stream)
+        self._first = await next_pieces(self._stream, self._request)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yields server-sent events."""
@@ -291,7 +312,8 @@ class ChatAnswer:
         pieces = self._first
         try:
             for index in range(len(self._choices)):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                usage = {"usage": self._usage()} if continuous else None
+                yield self._chunk(index, {"role": "assistant", "content": ""}, more=usage)
             num_open = len(self._choices)
             while pieces:
                 for index, piece in pieces:
@@ -319,7 +341,7 @@ class ChatAnswer:
                     logprobs = self._logprobs(piece) if request.logprobs else None
                     fields, reason = delta.fields(), choice.reason(piece)
                     yield self._chunk(index, fields, reason, logprobs, more)
-                pieces = await next_pieces(self._stream) if num_open else []
+                pieces = await next_pieces(self._stream, self._request) if num_open else []
             if has_usage:
                 yield event_of(
                     self._header.fields(is_chunk=True) | {"choices": []} | self._totals()

@@ -12,14 +12,13 @@ from ..frontend.outputs import Piece
 from .answers import (
     Header,
     Json,
-    TokenNames,
     TokenTexts,
     event_of,
     finite,
+    logprobs_by_text,
     metrics_of,
     next_pieces,
     start,
-    top_of,
     usage_of,
 )
 from .config import ServerConfig
@@ -27,6 +26,7 @@ from .errors import ApiError, of_library, refused
 from .protocol import CompletionRequest
 from .sampling import make_params
 from .streams import DONE
+from .token_names import TokenNames
 
 Prompt = str | list[int]
 
@@ -42,8 +42,12 @@ class CompletionEndpoint:
         self.llm, self.config, self.model_name = llm, config, model_name
         self.names = TokenNames(llm.llm.tokenizer)
 
-    async def open(self, request: CompletionRequest) -> CompletionAnswer:
-        """Queues the prompts. Raises ApiError if one is refused."""
+    async def open(self, request: CompletionRequest, arrived: float) -> CompletionAnswer:
+        """Queues the prompts. Raises ApiError if one is refused.
+
+        Args:
+            arrived: when the request was there, of time.perf_counter().
+        """
         if request.echo and request.logprobs is not None:
             raise refused("echo", "'echo' with 'logprobs' is not supported: leave one out.")
         prompts = _prompts(request, self.config.max_prompts)
@@ -54,6 +58,8 @@ class CompletionEndpoint:
         streams = [
             self.llm.generate(p, params, cache_salt=salt, keep_sources=sources) for p in prompts
         ]
+        for stream in streams:
+            stream.arrived = arrived
         try:
             await start(streams)
             echoes = [await self._echo(request, prompt) for prompt in prompts]
@@ -95,10 +101,9 @@ class _Choice:
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
         for token, known in zip(piece.token_ids, piece.logprobs or [], strict=False):
-            entries["tokens"].append(names[token])
+            entries["tokens"].append(names[token].text)
             entries["token_logprobs"].append(finite(known[token].logprob))
-            top = {names[t]: finite(p.logprob) for t, p in top_of(known, count)}
-            entries["top_logprobs"].append(top)
+            entries["top_logprobs"].append(logprobs_by_text(names, known, count))
             entries["text_offset"].append(self._offset)
             self._offset += len(self._read.add(token))
         return entries
@@ -142,7 +147,7 @@ class CompletionAnswer:
             {"index": first + i, "text": self._echoes[number], "logprobs": None}
             for i in range(self._n)
         ]
-        while pieces := await next_pieces(self._streams[number]):
+        while pieces := await next_pieces(self._streams[number], self._request):
             for index, piece in pieces:
                 entry, choice = choices[index], self._choices[first + index]
                 entry["text"] += piece.text
@@ -190,7 +195,7 @@ class CompletionAnswer:
     async def _read(self, number: int, stream: OutputStream) -> None:
         """Passes on what is new of one prompt, one piece at a time: a slow client holds it back."""
         try:
-            while pieces := await next_pieces(stream):
+            while pieces := await next_pieces(stream, self._request):
                 is_taken = asyncio.Event()
                 self._news.put_nowait((number, (pieces, is_taken)))
                 await is_taken.wait()
@@ -199,7 +204,7 @@ class CompletionAnswer:
 
     async def _next(self) -> tuple[int, list[tuple[int, Piece]]]:
         if len(self._streams) == 1:
-            return 0, await next_pieces(self._streams[0])
+            return 0, await next_pieces(self._streams[0], self._request)
         number, news = await self._news.get()
         if isinstance(news, ApiError):
             raise news

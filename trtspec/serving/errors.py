@@ -12,7 +12,7 @@ from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
 
 RETRY_SECONDS = 1
 _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
-_TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict)\[.*\]")
+_TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict|literal)\[.*\]|NamedTool")
 """What pydantic adds to the path of a field that may be of several types."""
 _OURS_TO_API = {"max_tokens": "max_tokens", "stop_strings": "stop"}
 

@@ -76,8 +76,9 @@ class Second:
 
 
 class Timeline(NamedTuple):
-    """When a request came, began and got its first token; 0.0 before that."""
+    """When a request came, was queued, began and got its first token; 0.0 before that."""
 
+    arrived: float
     queued: float
     started: float = 0.0
     first_token: float = 0.0
@@ -150,7 +151,8 @@ class StepMetrics:
 
     # -- requests ------------------------------------------------------------------------------
     def on_request_queued(self, request: Request) -> None:
-        self._timelines[request.request_id] = Timeline(time.perf_counter())
+        now = time.perf_counter()
+        self._timelines[request.request_id] = Timeline(request.arrived or now, now)
 
     def on_request_started(self, request: Request) -> None:
         line = self._timelines.get(request.request_id)
@@ -172,7 +174,7 @@ class StepMetrics:
         if line is None:
             return
         now = time.perf_counter()
-        self.e2e_seconds.add(now - line.queued)
+        self.e2e_seconds.add(now - line.arrived)
         if not line.first_token:
             return
         self.prefill_seconds.add(line.first_token - line.started)
@@ -227,7 +229,7 @@ class StepMetrics:
         request = result.request
         line = self._timelines.get(request.request_id)
         if line is not None:
-            self.first_token_seconds.add(now - line.queued)
+            self.first_token_seconds.add(now - line.arrived)
             self._timelines[request.request_id] = line._replace(first_token=now)
         return len(request.prompt_token_ids)
 

@@ -142,12 +142,21 @@ class Function(_Model):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # clients send it unasked; arguments are the model's own either way
+    strict: bool | None = None  # clients send it unasked; `tool_choice` says what is forced
 
 
 class Tool(_Model):
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(_Model):
+    name: str
+
+
+class NamedTool(_Model):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
@@ -158,8 +167,13 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether the answer must be tool calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
 class TokenizeRequest(_Model):

@@ -9,7 +9,7 @@ from ..api.sampling_params import MAX_TOKENS, SamplingParams
 from ..errors import RequestError, shown
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
-from .protocol import GenerationRequest
+from .protocol import ChatRequest, GenerationRequest
 
 MAX_STOP_CHARACTERS = 1024
 """Of one stop string. After each step all its beginnings are compared with the text's end."""
@@ -28,6 +28,7 @@ def make_params(
     max_tokens: int | None,
     logprobs: int | None,
     reasoning_end: str | None = None,
+    tag: dict[str, Any] | None = None,
 ) -> SamplingParams:
     """Returns a request's parameters.
 
@@ -35,6 +36,7 @@ def make_params(
         max_tokens: None: as many as fit.
         logprobs: alternatives per token; None: no log probabilities.
         reasoning_end: a grammar holds after this text.
+        tag: a structural tag that `tool_choice` asks for.
 
     Raises:
         ApiError: a field is wrong.
@@ -48,7 +50,7 @@ def make_params(
             top_p=request.top_p,
             top_k=max(request.top_k, 0),  # -1 is off, too
             min_p=request.min_p,
-            seed=request.seed,
+            seed=None if request.seed == -1 else request.seed,  # vLLM's clients send it for none
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
@@ -59,7 +61,7 @@ def make_params(
             logit_bias=_logit_bias(request),
             bad_words=request.bad_words,
             logprobs=logprobs,
-            guided_decoding=_guided(request, reasoning_end),
+            guided_decoding=_guided(request, tag, reasoning_end),
         )
     except RequestError as error:
         raise of_library(error) from None
@@ -98,23 +100,38 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float] | None:
     return bias or None
 
 
-def _guided(request: GenerationRequest, reasoning_end: str | None) -> GuidedDecodingParams | None:
-    given: dict[str, Any] = {
-        ours: value
-        for field, ours in _GUIDED.items()
-        if (value := getattr(request, field)) is not None
-    }
-    name = next((field for field in _GUIDED if getattr(request, field) is not None), "")
-    form = request.response_format
-    if form is not None and form.type != "text":
-        given |= _of_format(request)
-        name = "response_format"
-    elif form is not None:
+def grammar_field(request: GenerationRequest) -> str | None:
+    """Returns the field that asks for a grammar, the last of several; None if there is none."""
+    fields = _grammar_fields(request)
+    return fields[-1] if fields else None
+
+
+def _grammar_fields(request: GenerationRequest) -> list[str]:
+    fields = [field for field in _GUIDED if getattr(request, field) is not None]
+    if request.response_format is not None and request.response_format.type != "text":
+        fields.append("response_format")
+    if isinstance(request, ChatRequest) and request.forces_calls:
+        fields.append("tool_choice")
+    return fields
+
+
+def _guided(
+    request: GenerationRequest, tag: dict[str, Any] | None, reasoning_end: str | None
+) -> GuidedDecodingParams | None:
+    if request.response_format is not None and request.response_format.type == "text":
         _check_plain(request)
-    if not given:
+    fields = _grammar_fields(request)
+    if not fields:
         return None
-    if len(given) > 1:
-        raise refused(name, f"A request has one grammar; this has {', '.join(sorted(given))}.")
+    name = fields[-1]
+    if len(fields) > 1:
+        raise refused(name, f"A request has one grammar; this has {', '.join(sorted(fields))}.")
+    if name == "tool_choice":
+        given: dict[str, Any] = {"structural_tag": tag}
+    elif name == "response_format":
+        given = _of_format(request)
+    else:
+        given = {_GUIDED[name]: getattr(request, name)}
     try:
         return GuidedDecodingParams(**given, reasoning_end=reasoning_end)
     except RequestError as error:

@@ -111,13 +111,18 @@ LLAMA = Format(
 )
 DEEPSEEK = Format(
     "deepseek",
-    _tagged(deepseek_marker("call\u2581begin"), deepseek_marker("call\u2581end"), parse_deepseek),
+    _tagged(
+        deepseek_marker("call\u2581begin"),
+        deepseek_marker("call\u2581end"),
+        parse_deepseek,
+        is_in_string,
+    ),
     wrappers=(deepseek_marker("calls\u2581begin"), deepseek_marker("calls\u2581end")),
     inner=(deepseek_marker("call\u2581end"), deepseek_marker("sep")),
 )
 KIMI = Format(
     "kimi",
-    _tagged("<|tool_call_begin|>", "<|tool_call_end|>", parse_kimi),
+    _tagged("<|tool_call_begin|>", "<|tool_call_end|>", parse_kimi, is_in_string),
     wrappers=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     inner=("<|tool_call_end|>", "<|tool_call_argument_begin|>"),
 )

@@ -65,17 +65,49 @@ class Tools:
     def value(self, function: str, parameter: str, text: str) -> Any:
         """Converts an argument that was written as plain text, by its type in the schema.
 
-        Without a schema it is JSON if it can be read as such, but for JSON's strings.
+        Without a schema it is JSON if it can be read as such, but for JSON's strings. Blank space
+        around a text is no part of it where the schema has values, a pattern or a format.
         """
         schema = self._properties.get(function, {}).get(parameter)
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if kind == "string":
+        schema = schema if isinstance(schema, Mapping) else {}
+        if not _EXACT.isdisjoint(schema) and text not in listed(schema, "enum"):
+            text = text.strip()
+        kinds = _types_of(schema)
+        if kinds == {"string"}:
             return text
         try:
             value = load_json(text)
         except ValueError:
             return text
-        return text if kind is None and isinstance(value, str) else value
+        if "string" in kinds and type(value) not in {t for k in kinds for t in _OF_TYPE.get(k, ())}:
+            return text
+        return text if not kinds and isinstance(value, str) else value
+
+
+_EXACT = frozenset({"enum", "const", "pattern", "format"})
+_OF_TYPE: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def _types_of(schema: Mapping[str, Any]) -> set[str]:
+    """Returns JSON Schema's names of the types that a value may have, as far as they are given."""
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set(map(str, listed(schema, "type")))
+    for child in listed(schema, "anyOf") + listed(schema, "oneOf"):
+        types |= _types_of(child) if isinstance(child, Mapping) else set()
+    return types
+
+
+def listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Returns a keyword's list; [] if it has none."""
+    found = schema.get(keyword)
+    return found if isinstance(found, list) else []
 
 
 # -- JSON --------------------------------------------------------------------------------------
