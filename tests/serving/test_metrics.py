@@ -230,6 +230,8 @@ def test_gauges_follow_the_engine(serve: Serve) -> None:
     assert served.value("trtspec:runtime_draft_len") == served.value("trtspec:max_draft_len") == K
     executor.runtime_draft_len = 0
     assert served.value("trtspec:runtime_draft_len") == 0
+    executor.step()
+    assert served.value("trtspec:draft_len") == 0
 
 
 def test_times_are_those_of_the_clock(serve: Serve) -> None:

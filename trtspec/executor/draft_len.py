@@ -25,6 +25,7 @@ class DraftLen:
         schedule = None if config is None else config.draft_len_schedule
         self._schedule = sorted(schedule.items()) if isinstance(schedule, Mapping) else None
         self._runtime = max_draft_len
+        self.last = max_draft_len  # proposed by the last step of generations
 
     @property
     def runtime(self) -> int:

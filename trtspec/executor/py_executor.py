@@ -285,7 +285,10 @@ class PyExecutor:
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
         parts, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
         for part in parts:
-            self._pending.append(self._launch(part, self._draft_len.of(batch, part)))
+            draft_len = self._draft_len.of(batch, part)
+            if part.generations:
+                self._draft_len.last = draft_len
+            self._pending.append(self._launch(part, draft_len))
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
@@ -332,6 +335,11 @@ class PyExecutor:
         any step.
         """
         return self._draft_len.runtime
+
+    @property
+    def last_draft_len(self) -> int:
+        """Drafts that the last step of generations proposed; K before the first."""
+        return self._draft_len.last
 
     @runtime_draft_len.setter
     def runtime_draft_len(self, value: int) -> None:

@@ -226,8 +226,13 @@ class EngineCollector(Collector):
         yield self._gauge("trtspec:max_draft_len", "K of the engine.", metrics.max_draft_len)
         yield self._gauge(
             "trtspec:runtime_draft_len",
-            "Drafts that a step proposes now.",
+            "Drafts that a step may propose now, at most.",
             self.executor.runtime_draft_len,
+        )
+        yield self._gauge(
+            "trtspec:draft_len",
+            "Drafts that the last step of generations proposed.",
+            self.executor.last_draft_len,
         )
         yield self._gauge(
             "trtspec:drafter_is_dead",
