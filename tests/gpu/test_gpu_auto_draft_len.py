@@ -1,4 +1,4 @@
-"""Draft lengths that choose themselves, as graphs: tokens stay, and times are known at the start."""
+"""Draft lengths that choose themselves, as graphs: tokens stay, times are known at the start."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def test_tokens_stay_while_lengths_change_at_every_step(
     assert seen >= {0, 1, 2, 3}
 
 
-def test_times_are_measured_at_the_start(
-    target_dir: Path, drafters: Drafters, cache: Path
-) -> None:
+def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, cache: Path) -> None:
     config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
     llm = LLM(target_dir, config, **ENGINE)
     rows = json.loads(next(cache.glob("*.json")).read_text())
@@ -86,7 +84,5 @@ def test_times_are_measured_at_the_start(
     assert again.executor.graphs.num_graphs < before  # the times are known: no graphs for them
 
 
-def _tokens(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[list[int]]:
+def _tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]

@@ -336,14 +336,14 @@ class PyExecutor:
         """
         return self._draft_len.runtime
 
+    @runtime_draft_len.setter
+    def runtime_draft_len(self, value: int) -> None:
+        self._draft_len.runtime = value
+
     @property
     def last_draft_len(self) -> int:
         """Drafts that the last step of generations proposed; K before the first."""
         return self._draft_len.last
-
-    @runtime_draft_len.setter
-    def runtime_draft_len(self, value: int) -> None:
-        self._draft_len.runtime = value
 
     # -- run -----------------------------------------------------------------------------------
     def _launch(self, batch: ScheduledBatch, draft_len: int | None = None) -> LaunchedStep:
