@@ -52,7 +52,7 @@ def test_tokens_stay_while_lengths_change_at_every_step(
     """Greedy requests, and seeded ones that say what plain decoding says."""
     rng, seen = random.Random(0), set()
 
-    def at_random(self: AutoDraftLen, batch: ScheduledBatch) -> int:
+    def at_random(self: AutoDraftLen, batch: ScheduledBatch, most: int) -> int:
         self.chosen = rng.choice(self.lengths)
         seen.add(self.chosen)
         return self.chosen
@@ -70,6 +70,9 @@ def test_tokens_stay_while_lengths_change_at_every_step(
     monkeypatch.setattr(AutoDraftLen, "_choose", at_random)
     assert _tokens(llm, prompts, params) == expected
     assert seen >= {0, 1, 2, 3}
+    # A graph for each size, length and kind of sampling: greedy, sampled; and those of prompts.
+    graphs = llm.executor.graphs
+    assert graphs.num_graphs <= 2 * 4 * 2 + 2 * 2 * len(graphs.contexts)
 
 
 def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, cache: Path) -> None:
@@ -77,11 +80,11 @@ def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, c
     llm = LLM(target_dir, config, **ENGINE)
     rows = json.loads(next(cache.glob("*.json")).read_text())
     lengths = llm.executor._draft_len.lengths
-    assert {(size, k) for size, _, k, _ in rows} == {(s, k) for s in (2, 4) for k in lengths}
+    assert {(size, k) for size, _, _, k, _ in rows} == {(s, k) for s in (2, 4) for k in lengths}
     assert all(1e-6 < seconds < 0.1 for *_, seconds in rows)
-    before = llm.executor.graphs.num_graphs
+    assert llm.executor.graphs.num_graphs == len(rows)
     again = LLM(target_dir, config, **ENGINE)
-    assert again.executor.graphs.num_graphs < before  # the times are known: no graphs for them
+    assert again.executor.graphs.num_graphs == 0  # the times are known
 
 
 def _tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

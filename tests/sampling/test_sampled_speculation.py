@@ -128,7 +128,7 @@ def test_draft_lengths_that_change_at_every_step(
     monkeypatch.setenv("TRTSPEC_CACHE", str(folder / "cache"))
     rng = random.Random(0)
 
-    def at_random(self: AutoDraftLen, batch: ScheduledBatch) -> int:
+    def at_random(self: AutoDraftLen, batch: ScheduledBatch, most: int) -> int:
         return rng.choice(self.lengths)
 
     def as_in_a_graph(self: StepRunner, generations: Sequence[Any], exactly: int) -> int:

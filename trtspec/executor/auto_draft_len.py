@@ -6,7 +6,7 @@ measured on the steps themselves. So a length is tried for a few steps where its
 Its neighbours are tried now and then, ever more rarely while nothing changes.
 
 The choice looks at finished steps alone, never at the drafts that it decides on. So it changes no
-distribution of tokens.
+distribution of tokens. Seeded tokens may change where they depend on K.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..config import DecodingBaseConfig
 from .draft_len import DraftLen
 from .request import ScheduledBatch
+from .results import LaunchedStep, RequestResult
 from .step_costs import StepCosts, StepShape
 
 TRIAL, REST = 8, 16  # steps for which a length is tried, and kept before the next decision
-SETTLE = 3  # steps after a change whose time does not count: two may be in flight
 FIRST_PROBE, LAST_PROBE = 512, 8192  # steps between trials of neighbours
 BETTER = 1.02  # a longer one must be that much faster to be taken
-KEEP, MEMORY = 0.9, 400  # of earlier acceptance at each decision; in steps of requests at most
+KEEP, MEMORY = 0.9, 400  # of earlier acceptance at each decision; in results at most
 PRIOR, PRIOR_STEPS = 0.6, 4.0  # acceptance of the first draft before anything is seen
 START = 3
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
@@ -34,26 +35,27 @@ class RunningAcceptance:
     """Shares of accepted drafts by position, where all before were accepted. It forgets slowly."""
 
     def __init__(self, max_draft_len: int):
-        self._seen: Counter[tuple[int, int]] = Counter()  # (asked, accepted) -> steps
+        self._seen: Counter[tuple[int, int]] = Counter()  # (asked, accepted) -> results
         self._reached = [0.0] * max_draft_len
         self._accepted = [0.0] * max_draft_len
 
     def add(self, num_asked: int, num_accepted: int) -> None:
+        """Adds a result: drafts asked for, found or not, and how many were accepted."""
         self._seen[num_asked, num_accepted] += 1
 
     def fold(self) -> None:
-        """Takes in what was added since; earlier steps count less from now on."""
+        """Takes in what was added since; earlier results count less from now on."""
         if not any(asked for asked, _ in self._seen):  # nothing was drafted
             self._seen.clear()
             return
         kept = min(KEEP, MEMORY / max(1.0, *self._reached))
         for sums in (self._reached, self._accepted):
             sums[:] = [kept * value for value in sums]
-        for (asked, accepted), steps in self._seen.items():
+        for (asked, accepted), results in self._seen.items():
             for position in range(min(asked, len(self._reached))):
                 if accepted >= position:
-                    self._reached[position] += steps
-                    self._accepted[position] += steps * (accepted > position)
+                    self._reached[position] += results
+                    self._accepted[position] += results * (accepted > position)
         self._seen.clear()
 
     def expected_tokens(self) -> list[float]:
@@ -69,11 +71,21 @@ class RunningAcceptance:
         return tokens
 
 
+@dataclass
+class _Probe:
+    """When neighbours are tried next with one shape."""
+
+    at: int
+    every: int = FIRST_PROBE
+
+
 class AutoDraftLen(DraftLen):
     """Chooses K for each step, for the whole batch.
 
     Args:
+        costs: what steps take, as far as it is known.
         bucket: rounds a number of requests up to the size that a step is run with.
+        runs_at_launch: the host computes a step when it launches it, as on the CPU.
     """
 
     is_exact = True
@@ -84,121 +96,149 @@ class AutoDraftLen(DraftLen):
         config: DecodingBaseConfig,
         costs: StepCosts,
         bucket: Callable[[int], int],
+        *,
+        runs_at_launch: bool,
     ):
         super().__init__(max_draft_len, config)
-        self.costs, self._bucket = costs, bucket
+        self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
         self.chosen = min(START, max_draft_len)
+        self._allowed = self.lengths  # those within the limits of this step
         self._shape: StepShape | None = None
+        self._share_sampled = 0.0  # of this step's requests
         self._acceptance = {kind: RunningAcceptance(max_draft_len) for kind in (True, False)}
+        self._steps = self._until = self._folded = 0
         self._trials: deque[int] = deque()
         self._tried: set[tuple[StepShape, int]] = set()
-        self._steps = self._until = 0
-        self._probe_at, self._probe_every = FIRST_PROBE, FIRST_PROBE
-        self._before_probe: int | None = None  # what was chosen before the trials that run
-        self._quiet = 0  # steps since something changed
+        self._before_trials: int | None = None  # what was chosen before the trials that run
+        self._is_probe = False  # whether these trials are of lengths whose times are known
+        self._probes: dict[StepShape, _Probe] = {}
+        self._timed: tuple[StepShape, int] | None = None  # of the last step that was timed
         self._ended = 0.0
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         most = super().of(batch, part)
-        if part.generations:
-            return min(most, self._choose(part))
-        # Prompts draft as many as any step may verify, so that one graph serves them.
-        return most if self.chosen else 0
+        if not part.generations:
+            # Prompts draft as many as any step may verify, so that one graph serves them.
+            return most
+        return self._choose(part, most)
 
     def close(self) -> None:
         self.costs.save()
 
-    # -- what steps bring ----------------------------------------------------------------------
-    def add_result(self, num_asked: int, num_accepted: int) -> None:
-        if self._shape is not None:
-            self._acceptance[self._shape.all_greedy].add(num_asked, num_accepted)
+    def shape_of(self, batch: ScheduledBatch) -> StepShape:
+        """Returns what a step of these generations is timed as."""
+        return StepShape(
+            size=self._bucket(len(batch.generations)),
+            all_greedy=all(r.sampling_params.is_greedy for r in batch.generations),
+            is_guided=batch.is_guided,
+        )
 
-    def end_step(self, batch: ScheduledBatch, began: float, *, is_in_flight: bool) -> None:
+    # -- what steps bring ----------------------------------------------------------------------
+    def add_result(self, result: RequestResult) -> None:
+        is_greedy = result.request.sampling_params.is_greedy
+        self._acceptance[is_greedy].add(result.num_asked, len(result.tokens) - 1)
+
+    def end_step(
+        self,
+        launched: Sequence[LaunchedStep],
+        read: Sequence[LaunchedStep],
+        began: float,
+        *,
+        is_in_flight: bool,
+    ) -> None:
         """Notes what a step of generations alone took.
 
         Args:
-            began: when the host's call began, by `time.perf_counter`.
+            launched, read: by this call of the host.
+            began: when the call began, by `time.perf_counter`.
             is_in_flight: whether a step ran on the device then, so that it began earlier.
         """
-        now = time.perf_counter()
-        seconds = now - (self._ended if is_in_flight else began)
-        self._ended = now
-        if batch.contexts or not batch.generations or batch.is_guided:
-            self._quiet = 0
+        now, before = time.perf_counter(), self._timed
+        seconds = now - (self._ended if is_in_flight and not self._runs_at_launch else began)
+        self._ended, self._timed = now, None
+        steps = launched if self._runs_at_launch else read
+        if len(steps) != 1 or steps[0].batch.contexts or not steps[0].batch.generations:
             return
-        self._quiet += 1
-        if self._quiet > SETTLE and self._shape is not None:
-            self.costs.add(self._shape, self.chosen, seconds)
+        self._timed = self.shape_of(steps[0].batch), steps[0].draft_len
+        if self._timed == before:  # the first one may verify fewer than it proposes
+            self.costs.add(*self._timed, seconds)
 
     # -- the choice ----------------------------------------------------------------------------
-    def _choose(self, batch: ScheduledBatch) -> int:
-        params = [request.sampling_params for request in batch.generations]
-        shape = StepShape(self._bucket(len(params)), all(p.is_greedy for p in params))
-        self._steps += 1
-        if shape != self._shape:
-            self._shape = shape
-            self._trials.clear()
-            self._before_probe = None
-            self._set(self._best(shape))
-            self._until = self._steps + REST
+    def _choose(self, batch: ScheduledBatch, most: int) -> int:
+        shape, self._steps = self.shape_of(batch), self._steps + 1
+        sampled = sum(not r.sampling_params.is_greedy for r in batch.generations)
+        self._share_sampled = sampled / len(batch.generations)
+        self._allowed = tuple(k for k in self.lengths if k <= most)
+        if self._steps - self._folded >= REST:
+            self._folded = self._steps
+            for acceptance in self._acceptance.values():
+                acceptance.fold()
+        if shape != self._shape or self.chosen > most:
+            self._begin(shape)
         elif self._steps >= self._until:
             self._decide(shape)
         return self.chosen
 
-    def _set(self, draft_len: int) -> None:
-        if draft_len != self.chosen:
-            self.chosen, self._quiet = draft_len, 0
+    def _begin(self, shape: StepShape) -> None:
+        """Starts with a shape, or with other limits. Trials that were cut off are put back."""
+        if self._before_trials is not None and self._is_probe and self._shape is not None:
+            self._probe_of(self._shape).at = self._steps
+        self._shape = shape
+        self._trials.clear()
+        self._before_trials = None
+        self.chosen = self._best(shape)
+        self._until = self._steps + REST
 
     def _decide(self, shape: StepShape) -> None:
-        self._acceptance[shape.all_greedy].fold()
         if not self._trials:
             best = self._best(shape)
-            self._end_probe(best)
-            self._set(best)
+            if self._before_trials is not None:
+                self._end_trials(shape, best)
+            self.chosen = best
             self._trials.extend(self._to_try(shape))
             if self._trials:
-                self._before_probe = best
+                self._before_trials = best
         if self._trials:
-            self._set(self._trials.popleft())
+            self.chosen = self._trials.popleft()
             self._tried.add((shape, self.chosen))
-            self._until = self._steps + TRIAL
-        else:
-            self._until = self._steps + REST
+        self._until = self._steps + (REST if self._before_trials is None else TRIAL)
 
     def _to_try(self, shape: StepShape) -> list[int]:
         """Returns lengths to try next: unknown ones that matter, or neighbours if it is time."""
-        near = self._neighbours(shape)
-        unknown = [
-            k for k in near if (shape, k) not in self._tried and not self.costs.is_known(shape, k)
-        ]
-        if unknown or self._steps < self._probe_at:
+        near, known = self._neighbours(shape), self.costs.is_known
+        unknown = [k for k in near if (shape, k) not in self._tried and not known(shape, k)]
+        self._is_probe = not unknown
+        if unknown or self._steps < self._probe_of(shape).at:
             return unknown
-        self._probe_at = self._steps + self._probe_every
         return near
+
+    def _end_trials(self, shape: StepShape, best: int) -> None:
+        """Waits longer before the next probe if this one changed nothing."""
+        self.costs.save()
+        if self._is_probe:
+            probe, is_same = self._probe_of(shape), best == self._before_trials
+            probe.every = min(LAST_PROBE, 2 * probe.every) if is_same else FIRST_PROBE
+            probe.at = self._steps + probe.every
+        self._before_trials = None
+
+    def _probe_of(self, shape: StepShape) -> _Probe:
+        return self._probes.setdefault(shape, _Probe(self._steps + FIRST_PROBE))
 
     def _neighbours(self, shape: StepShape) -> list[int]:
         """Returns the lengths beside the chosen one, and 0. Beside 0: the best that drafts."""
-        place = self.lengths.index(self.chosen)
+        place = self._allowed.index(self.chosen)
         if place == 0:
-            drafting = self.lengths[1:]
+            drafting = self._allowed[1:]
             return [self._fastest(shape, drafting)] if drafting else []
-        beside = {0, *self.lengths[place - 1 : place + 2]} - {self.chosen}
+        beside = {0, *self._allowed[place - 1 : place + 2]} - {self.chosen}
         return sorted(beside)
-
-    def _end_probe(self, best: int) -> None:
-        """Waits longer before the next trials if the last ones changed nothing."""
-        if self._before_probe is None:
-            return
-        self.costs.save()
-        is_same, self._before_probe = best == self._before_probe, None
-        self._probe_every = min(LAST_PROBE, 2 * self._probe_every) if is_same else FIRST_PROBE
-        self._probe_at = self._steps + self._probe_every
 
     def _best(self, shape: StepShape) -> int:
         """Returns the fastest length. What was chosen before the trials stays at a tie."""
-        kept = self.chosen if self._before_probe is None else self._before_probe
-        fastest = self._fastest(shape, self.lengths)
+        kept = self.chosen if self._before_trials is None else self._before_trials
+        kept = min(kept, self._allowed[-1])
+        fastest = self._fastest(shape, self._allowed)
         speed = self._speeds(shape, (kept, fastest))
         needed = BETTER if fastest > kept else 1.0
         return fastest if speed[fastest] > needed * speed[kept] else kept
@@ -209,6 +249,9 @@ class AutoDraftLen(DraftLen):
 
     def _speeds(self, shape: StepShape, lengths: Sequence[int]) -> dict[int, float]:
         """Returns tokens per second and request."""
-        tokens = self._acceptance[shape.all_greedy].expected_tokens()
+        kinds = ((True, 1 - self._share_sampled), (False, self._share_sampled))
+        tokens = {kind: self._acceptance[kind].expected_tokens() for kind, _ in kinds}
         seconds = self.costs.of(shape, lengths)
-        return {k: tokens[k] / seconds[k] for k in lengths}
+        return {
+            k: sum(share * tokens[kind][k] for kind, share in kinds) / seconds[k] for k in lengths
+        }

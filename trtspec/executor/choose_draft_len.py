@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 
 import torch
@@ -11,10 +10,11 @@ import torch
 from ..utils import cache_dir
 from .auto_draft_len import AutoDraftLen
 from .draft_len import DraftLen
+from .graphs import CudaGraphs
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-logger = logging.getLogger(__name__)
+VERSION = 1  # of the steps: another one makes times of earlier releases unknown
 
 
 def draft_len_of(runner: StepRunner) -> DraftLen:
@@ -23,11 +23,16 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
     if config is None or config.draft_len_schedule != "auto" or most == 0:
         return DraftLen(most, config)
     costs = StepCosts(_path(runner))
-    auto = AutoDraftLen(most, config, costs, lambda count: _bucket(runner, count))
-    if not costs.is_empty:
-        logger.info("Step times are taken from %s.", costs.path)
-    elif runner.graphs is not None and runner.graphs.captures_at_start:
-        _measure(runner, auto)
+    auto = AutoDraftLen(
+        most,
+        config,
+        costs,
+        lambda count: _bucket(runner, count),
+        runs_at_launch=runner.device.type == "cpu",
+    )
+    # Over several ranks a replay of one rank alone would hang.
+    if runner.graphs is not None and runner.step.target.config.parallel.size == 1:
+        _measure(runner.graphs, auto)
     return auto
 
 
@@ -36,16 +41,14 @@ def _bucket(runner: StepRunner, count: int) -> int:
     return 1 << (count - 1).bit_length() if size is None else size
 
 
-def _measure(runner: StepRunner, auto: AutoDraftLen) -> None:
-    """Times the graphs of every length, for sizes 1, 2, 4, … and the largest."""
-    assert runner.graphs is not None
-    if runner.step.target.config.parallel.size > 1:  # the other ranks would not replay
-        return
-    sizes = [size for size in runner.graphs.batch_sizes if size & (size - 1) == 0]
-    for size in sorted({*sizes, runner.graphs.batch_sizes[-1]}, reverse=True):
+def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
+    """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest."""
+    sizes = [size for size in graphs.batch_sizes if size & (size - 1) == 0]
+    for size in sorted({*sizes, graphs.batch_sizes[-1]}, reverse=True):
+        shape = StepShape(size, all_greedy=True)
         for draft_len in auto.lengths:
-            seconds = runner.graphs.replay_seconds(size, draft_len)
-            auto.costs.add(StepShape(size, all_greedy=True), draft_len, seconds)
+            if not auto.costs.is_known(shape, draft_len):
+                auto.costs.set(shape, draft_len, graphs.replay_seconds(size, draft_len))
     auto.costs.save()
 
 
@@ -56,7 +59,12 @@ def _path(runner: StepRunner) -> Path:
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     weight = step.target.norm.weight.dtype
-    what = (where, torch.__version__, weight, step.target.config, runner.mode.name)
-    drafter = getattr(step.draft_model, "config", None), runner.max_draft_len
-    name = hashlib.sha256(repr((what, drafter, runner.graphs is None)).encode()).hexdigest()[:16]
+    config = step.worker.config
+    what = (
+        (where, torch.__version__, VERSION, runner.graphs is None),
+        (weight, step.target.config, step.target.config.parallel.size),
+        (runner.mode.name, getattr(step.draft_model, "config", None), runner.max_draft_len),
+        None if config is None else config.acceptance,
+    )
+    name = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache_dir() / "step_times" / f"{name}.json"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..checks import is_int
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from .request import ScheduledBatch
+from .results import LaunchedStep, RequestResult
 
 
 class DraftLen:
@@ -17,7 +18,8 @@ class DraftLen:
         config: says what is drafted with how many requests; None where nothing drafts.
     """
 
-    is_exact = False  # whether a step verifies as many as it proposes, so that one graph serves
+    is_exact = False
+    """A step verifies as many as it proposes. So a K needs one graph, not one with each other K."""
 
     def __init__(self, max_draft_len: int, config: DecodingBaseConfig | None):
         self.max_draft_len = max_draft_len
@@ -51,11 +53,18 @@ class DraftLen:
         scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
         return min(self._runtime, scheduled)
 
-    def add_result(self, num_asked: int, num_accepted: int) -> None:
-        """Called with what a request's step accepted of the drafts that it was asked for."""
+    def add_result(self, result: RequestResult) -> None:
+        """Called with the result of a generation's step."""
 
-    def end_step(self, batch: ScheduledBatch, began: float, *, is_in_flight: bool) -> None:
-        """Called when a step's results are on the host."""
+    def end_step(
+        self,
+        launched: Sequence[LaunchedStep],
+        read: Sequence[LaunchedStep],
+        began: float,
+        *,
+        is_in_flight: bool,
+    ) -> None:
+        """Called at the end of a call of `step`, with what it launched and read."""
 
     def close(self) -> None:
         """Called when the engine shuts down."""

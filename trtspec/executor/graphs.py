@@ -77,7 +77,6 @@ class CudaGraphs:
         self.step, self.kv_cache, self.device = step, step.kv_cache, device
         self.enable_padding = graph_config.enable_padding
         self.enable_autotuner = graph_config.enable_autotuner
-        self.captures_at_start = graph_config.capture_at_start
         self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
         pages = self.kv_cache.blocks_for(config.max_seq_len)

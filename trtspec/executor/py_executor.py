@@ -225,8 +225,8 @@ class PyExecutor:
             vars(self).pop("_admission", None)  # it holds the target
             self.stop_check = None
             self.guide.close()
-            self._draft_len.close()
             self.runner.release_memory()
+            self._draft_len.close()
             self._pending.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -284,18 +284,22 @@ class PyExecutor:
         self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
         parts, is_in_flight = self.runner.split_for_graphs(batch), bool(self._pending)
+        launched: list[LaunchedStep] = []
+        read: list[LaunchedStep] = []
         for part in parts:
             draft_len = self._draft_len.of(batch, part)
             if part.generations:
                 self._draft_len.last = draft_len
             self._pending.append(self._launch(part, draft_len))
+            launched.append(self._pending[-1])
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
-            self._read(self._pending.popleft())
+            read.append(self._pending.popleft())
+            self._read(read[-1])
         self.book.flush_when_idle()
         is_prefill = bool(batch) and not batch.generations
         if has_work:
-            self._draft_len.end_step(batch, started, is_in_flight=is_in_flight)
+            self._draft_len.end_step(launched, read, started, is_in_flight=is_in_flight)
             self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
         self._watch.end_step()
         return self.book.take_finished()
@@ -370,7 +374,10 @@ class PyExecutor:
         if guided is not None:
             drafts = GuidedDrafts(guided, self.runner.drafts_of(batch))
         is_replay = self.runner.is_replay
-        launched = self.reader.copy(plan, outputs, num_proposed, drafts, is_replay=is_replay)
+        most_asked = draft_len if self._draft_len.is_exact else self.max_draft_len
+        launched = self.reader.copy(
+            plan, outputs, num_proposed, drafts, most_asked=most_asked, is_replay=is_replay
+        )
         self._watch.add_launched(launched)
         plan.count_as_launched()
         for request in [chunk.request for chunk in batch.contexts]:
@@ -452,7 +459,7 @@ class PyExecutor:
             count = self.book.add_tokens(result, num_rows, self.stop_check)
             self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
             if result.is_generation:
-                self._draft_len.add_result(result.num_asked, len(result.tokens) - 1)
+                self._draft_len.add_result(result)
             self._watch.add_result(result, count)
         elif result.hidden is not None:
             self.book.save_rows(request, result.hidden)

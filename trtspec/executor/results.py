@@ -25,7 +25,8 @@ class LaunchedStep(NamedTuple):
     batch: ScheduledBatch
     yields_token: list[bool]  # per request: False for a chunk inside the prompt
     num_drafts: int  # K', drafts that each generation verifies
-    num_asked: list[int]  # per request: drafts its step before was asked for, at most K'
+    draft_len: int  # drafts that it proposes
+    num_asked: list[int]  # per request: drafts its step before was asked for, found or not
     num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
     new_tokens: Tensor  # this and the next fields as in StepOutputs
     new_tokens_lens: Tensor
@@ -60,7 +61,7 @@ class RequestResult(NamedTuple):
     is_bad: bool  # its logits held NaN, or nothing above -inf
     yields_token: bool  # False for a chunk inside the prompt
     tokens: list[int]  # accepted drafts, then the bonus
-    num_asked: int  # drafts that its step before was asked for, at most K'
+    num_asked: int  # drafts that its step before was asked for, found or not
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved
@@ -84,6 +85,7 @@ class StepReader:
         num_proposed: Tensor | None,
         guided: GuidedDrafts | None = None,
         *,
+        most_asked: int,
         is_replay: bool = False,
     ) -> LaunchedStep:
         """Starts the copies; on CUDA the host does not wait for them.
@@ -92,6 +94,7 @@ class StepReader:
             plan: of the step, not yet counted as launched.
             num_proposed: [G] drafts to verify; None if no request records them.
             guided: where a request has a grammar.
+            most_asked: drafts that it may verify; further ones were dropped.
             is_replay: whether a graph ran it.
         """
         batch, logprobs = plan.batch, outputs.logprobs
@@ -101,7 +104,8 @@ class StepReader:
             batch=batch,
             yields_token=yields_token,
             num_drafts=plan.num_drafts,
-            num_asked=[min(request.num_drafts, plan.num_drafts) for request in batch.requests],
+            draft_len=plan.draft_len,
+            num_asked=[min(request.num_drafts, most_asked) for request in batch.requests],
             num_proposed=None if num_proposed is None else self._to_host(num_proposed),
             new_tokens=self._to_host(outputs.new_tokens),
             new_tokens_lens=self._to_host(outputs.new_tokens_lens),

@@ -142,8 +142,8 @@ class StepRunner:
         are left out too.
 
         Args:
-            exactly: verify this number, on CPU at most. Further drafts are dropped; missing ones
-                are -1, which no rule accepts.
+            exactly: verify this number; on CPU at most this number. Further drafts are dropped;
+                missing ones are -1, which no rule accepts.
         """
         if self.max_draft_len == 0 or not generations:
             return self.max_draft_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ class StepShape(NamedTuple):
 
     size: int  # requests, rounded up to a bucket
     all_greedy: bool
+    is_guided: bool = False
 
 
 @dataclass
@@ -33,12 +34,20 @@ class _Cell:
     seconds: float
     first: list[float] = field(default_factory=list)
 
+    @staticmethod
+    def known(seconds: float) -> _Cell:
+        return _Cell(seconds, [seconds] * FEW)
+
+    @property
+    def is_settled(self) -> bool:
+        return len(self.first) >= FEW
+
     def add(self, seconds: float) -> None:
-        if len(self.first) < FEW:
+        if self.is_settled:
+            self.seconds += WEIGHT * (min(seconds, MOST * self.seconds) - self.seconds)
+        else:
             self.first.append(seconds)
             self.seconds = median(self.first)
-        else:
-            self.seconds += WEIGHT * (min(seconds, MOST * self.seconds) - self.seconds)
 
 
 class StepCosts:
@@ -49,19 +58,30 @@ class StepCosts:
     """
 
     def __init__(self, path: Path | None = None):
-        self.path = path
+        self.path, self._is_saved = path, True
         self._cells: dict[StepShape, dict[int, _Cell]] = {}
         self._load()
 
     def add(self, shape: StepShape, draft_len: int, seconds: float) -> None:
-        cells = self._cells.setdefault(shape, {})
-        if draft_len not in cells:
-            cells[draft_len] = _Cell(seconds)
-        cells[draft_len].add(seconds)
+        """Adds the time of one step.
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._cells
+        What makes steps longer or shorter does so with any length, such as contexts that grow. So
+        the shape's other times follow this one.
+        """
+        cells = self._cells.setdefault(shape, {})
+        cell = cells.setdefault(draft_len, _Cell(seconds))
+        before, was_settled = cell.seconds, cell.is_settled
+        cell.add(seconds)
+        if was_settled:
+            for other in cells.values():
+                if other is not cell:
+                    other.seconds *= cell.seconds / before
+        self._is_saved = False
+
+    def set(self, shape: StepShape, draft_len: int, seconds: float) -> None:
+        """Puts in a time that was measured well."""
+        self._cells.setdefault(shape, {})[draft_len] = _Cell.known(seconds)
+        self._is_saved = False
 
     def is_known(self, shape: StepShape, draft_len: int) -> bool:
         return draft_len in self._cells.get(shape, {})
@@ -80,8 +100,9 @@ class StepCosts:
         return {k: cell.seconds for k, cell in sorted(cells.items())}
 
     def _nearest(self, shape: StepShape) -> StepShape | None:
-        def distance(other: StepShape) -> tuple[int, bool]:
-            return abs(other.size - shape.size), other.all_greedy != shape.all_greedy
+        def distance(other: StepShape) -> tuple[int, int]:
+            differences = other.all_greedy != shape.all_greedy, other.is_guided != shape.is_guided
+            return abs(other.size - shape.size), sum(differences)
 
         several = [
             other for other, cells in self._cells.items() if len(cells) > 1 and other != shape
@@ -90,36 +111,48 @@ class StepCosts:
 
     # -- on disk -------------------------------------------------------------------------------
     def save(self) -> None:
-        """Writes the file, at once as a whole. A folder that cannot be written is no error."""
-        if self.path is None or not self._cells:
+        """Writes the file, at once as a whole. A folder that cannot be written is no error.
+
+        Times that another engine wrote meanwhile are kept, where this one has none.
+        """
+        if self.path is None or self._is_saved:
             return
-        rows = [
-            [shape.size, shape.all_greedy, draft_len, cell.seconds]
-            for shape, cells in self._cells.items()
-            for draft_len, cell in cells.items()
-        ]
+        times = _read(self.path)
+        for shape, cells in self._cells.items():
+            times.setdefault(shape, {}).update({k: cell.seconds for k, cell in cells.items()})
+        rows = [[*shape, k, seconds] for shape, of in times.items() for k, seconds in of.items()]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, suffix=".tmp", delete=False
-            ) as file:
-                json.dump(rows, file)
-            os.replace(file.name, self.path)
+            partial = self.path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+            try:
+                partial.write_text(json.dumps(rows))
+                os.replace(partial, self.path)
+            finally:
+                partial.unlink(missing_ok=True)
+            self._is_saved = True
         except OSError as error:
             logger.info("Step times are not kept: %s", error)
 
     def _load(self) -> None:
-        if self.path is None or not self.path.is_file():
-            return
-        try:
-            for size, all_greedy, draft_len, seconds in json.loads(self.path.read_text()):
-                shape = StepShape(int(size), bool(all_greedy))
-                if not 0 < float(seconds) < float("inf"):
-                    raise ValueError(f"{seconds} seconds")
-                self._cells.setdefault(shape, {})[int(draft_len)] = _Cell(float(seconds))
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s holds no step times and is ignored: %s", self.path, error)
-            self._cells.clear()
+        for shape, times in ({} if self.path is None else _read(self.path)).items():
+            self._cells[shape] = {k: _Cell.known(seconds) for k, seconds in times.items()}
+
+
+def _read(path: Path) -> dict[StepShape, dict[int, float]]:
+    """Returns a file's times; none where it is missing or broken."""
+    times: dict[StepShape, dict[int, float]] = {}
+    try:
+        for size, all_greedy, is_guided, draft_len, seconds in json.loads(path.read_text()):
+            if not 0 < float(seconds) < float("inf"):
+                raise ValueError(f"{seconds} seconds")
+            shape = StepShape(int(size), bool(all_greedy), bool(is_guided))
+            times.setdefault(shape, {})[int(draft_len)] = float(seconds)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, ArithmeticError) as error:
+        logger.warning("%s holds no step times and is ignored: %s", path, error)
+        return {}
+    return times
 
 
 def _scaled(known: dict[int, float], near: dict[int, float], draft_len: int) -> float:
