@@ -61,7 +61,7 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
     head = load(Path(str(case.config.speculative_model)), target)
     texts = padded_texts([[9, 4, 6], [16], [2, 3]], 20)
     hidden = teach(target, head, texts).hidden
-    places = EVERY.draw(texts, STEPS)
+    places = EVERY.draw(texts)
     assert places.shape == texts.input_ids.shape  # every row is an anchor
     compared, width = 0, texts.input_ids.shape[1]
     for step in unroll(head, texts, hidden, STEPS, use=Use(anchors=EVERY)):
@@ -91,13 +91,25 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
 
 def test_anchors_are_before_what_the_target_wrote() -> None:
     texts = padded_texts([[30], [8, 6]], 32)
-    texts.loss_mask[0, :20] = False
-    places = Anchors(count=8, seed=1).draw(texts, 3)
+    texts.loss_mask[0] = torch.arange(32) >= 20
+    places = Anchors(count=8, seed=1).draw(texts)
     assert places.shape == (2, 8) and (places.diff() > 0).all()
-    assert ((places[0] >= 17) & (places[0] < 29)).all()  # each has a token to be judged
+    assert ((places[0] >= 19) & (places[0] < 29)).all()  # the next token is to be judged
     assert (texts.document_ids[1, places[1]] >= 0).all()
-    assert not torch.equal(places, Anchors(count=8, seed=2).draw(texts, 3))
-    assert torch.equal(places, Anchors(count=8, seed=1).draw(texts, 3))
+    assert not torch.equal(places, Anchors(count=8, seed=2).draw(texts))
+    assert torch.equal(places, Anchors(count=8, seed=1).draw(texts))
+
+
+def test_ends_of_answers_are_drawn_as_often_as_their_middles() -> None:
+    """A block behind such an anchor is longer than what is left of the answer."""
+    texts = padded_texts([[20, 20]], 40)
+    texts.loss_mask[:] = True
+    counts = torch.zeros(40)
+    for seed in range(400):
+        counts[Anchors(count=10, seed=seed).draw(texts)[0]] += 1
+    assert counts[19] == counts[39] == 0  # nothing of their document follows
+    drawn = torch.cat([counts[:19], counts[20:39]])  # each 400 * 10 / 38 = 105 times, +- 9
+    assert drawn.min() > 65 and drawn.max() < 150
 
 
 CONFIGS = {"dflash": DFlashDecodingConfig, "dspark": DSparkDecodingConfig}
