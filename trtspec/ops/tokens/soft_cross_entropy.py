@@ -33,6 +33,7 @@ class RowLosses(NamedTuple):
     loss: Tensor  # [R] float32, 0 where it does not count
     best: Tensor  # [R] int64, the best token, the lowest of equal ones
     chance: Tensor  # [R] float32, q of the teacher's best token
+    candidates: Tensor | None = None  # [R, C] int64, the best tokens, where they are asked for
 
 
 class Product(NamedTuple):
@@ -52,6 +53,7 @@ class Judgement:
         variation: the share of total variation in the loss.
         group: rows that follow each other and are weighed together; it divides R.
         weigh: (chances, counts), both [R / group, group] -> their weights in the sum, float32.
+        candidates: C, how many of a row's best tokens are wanted.
     """
 
     teacher: Tensor
@@ -60,6 +62,7 @@ class Judgement:
     variation: float = 0.0
     group: int = 1
     weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+    candidates: int = 0
 
 
 def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, RowLosses]:
@@ -72,7 +75,8 @@ def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, 
     if not torch.is_grad_enabled():  # autograd's `needs_input_grad` ignores this
         tensors = [tensor.detach() for tensor in tensors]
     total, *of_rows = _LinearLoss.apply(judgement, *tensors)
-    return total, RowLosses(*of_rows)
+    loss, best, chance, candidates = of_rows
+    return total, RowLosses(loss, best, chance, candidates if judgement.candidates else None)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -82,7 +86,8 @@ class _LinearLoss(torch.autograd.Function):
         hidden, rows, group = products[0].x, judgement.rows, judgement.group
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         losses, chances = (total.new_empty(len(rows)) for _ in range(2))
-        found = RowLosses(losses, torch.empty_like(rows), chances)
+        found = losses, torch.empty_like(rows), chances
+        candidates = rows.new_empty(len(rows), judgement.candidates)
         grads: list[Tensor | None] = [None] * len(tensors)
         for i, (x, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[1:], strict=True)):
             if wanted:  # a weight's is a sum over parts, kept in float32
@@ -94,8 +99,10 @@ class _LinearLoss(torch.autograd.Function):
             for x, weight in products[1:]:
                 logits.addmm_(x[part], weight.t())
             counts = judgement.counts[part]
+            if judgement.candidates:
+                candidates[part] = logits.topk(judgement.candidates).indices
             judged = draft_loss_(logits, judgement.teacher, rows[part], counts, judgement.variation)
-            for whole, of_part in zip(found, judged, strict=True):
+            for whole, of_part in zip(found, judged[:3], strict=True):
                 whole[part] = of_part
             weights = None
             if judgement.weigh is not None:
@@ -105,8 +112,8 @@ class _LinearLoss(torch.autograd.Function):
             _add_gradients(grads, products, part, logits, weights)
         grads = [g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(*found)
-        return total, *found
+        ctx.mark_non_differentiable(*found, candidates)
+        return total, *found, candidates
 
     @staticmethod
     @once_differentiable
