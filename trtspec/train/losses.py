@@ -103,7 +103,6 @@ def _judge_blocks(
     total, found = linear_loss(_products(head, hidden, features, 0), judgement)
     losses, proposals = found.loss.view(counts.shape), found.best
     if selector is not None:
-        assert found.candidates is not None
         before = torch.stack([step.before for step in steps if step.before is not None], dim=1)
         rows = PathRows(
             hidden=hidden,

@@ -33,7 +33,15 @@ class RowLosses(NamedTuple):
     loss: Tensor  # [R] float32, 0 where it does not count
     best: Tensor  # [R] int64, the best token, the lowest of equal ones
     chance: Tensor  # [R] float32, q of the teacher's best token
-    candidates: Tensor | None = None  # [R, C] int64, the best tokens, where they are asked for
+
+
+class FoundRows(NamedTuple):
+    """`RowLosses`, and each row's best tokens."""
+
+    loss: Tensor
+    best: Tensor
+    chance: Tensor
+    candidates: Tensor  # [R, C] int64
 
 
 class Product(NamedTuple):
@@ -53,7 +61,7 @@ class Judgement:
         variation: the share of total variation in the loss.
         group: rows that follow each other and are weighed together; it divides R.
         weigh: (chances, counts), both [R / group, group] -> their weights in the sum, float32.
-        candidates: C, how many of a row's best tokens are wanted.
+        candidates: C, how many of each row's best tokens are wanted.
     """
 
     teacher: Tensor
@@ -65,7 +73,7 @@ class Judgement:
     candidates: int = 0
 
 
-def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, RowLosses]:
+def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, FoundRows]:
     """Returns the weighted sum of the rows' losses, differentiable in the products, and the rows'.
 
     Args:
@@ -75,8 +83,7 @@ def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, 
     if not torch.is_grad_enabled():  # autograd's `needs_input_grad` ignores this
         tensors = [tensor.detach() for tensor in tensors]
     total, *of_rows = _LinearLoss.apply(judgement, *tensors)
-    loss, best, chance, candidates = of_rows
-    return total, RowLosses(loss, best, chance, candidates if judgement.candidates else None)
+    return total, FoundRows(*of_rows)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -86,7 +93,7 @@ class _LinearLoss(torch.autograd.Function):
         hidden, rows, group = products[0].x, judgement.rows, judgement.group
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         losses, chances = (total.new_empty(len(rows)) for _ in range(2))
-        found = losses, torch.empty_like(rows), chances
+        found = RowLosses(losses, torch.empty_like(rows), chances)
         candidates = rows.new_empty(len(rows), judgement.candidates)
         grads: list[Tensor | None] = [None] * len(tensors)
         for i, (x, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[1:], strict=True)):
@@ -102,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
             if judgement.candidates:
                 candidates[part] = logits.topk(judgement.candidates).indices
             judged = draft_loss_(logits, judgement.teacher, rows[part], counts, judgement.variation)
-            for whole, of_part in zip(found, judged[:3], strict=True):
+            for whole, of_part in zip(found, judged, strict=True):
                 whole[part] = of_part
             weights = None
             if judgement.weigh is not None:
