@@ -63,6 +63,14 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["mtp", "--self-generate", "3", "--total-variation", "0.5"], "not for mtp"),
         (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),
         (["dspark", "--self-generate", "3", "--unroll", "3"], "not for dspark"),
+        (["dspark", "--self-generate", "3", "--selector-rank", "8"], "not for dspark"),
+        (["dflash", "--self-generate", "3", "--selector-weight", "1"], "not for dflash"),
+        (["mtp", "--self-generate", "3", "--capture-layers", "1"], "not for mtp"),
+        (["eagle3", "--self-generate", "3", "--capture-layers", "1,b"], "--capture-layers '1,b'"),
+        (
+            ["dflash2", "--self-generate", "3", "--mask-token-id", "4", "--selector-weight", "-1"],
+            "selector_weight=-1.0",
+        ),
         (["dspark", "--self-generate", "3"], "dspark needs --mask-token-id"),
         (
             ["dspark", "--self-generate", "3", "--mask-token-id", "4", "--position-weights", "x"],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from dflash_cases import DSPARK_CASES, make_dspark_case
-from drafting import Script, cases_by_k, run_random_schedule, run_with_changing_draft_len
+from dflash_cases import DSPARK_CASES, NaiveDFlash, make_dspark_case
+from drafting import Case, Script, cases_by_k, run_random_schedule, run_with_changing_draft_len
 from matrix import cpu_engine
 from oracle import Oracle, random_prompts
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
-from tiny_dflash import dflash_dir
+from tiny_dflash import LAYERS, dflash_dir
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
 from trtspec.errors import CheckpointError
@@ -50,6 +52,37 @@ def test_texts_are_right_under_every_rule(target_dir: Path, tmp_path: Path, rule
     if rule in ("strict", "exact_match"):  # whose seeded texts are those without speculation
         plain = cpu_engine(target_dir, None).generate(prompts, params)
         assert [o.outputs[0].token_ids for o in sampled] == [o.outputs[0].token_ids for o in plain]
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_what_modelopt_exports_drafts_as_the_formula(
+    target_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    """Its fields are in `dflash_config`, its tensors without the prefix; no name is DSpark's."""
+    own = dflash_dir(tmp_path, markov=kind, block=3)
+    raw = json.loads((own / "config.json").read_text())
+    assert raw["architectures"] == ["DSparkDraftModel"]
+    raw["architectures"] = ["DFlashDraftModel"]
+    raw["dflash_config"] |= {
+        "projector_type": "dspark", "shift_label": True, "use_confidence_head": True,
+        "causal": False, "markov_rank": raw.pop("markov_rank"),
+        "markov_head_type": raw.pop("markov_head_type"),
+    }  # fmt: skip
+    path = tmp_path / "modelopt"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    tensors = {
+        name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"): tensor
+        for name, tensor in load_file(own / "model.safetensors").items()
+    }
+    assert "markov_w1.weight" in tensors and "confidence_proj.bias" in tensors
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    naive = NaiveDFlash(
+        own, target_dir, "dflash", theta=5000.0, markov=kind, sample_from_anchor=True
+    )
+    config = DSparkDecodingConfig(max_draft_len=3, speculative_model=path)
+    compared, _ = run_random_schedule(Case(target_dir, config, naive, capture=LAYERS), 3, 3, Script)
+    assert compared > 30
 
 
 def test_what_is_of_another_kind_is_refused(target_dir: Path, tmp_path: Path) -> None:

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash_cases import DFLASH_CASES, DSPARK_CASES, make_dflash_case, make_dspark_case
+from dflash_cases import (
+    DFLASH2_CASES,
+    DFLASH_CASES,
+    DSPARK_CASES,
+    make_dflash2_case,
+    make_dflash_case,
+    make_dspark_case,
+)
 from tiny import tiny_model_dir
-from torch import Tensor
+from torch import Tensor, nn
 from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
 from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
@@ -17,17 +24,21 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
+from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.dflash import DFlashHead
+from trtspec.ops.tokens.walk import Codebooks, PathCandidates, candidate_scores
+from trtspec.train import paths
 from trtspec.train.blocks import Anchors
 from trtspec.train.losses import Objective, decay_of_block, dpace_weights, judge, score
 from trtspec.train.new_head import (
     NewHead,
     create_head,
-    default_markov_rank,
+    default_rank,
     save_head,
     trainable,
 )
+from trtspec.train.paths import PathRows, PathTables, path_losses
 from trtspec.train.records import DraftStep
 from trtspec.train.trainer import TrainConfig, Trainer
 from trtspec.train.unroll import Use, teach, unroll
@@ -48,20 +59,30 @@ def logits_of(head: DFlashHead, step: DraftStep) -> Tensor:
         assert head.markov_head is not None
         logits = logits + head.markov_head.bias(step.features)
     assert isinstance(logits, Tensor)
-    return logits
+    if step.before is None:
+        return logits
+    assert head.candidate_selector is not None  # what are not candidates is at -inf
+    candidates = head.candidate_selector.candidates(logits, step.hidden, len(logits))
+    scores = candidate_scores(
+        PathCandidates(*(t[0] for t in candidates)), step.before, head.candidate_selector.books
+    )
+    return torch.full_like(logits, -math.inf).scatter(1, candidates.ids[0], scores)
 
 
-@pytest.mark.parametrize("name", [*DFLASH_CASES, "dflash_windows_ahead", *DSPARK_CASES])
+@pytest.mark.parametrize(
+    "name", [*DFLASH_CASES, "dflash_windows_ahead", *DSPARK_CASES, *DFLASH2_CASES]
+)
 def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> None:
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
     make = make_dspark_case if name in DSPARK_CASES else make_dflash_case
+    make = make_dflash2_case if name in DFLASH2_CASES else make
     case = make(name, target_dir, tmp_path, STEPS)
     target = load_target(target_dir)
     assert isinstance(case.config, DFlashDecodingConfig)
     head = load(Path(str(case.config.speculative_model)), target)
     texts = padded_texts([[9, 4, 6], [16], [2, 3]], 20)
     hidden = teach(target, head, texts).hidden
-    places = EVERY.draw(texts, STEPS)
+    places = EVERY.draw(texts)
     assert places.shape == texts.input_ids.shape  # every row is an anchor
     compared, width = 0, texts.input_ids.shape[1]
     for step in unroll(head, texts, hidden, STEPS, use=Use(anchors=EVERY)):
@@ -91,16 +112,45 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
 
 def test_anchors_are_before_what_the_target_wrote() -> None:
     texts = padded_texts([[30], [8, 6]], 32)
-    texts.loss_mask[0, :20] = False
-    places = Anchors(count=8, seed=1).draw(texts, 3)
+    texts.loss_mask[0] = torch.arange(32) >= 20
+    places = Anchors(count=8, seed=1).draw(texts)
     assert places.shape == (2, 8) and (places.diff() > 0).all()
-    assert ((places[0] >= 17) & (places[0] < 29)).all()  # each has a token to be judged
+    assert ((places[0] >= 19) & (places[0] < 29)).all()  # the next token is to be judged
     assert (texts.document_ids[1, places[1]] >= 0).all()
-    assert not torch.equal(places, Anchors(count=8, seed=2).draw(texts, 3))
-    assert torch.equal(places, Anchors(count=8, seed=1).draw(texts, 3))
+    assert not torch.equal(places, Anchors(count=8, seed=2).draw(texts))
+    assert torch.equal(places, Anchors(count=8, seed=1).draw(texts))
 
 
-CONFIGS = {"dflash": DFlashDecodingConfig, "dspark": DSparkDecodingConfig}
+def test_ends_of_answers_are_drawn_as_often_as_their_middles() -> None:
+    """A block behind such an anchor is longer than what is left of the answer."""
+    texts = padded_texts([[20, 20]], 40)
+    texts.loss_mask[:] = True
+    counts = torch.zeros(40)
+    for seed in range(400):
+        counts[Anchors(count=10, seed=seed).draw(texts)[0]] += 1
+    assert counts[19] == counts[39] == 0  # nothing of their document follows
+    drawn = torch.cat([counts[:19], counts[20:39]])  # each 400 * 10 / 38 = 105 times, +- 9
+    assert drawn.min() > 65 and drawn.max() < 150
+
+
+CONFIGS = {
+    "dflash": DFlashDecodingConfig,
+    "dflash2": DFlashDecodingConfig,
+    "dspark": DSparkDecodingConfig,
+}
+
+
+def block_of(kind: str) -> int:
+    """Rows of a block of three drafts."""
+    return 3 if kind == "dspark" else 4
+
+
+def disturb(head: DFlashHead) -> None:
+    """Gives what a new head's parts begin as values that matter."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in trainable(head).items():
+        if "markov_w2" in name or "conv." in name or "codebook" in name:
+            parameter.data.normal_(generator=generator)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -113,13 +163,12 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
         kind=kind,
         num_layers=2,
         layers_to_capture=CAPTURED,
-        block_size=4 if kind == "dflash" else 3,
+        block_size=block_of(kind),
         mask_token_id=VOCAB,
     )
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
-    if head.markov_head is not None:  # which a new head's has not
-        head.markov_head.markov_w2.weight.data.normal_(generator=torch.Generator().manual_seed(5))
+    disturb(head)
     for parameter in trainable(head).values():  # as bf16 holds them, for the comparison
         parameter.data = parameter.data.bfloat16().float()
     save_head(head, target.config, tmp_path / "head", format=format, notes={"why": "test"})
@@ -164,6 +213,8 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
     missing = [n for n, p in parameters.items() if p.grad is None or not p.grad.any()]
     assert parameters and not missing, missing
     assert any("markov" in n for n in parameters) == (kind == "dspark")
+    assert any("codebook" in n for n in parameters) == (kind == "dflash2")
+    assert any("base_kernel" in n for n in parameters) == (kind == "dflash2")
     assert not any("embed" in n or "lm_head" in n for n in parameters)
     assert all(p.grad is None for p in target.parameters())
 
@@ -173,26 +224,42 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
 def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace: bool) -> None:
     """Steps judged together and one by one; documents end before some blocks do."""
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    spec = NewHead(kind=kind, block_size=4 if kind == "dflash" else 3, mask_token_id=0)
+    spec = NewHead(kind=kind, block_size=block_of(kind), mask_token_id=0)
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
-    if head.markov_head is not None:
-        head.markov_head.markov_w2.weight.data.normal_(generator=torch.Generator().manual_seed(5))
+    disturb(head)
     texts = padded_texts([[12, 3], [9]], 16)
     teacher = teach(target, head, texts)
     steps = list(unroll(head, texts, teacher.hidden, 3, use=Use(anchors=Anchors(count=9))))
     counted = torch.stack([step.counted for step in steps], 1)
     assert counted.any(0).all() and not counted.all(0).any()
-    loss, scores = judge(head, steps, teacher, Objective(0.7, uses_dpace, variation=0.4))
+    loss, scores = judge(
+        head, steps, teacher, Objective(0.7, uses_dpace, variation=0.4, selector=0.3)
+    )
 
-    losses, chances = [], []
+    losses, chances, missing = [], [], 0
     for step in steps:
         theirs = teacher.logits[step.teacher_rows].double()
-        logits = logits_of(head, step).double()
+        logits = head.compute_logits(step.hidden, 0).double()
+        if step.features is not None:
+            logits = logits_of(head, step).double()
         p, q = theirs.softmax(-1), logits.softmax(-1)
         cross = -(p * logits.log_softmax(-1)).sum(-1)
         losses.append(0.6 * cross + 0.4 * (1 - torch.minimum(p, q).sum(-1)))
-        chances.append(q.detach().gather(1, theirs.argmax(-1, keepdim=True))[:, 0])
+        chosen = theirs.argmax(-1, keepdim=True)
+        chances.append(q.detach().gather(1, chosen)[:, 0])
+        if step.before is not None:
+            selector = head.candidate_selector
+            assert selector is not None
+            ids = logits.topk(selector.count).indices
+            is_missing = ~(ids == chosen).any(1)
+            missing += int(is_missing.sum())
+            ids[is_missing, -1] = chosen[is_missing, 0]
+            states = step.hidden @ selector.hidden_projection.weight.T
+            context = selector.predecessor_codebook[step.before] * states
+            scores_ = logits + (context @ selector.successor_codebook.T).double()
+            among = scores_.gather(1, ids).logsumexp(1) - scores_.gather(1, chosen)[:, 0]
+            losses[-1] = losses[-1] + 0.3 * among
     expected = torch.zeros((), dtype=torch.float64)
     for block in range(len(counted)):
         reached, parts = 1.0, []
@@ -204,6 +271,7 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
             weight = sum(parts[step:]) if uses_dpace else 0.7**step
             if counted[block, step]:
                 expected += weight * losses[step][block] / counted[:, step].sum()
+    assert bool(missing) == (kind == "dflash2")  # choices that are not candidates among them
     torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-5)
     for step, each in zip(steps, scores, strict=True):
         alone = score(head, step, teacher, variation=0.4)
@@ -221,7 +289,7 @@ def test_weights_by_position() -> None:
     assert weights.tolist() == [[3.0, 2.0, 1.0], [0.875, 0.375, 0.125]]
     none = dpace_weights(torch.ones(1, 3), torch.tensor([[True, False, False]]))
     assert none.tolist() == [[1.0, 0.0, 0.0]]
-    ranks = [default_markov_rank(size) for size in (32, 576, 2048, 8192)]
+    ranks = [default_rank(size) for size in (32, 576, 2048, 8192)]
     assert ranks == [16, 64, 256, 256]
 
 
@@ -250,3 +318,44 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         NewHead(kind="dflash", markov_rank=4)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)
+
+
+def test_gradients_of_a_path_are_its_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts whose scores are computed again; of repeated tokens gradients are summed."""
+    monkeypatch.setattr(paths, "ROWS", 4)
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    hidden, lm_head, first, second, weight = (
+        random(*shape) for shape in ((10, 6), (20, 6), (20, 4), (20, 4), (4, 6))
+    )
+    before, choices = (torch.randint(20, (10,), generator=generator) for _ in range(2))
+    candidates = torch.stack([torch.randperm(20, generator=generator)[:5] for _ in range(10)])
+    candidates[:5, 2] = choices[:5]  # of the others the choice may be missing
+    projection = Linear(6, 4, bias=False)
+    projection.weight = nn.Parameter(weight.detach().clone())
+    rows = PathRows(hidden=hidden, before=before, candidates=candidates, choices=choices)
+    tables = PathTables(lm_head.detach(), projection, Codebooks(first, second))
+    losses, proposals = path_losses(rows, tables)
+    scale = torch.arange(1.0, 11.0, dtype=torch.float64)
+    wanted = (hidden, projection.weight, first, second)
+    ours = torch.autograd.grad((losses * scale).sum(), wanted)
+
+    scores = hidden @ lm_head.detach().T + (first[before] * (hidden @ weight.T)) @ second.T
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(10):
+        among = candidates[i].tolist()
+        if int(choices[i]) in among:
+            best = max(among, key=lambda token: float(scores[i, token].detach()))
+            assert int(proposals[i]) == best
+        else:
+            among[-1] = int(choices[i])
+            assert proposals[i] != choices[i] and proposals[i] in candidates[i]
+        loss = scores[i, among].logsumexp(0) - scores[i, choices[i]]
+        torch.testing.assert_close(losses[i], loss)
+        expected = expected + scale[i] * loss
+    theirs = torch.autograd.grad(expected, (hidden, weight, first, second))
+    for own, formula in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, formula)

@@ -41,6 +41,7 @@ def data(target_dir: Path) -> GreedyTexts:
 KINDS: dict[str, type[HeadDecodingConfig]] = {
     "eagle3": EagleDecodingConfig,
     "dflash": DFlashDecodingConfig,
+    "dflash2": DFlashDecodingConfig,
     "dspark": DSparkDecodingConfig,
 }
 
@@ -65,8 +66,8 @@ def _log(out: Path) -> list[dict[str, object]]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
-TRAINED = thinned(["eagle3", "dflash", "dspark"], 2)
-"""A DSpark head is a DFlash head with more."""
+TRAINED = [*thinned(["eagle3", "dflash", "dspark"], 2), "dflash2"]
+"""DSpark and DFlash2 heads are DFlash heads with more."""
 
 
 @pytest.mark.parametrize("kind", TRAINED)

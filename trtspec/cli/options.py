@@ -282,7 +282,7 @@ class DoctorOptions:
 class TrainOptions:
     """What `trtspec train` makes, and from what."""
 
-    kind: Annotated[str, typer.Argument(help="eagle3, dflash, dspark or mtp.")]
+    kind: Annotated[str, typer.Argument(help="eagle3, dflash, dflash2, dspark or mtp.")]
     target: Annotated[str, typer.Option("--target", help="smollm2-135m or a model directory.")] = (
         DEFAULT_MODEL
     )
@@ -323,8 +323,8 @@ class TrainOptions:
         typer.Option(
             "--block-size",
             min=2,
-            help="dflash: the last token and those to be drafted. dspark: how many are drafted. "
-            "Default: 8.",
+            help="dflash, dflash2: the last token and those to be drafted. dspark: how many are "
+            "drafted. Default: 8.",
         ),
     ] = None
     mask_token_id: Annotated[
@@ -332,8 +332,8 @@ class TrainOptions:
         typer.Option(
             "--mask-token-id",
             min=0,
-            help="dflash and dspark need it: a token that texts do not have, read in place of "
-            "drafts.",
+            help="dflash, dflash2 and dspark need it: a token that texts do not have, read in "
+            "place of drafts.",
         ),
     ] = None
     num_anchors: Annotated[
@@ -341,15 +341,15 @@ class TrainOptions:
         typer.Option(
             "--anchors",
             min=1,
-            help="dflash, dspark: blocks trained in each row of text. Default: 64.",
+            help="dflash, dflash2, dspark: blocks trained in each row of text. Default: 64.",
         ),
     ] = None
     position_weights: Annotated[
         str | None,
         typer.Option(
             "--position-weights",
-            help="dflash, dspark: how a block's drafts weigh in the loss, exponential (earlier "
-            "ones more) or d-pace (by what the accepted length owes to each). Default: "
+            help="dflash, dflash2, dspark: how a block's drafts weigh in the loss, exponential "
+            "(earlier ones more) or d-pace (by what the accepted length owes to each). Default: "
             "exponential.",
         ),
     ] = None
@@ -359,8 +359,8 @@ class TrainOptions:
             "--total-variation",
             min=0,
             max=1,
-            help="dflash, dspark: the share of total variation in the loss, the rest is "
-            "cross-entropy. Default: dflash 0, dspark 0.9.",
+            help="dflash, dflash2, dspark: the share of total variation in the loss, the rest is "
+            "cross-entropy. Default: dspark 0.9, others 0.",
         ),
     ] = None
     markov_rank: Annotated[
@@ -369,6 +369,30 @@ class TrainOptions:
             "--markov-rank",
             min=1,
             help="dspark: the rank of its bias. Default: by the target's size, at most 256.",
+        ),
+    ] = None
+    selector_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--selector-rank",
+            min=1,
+            help="dflash2: the rank of its choice among candidates. Default: by the target's size, "
+            "at most 256.",
+        ),
+    ] = None
+    selector_weight: Annotated[
+        float | None,
+        typer.Option(
+            "--selector-weight",
+            help="dflash2: the weight in the loss of its choice among candidates. Default: 1.",
+        ),
+    ] = None
+    capture_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--capture-layers",
+            help="Layers of the target that the head reads, e.g. 1,14,27; not of mtp. Default: "
+            "the kind's.",
         ),
     ] = None
     draft_vocab_size: Annotated[

@@ -63,6 +63,8 @@ def run_train(options: TrainOptions) -> int:
         block_size=options.block_size or DEFAULT_BLOCK,
         mask_token_id=options.mask_token_id,
         markov_rank=options.markov_rank,
+        selector_rank=options.selector_rank,
+        layers_to_capture=_layers(options.capture_layers),
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
@@ -128,6 +130,17 @@ def _say(text: str) -> None:
     make_console(stderr=True).print(Text(text), soft_wrap=True)
 
 
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise CliError(
+            f"--capture-layers {text!r}: give numbers of layers with commas, e.g. 1,14,27."
+        ) from None
+
+
 def _check_kind(options: TrainOptions) -> None:
     """Raises CliError for options of another kind of head, and for one that is missing."""
     from ..train.new_head import BLOCK_KINDS
@@ -140,9 +153,14 @@ def _check_kind(options: TrainOptions) -> None:
         "--total-variation": options.variation,
     }
     is_block = options.kind in BLOCK_KINDS
-    others = {"--unroll": options.num_steps} if is_block else of_blocks
+    others: dict[str, Any] = {"--unroll": options.num_steps} if is_block else of_blocks
+    if options.kind == "mtp":
+        others["--capture-layers"] = options.capture_layers
     if options.kind != "dspark":
         others["--markov-rank"] = options.markov_rank
+    if options.kind != "dflash2":
+        others["--selector-rank"] = options.selector_rank
+        others["--selector-weight"] = options.selector_weight
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise CliError(f"{given[0]} was given, but is not for {options.kind}: leave it out.")
@@ -174,8 +192,13 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
         learning_rate=options.learning_rate,
         num_steps=options.num_steps or DEFAULT_STEPS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
+        selector_weight=_selector_weight(options),
         seed=options.seed,
     )
+
+
+def _selector_weight(options: TrainOptions) -> float:
+    return 1.0 if options.selector_weight is None else options.selector_weight
 
 
 def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainConfig:
@@ -192,6 +215,7 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
         num_anchors=options.num_anchors or DEFAULT_ANCHORS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
         variation=options.variation,
+        selector_weight=_selector_weight(options),
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,

@@ -30,18 +30,17 @@ class Anchors:
     count: int = 64
     seed: int = 0
 
-    def draw(self, sequences: Sequences, num_steps: int) -> Tensor:
+    def draw(self, sequences: Sequences) -> Tensor:
         """Returns anchors [N, A] int64 on the sequences' device, in the order of rows.
 
-        They are before tokens that the target wrote, `num_steps` of them where there are enough.
-        A sequence with fewer has some that no step judges.
+        Each row before a token that the target wrote is as likely as another, also where the
+        answer ends before the block does. A sequence with fewer such rows has some others.
         """
         source = sequences.on_host or sequences
-        following = [source.counts_ahead(s + 1) for s in range(num_steps)]
         generator = torch.Generator().manual_seed(self.seed)
         noise = torch.rand(source.input_ids.shape, generator=generator)
-        fits = torch.stack(following).long().sum(0).cpu()  # tokens that can be judged
-        order = (fits + noise).argsort(dim=1, descending=True)[:, : self.count]
+        is_judged = source.counts_ahead(1).cpu()
+        order = (is_judged + noise).argsort(dim=1, descending=True)[:, : self.count]
         return without_waiting(order.sort(dim=1).values, sequences.input_ids.device)
 
 
@@ -75,7 +74,7 @@ def unroll_blocks(
     assert head.config.mask_token_id is not None
     first = 0 if head.samples_from_anchor else 1
     block, length = how.num_rows or num_steps + first, sequences.input_ids.shape[1]
-    places = how.anchors.draw(sequences, num_steps)
+    places = how.anchors.draw(sequences)
     offsets = torch.arange(block, device=places.device)
     ids = torch.full((*places.shape, block), head.config.mask_token_id, device=places.device)
     ids[..., 0] = sequences.input_ids.gather(1, places)

@@ -7,7 +7,8 @@ D-PACE a step's weight depends on the others of its block.
     d-pace        w_s = sum_{m >= s} C_m,  C_m = prod_{i <= m} (alpha + (1 - alpha) q_i)
 
 q_i is the probability that the head gives to the target's token at step i. D-PACE
-(arXiv:2605.18810) thus weighs a step by how much of the accepted length depends on it.
+(arXiv:2605.18810) thus weighs a step by how much of the accepted length depends on it. A DFlash2
+head's loss has a second part, that of its choice among candidates (`paths.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..models.drafters.clustered_head import ClusteredHead
 from ..models.drafters.dflash import DFlashHead
 from ..ops.tokens.soft_cross_entropy import ROWS, Judgement, Product, linear_loss
 from ..ops.tokens.walk import walk_candidates
+from .paths import PathRows, PathTables, path_losses
 from .records import DraftStep, Teacher
 
 CLUSTERED_ROWS = 64
@@ -42,13 +44,14 @@ class Objective:
     decay: float = DECAY  # a step's weight as a share of the weight of the one before
     uses_dpace: bool = False  # in the place of `decay`; of blocks alone
     variation: float = 0.0  # the share of total variation, the rest is cross-entropy
+    selector: float = 1.0  # the weight of DFlash2's choice among candidates
 
 
 @dataclass(frozen=True)
 class StepScore:
     """A step's loss, and whether its proposals match the target's greedy choice."""
 
-    loss: Tensor  # [], mean over rows; 0 without rows
+    loss: Tensor  # [], mean over rows; 0 without rows; without that of DFlash2's choice
     is_right: Tensor  # [T] bool, False where nothing was drafted from
     is_counted: Tensor  # [T] bool
 
@@ -77,6 +80,7 @@ def _judge_blocks(
 ) -> tuple[Tensor, list[StepScore]]:
     judges = torch.stack([step.teacher_rows for step in steps], dim=1)  # [B, K]
     counts = torch.stack([step.counted for step in steps], dim=1) & teacher.draftable[judges]
+    selector = head.candidate_selector
     share = 1 / counts.sum(0).clamp_min(1)  # [K]: a step's loss is a mean
     decays = objective.decay ** torch.arange(len(steps), device=share.device)
 
@@ -91,12 +95,28 @@ def _judge_blocks(
         variation=objective.variation,
         group=len(steps),
         weigh=weigh,
+        candidates=0 if selector is None else selector.count,
     )
     hidden = torch.stack([step.hidden for step in steps], dim=1).flatten(0, 1)
     read = [step.features for step in steps if step.features is not None]
     features = torch.stack(read, dim=1).flatten(0, 1) if read else None
     total, found = linear_loss(_products(head, hidden, features, 0), judgement)
-    losses, best = found.loss.view(counts.shape), found.best.view(counts.shape)
+    losses, proposals = found.loss.view(counts.shape), found.best
+    if selector is not None:
+        before = torch.stack([step.before for step in steps if step.before is not None], dim=1)
+        rows = PathRows(
+            hidden=hidden,
+            before=before.flatten(),
+            candidates=found.candidates,
+            choices=teacher.choices[judges.flatten()],
+        )
+        lm_head = head.lm_head_of_step(0).weight
+        assert lm_head is not None, "the head's weights are packed"
+        tables = PathTables(lm_head, selector.hidden_projection, selector.books)
+        of_path, proposals = path_losses(rows, tables)
+        weights = weigh(found.chance.view(counts.shape), counts) * counts
+        total = total + objective.selector * (of_path.view(counts.shape) * weights).sum()
+    best = proposals.view(counts.shape)
     scores = [
         _scored(head, step, teacher, best[:, i], losses[:, i].sum() * share[i])
         for i, step in enumerate(steps)
@@ -131,7 +151,7 @@ def score(
         judgement = Judgement(teacher.logits, judges, counts, variation)
         total, found = linear_loss(_products(head, hidden, features, step.step), judgement)
         loss, proposals = total / counts.sum().clamp_min(1), found.best
-    else:
+    if not with_loss or step.before is not None:
         is_clustered = isinstance(getattr(head, "lm_head", None), ClusteredHead)
         parts = [
             _proposals(head, step, some)

@@ -23,13 +23,19 @@ from ..errors import ConfigError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead, HeadConfig
+from ..models.drafters.convolved import BlockConvolution
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead, mtp_decoder_config
 
-KINDS = ("dflash", "dspark", "eagle3", "mtp")
-BLOCK_KINDS = ("dflash", "dspark")
-MOST_MARKOV_RANK, LEAST_MARKOV_RANK = 256, 16
+BLOCK_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+BLOCK_KINDS = tuple(BLOCK_NAMES)
+KINDS = (*BLOCK_KINDS, "eagle3", "mtp")
+MOST_RANK, LEAST_RANK = 256, 16
+CONVOLUTION = 2, 16
+"""Of DFlash2, taps and channels of a group."""
+CANDIDATES = 16
+CODEBOOK_DEVIATION = 0.02
 FORMATS = ("raw", "speculators")
 
 
@@ -47,7 +53,8 @@ class NewHead:
     intermediate_size: int | None = None  # None is the target's
     block_size: int = 8  # of block heads, rows: the last token's, of DFlash proposing nothing
     mask_token_id: int | None = None  # of block heads: read in place of drafts; not one of texts
-    markov_rank: int | None = None  # DSpark, of its bias; None is `default_markov_rank`'s
+    markov_rank: int | None = None  # DSpark, of its bias; None is `default_rank`'s
+    selector_rank: int | None = None  # DFlash2, of its choice; None is `default_rank`'s
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -56,10 +63,14 @@ class NewHead:
         require_int(self, "block_size", 2, MAX_DRAFT_LEN)
         if self.mask_token_id is not None:
             require_int(self, "mask_token_id", 0, None)
-        if self.markov_rank is not None:
-            require_int(self, "markov_rank", 1, None)
-            if self.kind != "dspark":
-                raise ConfigError(f"markov_rank is of DSpark heads, not of {self.kind}.")
+        for name, kind, called in (
+            ("markov_rank", "dspark", "DSpark"),
+            ("selector_rank", "dflash2", "DFlash2"),
+        ):
+            if getattr(self, name) is not None:
+                require_int(self, name, 1, None)
+                if self.kind != kind:
+                    raise ConfigError(f"{name} is of {called} heads, not of {self.kind}.")
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
@@ -71,7 +82,7 @@ class NewHead:
         """How many drafts a block has; None of heads that draft one after the other."""
         if self.kind not in BLOCK_KINDS:
             return None
-        return self.block_size - (self.kind == "dflash")  # whose first row proposes nothing
+        return self.block_size - (self.kind != "dspark")  # others' first row proposes nothing
 
 
 def create_head(
@@ -80,7 +91,8 @@ def create_head(
     """A head with fresh weights on the target's device, all of its parameters trainable.
 
     Matrices are normal with a deviation of 1/sqrt(inputs), but for what is known already: final
-    norms and an EAGLE-3 head's lm_head begin as the target's, DSpark's bias as none.
+    norms and an EAGLE-3 head's lm_head begin as the target's. DSpark's bias begins as none.
+    DFlash2's convolutions begin as the rows themselves, its choice nearly as the logits alone.
 
     Args:
         draft_ids: EAGLE-3: [Vd] int64, ascending: the target's tokens it drafts among. None where
@@ -137,11 +149,25 @@ def create_head(
             bias = head.markov_head.markov_w2.weight
             assert bias is not None
             bias.data.zero_()
+        _begin_as_dflash(head)
     else:
         for layer in head.layers:  # type: ignore[union-attr]
             layer.norm.weight.data.copy_(target.norm.weight)
     head.share(target)
     return head
+
+
+def _begin_as_dflash(head: DFlashHead) -> None:
+    """Gives what a DFlash2 head has more than DFlash values with which it computes the same."""
+    for module in head.modules():
+        if isinstance(module, BlockConvolution):
+            assert module.kernel_projection.weight is not None
+            module.kernel_projection.weight.data.zero_()
+            module.base_kernel.data.zero_()
+            module.base_kernel.data[:, 0] = 1
+    if head.candidate_selector is not None:
+        for book in head.candidate_selector.books:
+            book.data.mul_(CODEBOOK_DEVIATION * book.shape[1] ** 0.5)
 
 
 def trainable(head: DraftHead) -> dict[str, nn.Parameter]:
@@ -293,11 +319,16 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             f"mask_token_id={mask} is not in the target's vocabulary 0 … {target.vocab_size - 1}: "
             "give a token that texts do not have, a reserved one at best."
         )
-    is_dspark = spec.kind == "dspark"
-    rank = spec.markov_rank or default_markov_rank(target.hidden_size)
+    is_dspark, is_dflash2 = spec.kind == "dspark", spec.kind == "dflash2"
+    rank = default_rank(target.hidden_size)
+    if is_dflash2 and target.hidden_size % CONVOLUTION[1]:
+        raise ConfigError(
+            f"A DFlash2 head's convolutions have groups of {CONVOLUTION[1]} channels, which do not "
+            f"divide the target's {target.hidden_size}. Train a head of kind 'dflash' or 'dspark'."
+        )
     return HeadConfig(
-        kind=spec.kind,
-        format=f"{'DSpark' if is_dspark else 'DFlash'}, z-lab's format",
+        kind="dspark" if is_dspark else "dflash",
+        format=f"{BLOCK_NAMES[spec.kind]}, z-lab's format",
         decoder=replace(_plain_layers(spec, target), qk_norm=True),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
@@ -306,14 +337,17 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
         trained_draft_len=spec.drafts_of_block,
         sees_ahead=(True,) * spec.num_layers,
         samples_from_anchor=is_dspark,
-        markov_rank=rank if is_dspark else 0,
+        markov_rank=(spec.markov_rank or rank) if is_dspark else 0,
+        block_convolution=CONVOLUTION if is_dflash2 else (0, 0),
+        selector_rank=(spec.selector_rank or rank) if is_dflash2 else 0,
+        selector_candidates=min(CANDIDATES, target.vocab_size) if is_dflash2 else 0,
     )
 
 
-def default_markov_rank(hidden_size: int) -> int:
+def default_rank(hidden_size: int) -> int:
     """Returns the largest power of two in an eighth of the size, 16 … 256."""
-    eighth = max(LEAST_MARKOV_RANK, hidden_size // 8)
-    return min(MOST_MARKOV_RANK, 1 << (eighth.bit_length() - 1))
+    eighth = max(LEAST_RANK, hidden_size // 8)
+    return min(MOST_RANK, 1 << (eighth.bit_length() - 1))
 
 
 def block_rows(config: HeadConfig) -> int:
@@ -422,10 +456,20 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
 
 def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str, Any]:
     layers = {**_architecture(config.decoder), "model_type": "qwen3"}
-    name = "DSpark" if config.kind == "dspark" else "DFlash"
-    of_dspark: dict[str, Any] = {}
+    kind = "dflash2" if config.selector_rank else config.kind
+    name = BLOCK_NAMES[kind]
+    own: dict[str, Any] = {}
+    if config.selector_rank:
+        taps, group = config.block_convolution
+        own = {
+            "conv_kernel_size": taps,
+            "conv_group_size": group,
+            "selector_rank": config.selector_rank,
+            "selector_top_k": config.selector_candidates,
+            "sample_from_anchor": config.samples_from_anchor,
+        }
     if config.markov_rank:
-        of_dspark = {
+        own = {
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_kind,
             "enable_confidence_head": False,
@@ -434,14 +478,14 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
     if format == "speculators":
         return {
             "architectures": [f"{name}Speculator"],
-            "speculators_model_type": config.kind,
+            "speculators_model_type": kind,
             "transformer_layer_config": layers,
             "draft_vocab_size": config.draft_vocab_size,
             "block_size": block_rows(config),
             "mask_token_id": config.mask_token_id,
             # Counted as inputs.
             "aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
-            **of_dspark,
+            **own,
             "dtype": "bfloat16",
         }
     return {
@@ -453,7 +497,7 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.layers_to_capture),
         },
-        **of_dspark,
+        **own,
         "dtype": "bfloat16",
     }
 

@@ -69,6 +69,7 @@ class TrainConfig:
     position_weights: str = "exponential"  # of a block's drafts: one of `POSITION_WEIGHTS`
     step_decay: float | None = None  # of weights; None is 0.8, of blocks what their size asks for
     variation: float | None = None  # share of total variation in the loss; None is the kind's
+    selector_weight: float = 1.0  # of DFlash2's choice among candidates in the loss
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # share of learning_rate that the cosine ends at
     warmup_steps: int = 50
@@ -89,7 +90,7 @@ class TrainConfig:
             require_int(self, name, 1, None)
         require_int(self, "warmup_steps", 0, None)
         require_int(self, "seed", 0, MAX_SEED)
-        for name in ("learning_rate", "clip"):
+        for name in ("learning_rate", "clip", "selector_weight"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"TrainConfig.{name}={value!r}: it must be a number > 0.")
@@ -116,7 +117,12 @@ class TrainConfig:
             decay = decay_of_block(block_rows(head.config)) if is_block else DECAY
         if variation is None:
             variation = VARIATION.get(kind, 0.0)
-        return Objective(decay, is_block and self.position_weights == "d-pace", variation)
+        return Objective(
+            decay=decay,
+            uses_dpace=is_block and self.position_weights == "d-pace",
+            variation=variation,
+            selector=self.selector_weight,
+        )
 
     def rate(self, step: int) -> float:
         """Returns the learning rate of step 0, 1, …"""
@@ -411,6 +417,8 @@ class Trainer:
                 same.pop(name)
         if not same["variation"]:
             same.pop("variation")
+        if not self.head.config.selector_rank:
+            same.pop("selector_weight")
         same["betas"] = list(same["betas"])
         config, weight = self.head.config, self.target.embed_tokens.weight
         digest = hashlib.sha256(weight[:64].float().cpu().numpy().tobytes())

@@ -1,8 +1,9 @@
 """Reading a DFlash, DFlash2 or DSpark head: z-lab's format and that of speculators.
 
 z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
-0-based outputs. ModelOpt exports DFlash and DFlash2 heads so. The speculators format
-(`speculators_model_type: "dflash"`) counts them as inputs. DFlash2 is DFlash with more fields.
+0-based outputs. ModelOpt exports heads so, DSpark's with `projector_type: "dspark"` in place of a
+name of their own. The speculators format (`speculators_model_type: "dflash"`) counts them as
+inputs. DFlash2 is DFlash with more fields.
 The network is in `models/drafters/dflash.py`.
 """
 
@@ -91,7 +92,15 @@ def _is_dspark(files: HeadFiles, asked: str | None) -> bool:
     if raw.get("speculators_model_type") is not None:
         return raw["speculators_model_type"] == "dspark"
     names = raw.get("architectures") or ()
-    return _is_dflash(files, asked) and any("DSpark" in str(name) for name in names)
+    named = any("DSpark" in str(name) for name in names) or _projector(raw) == "dspark"
+    return _is_dflash(files, asked) and named
+
+
+def _projector(raw: dict[str, Any]) -> Any:
+    """Returns what ModelOpt calls a head's kind, None of other formats."""
+    nested = raw.get("dflash_config")
+    inside = nested.get("projector_type") if isinstance(nested, dict) else None
+    return raw.get("projector_type") or inside
 
 
 def _read(
@@ -168,7 +177,7 @@ def parse_dflash(
     refuse_other_layers(decoder, f"{where}: DFlash heads")
     flags = {**nested, **{name: value for name, value in raw.items() if value is not None}}
     if is_dspark and flags.get("sample_from_anchor") is None:
-        flags["sample_from_anchor"] = True
+        flags["sample_from_anchor"] = flags.get("shift_label") is not False  # ModelOpt's name
     anchor = flag_field(flags, "sample_from_anchor", where)
     block = _required(flags, "block_size", where)
     block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
@@ -230,7 +239,7 @@ def _refuse_relatives(
     else:
         relatives |= dict.fromkeys(_DFLASH2, "DFlash2's parts")
     found = [what for name, what in relatives.items() if raw.get(name) or nested.get(name)]
-    projector = raw.get("projector_type") or nested.get("projector_type")
+    projector = _projector(raw)
     if projector not in (None, variant.lower()):
         found.append(f"projector_type {projector!r}")
     is_other = kind not in ("dflash", "dflash2", "dspark") or names[0] not in ARCHITECTURES

@@ -35,6 +35,15 @@ class RowLosses(NamedTuple):
     chance: Tensor  # [R] float32, q of the teacher's best token
 
 
+class FoundRows(NamedTuple):
+    """`RowLosses`, and each row's best tokens."""
+
+    loss: Tensor
+    best: Tensor
+    chance: Tensor
+    candidates: Tensor  # [R, C] int64
+
+
 class Product(NamedTuple):
     """x W^T, a part of the logits."""
 
@@ -52,6 +61,7 @@ class Judgement:
         variation: the share of total variation in the loss.
         group: rows that follow each other and are weighed together; it divides R.
         weigh: (chances, counts), both [R / group, group] -> their weights in the sum, float32.
+        candidates: C, how many of each row's best tokens are wanted.
     """
 
     teacher: Tensor
@@ -60,9 +70,10 @@ class Judgement:
     variation: float = 0.0
     group: int = 1
     weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+    candidates: int = 0
 
 
-def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, RowLosses]:
+def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, FoundRows]:
     """Returns the weighted sum of the rows' losses, differentiable in the products, and the rows'.
 
     Args:
@@ -72,7 +83,7 @@ def linear_loss(products: list[Product], judgement: Judgement) -> tuple[Tensor, 
     if not torch.is_grad_enabled():  # autograd's `needs_input_grad` ignores this
         tensors = [tensor.detach() for tensor in tensors]
     total, *of_rows = _LinearLoss.apply(judgement, *tensors)
-    return total, RowLosses(*of_rows)
+    return total, FoundRows(*of_rows)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -83,6 +94,7 @@ class _LinearLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         losses, chances = (total.new_empty(len(rows)) for _ in range(2))
         found = RowLosses(losses, torch.empty_like(rows), chances)
+        candidates = rows.new_empty(len(rows), judgement.candidates)
         grads: list[Tensor | None] = [None] * len(tensors)
         for i, (x, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[1:], strict=True)):
             if wanted:  # a weight's is a sum over parts, kept in float32
@@ -94,6 +106,8 @@ class _LinearLoss(torch.autograd.Function):
             for x, weight in products[1:]:
                 logits.addmm_(x[part], weight.t())
             counts = judgement.counts[part]
+            if judgement.candidates:
+                candidates[part] = logits.topk(judgement.candidates).indices
             judged = draft_loss_(logits, judgement.teacher, rows[part], counts, judgement.variation)
             for whole, of_part in zip(found, judged, strict=True):
                 whole[part] = of_part
@@ -105,8 +119,8 @@ class _LinearLoss(torch.autograd.Function):
             _add_gradients(grads, products, part, logits, weights)
         grads = [g if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(*found)
-        return total, *found
+        ctx.mark_non_differentiable(*found, candidates)
+        return total, *found, candidates
 
     @staticmethod
     @once_differentiable
