@@ -282,6 +282,8 @@ class PyExecutor:
         while len(self._pending) > keep_in_flight:
             self._read(self._pending.popleft())
         self.book.flush_when_idle()
+        if self.worker.remembers_texts and (texts := self.book.ended_texts()):
+            self.runner.remember(texts)
         is_prefill = bool(batch) and not batch.generations
         if has_work:
             self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
