@@ -22,7 +22,7 @@ def common_suffix(left: list[int], right: list[int], longest: int) -> int:
 
 
 def search_text(text: list[int], search: Search) -> list[Found]:
-    """The `count` longest matches, of equal length the latest first."""
+    """The `num_matches` longest matches, of equal length the latest first."""
     found = []
     for end in range(len(text) - 1):
         n = common_suffix(text[: end + 1], text, search.longest)
@@ -32,7 +32,7 @@ def search_text(text: list[int], search: Search) -> list[Found]:
                 following.append(following[end + 1 + i])
             found.append((n, end, following[len(text) :]))
     found.sort(reverse=True)
-    return [Found(n, tokens) for n, _, tokens in found[: search.count]]
+    return [Found(n, tokens) for n, _, tokens in found[: search.num_matches]]
 
 
 class Pool:
@@ -71,7 +71,7 @@ class Pool:
         return tokens
 
     def search(self, text: list[int], owner: str, search: Search) -> list[Found]:
-        """Of each size of n-grams the newest `count`, shortest n-grams first."""
+        """Of each size of n-grams the newest `num_matches`, shortest n-grams first."""
         found = []
         for i, size in enumerate(SIZES):
             last = i == len(SIZES) - 1
@@ -82,7 +82,7 @@ class Pool:
                 and self.before(place, owner, size) == text[-size:]
                 and self.after(place, 1)
             ]
-            for place in places[: search.count]:
+            for place in places[: search.num_matches]:
                 n = common_suffix(self.before(place, owner, search.longest), text, search.longest)
                 if n >= search.shortest and (last or n < SIZES[i + 1]):
                     found.append(Found(n, self.after(place, search.max_draft_len)))

@@ -46,18 +46,19 @@ class EngineOptions:
         str,
         typer.Option(
             "--speculative",
-            help="none, ngram, draft_target, auto, eagle3, dflash, dspark, mtp (a layer per draft) "
-            "or mtp_eagle (one layer for all). The last five draft inside the step; eagle3 is the "
-            "mode EAGLE3_ONE_MODEL, mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
+            help="none, ngram, sa (suffixes of this and earlier answers), draft_target, auto, "
+            "eagle3, dflash, dspark, mtp (a layer per draft) or mtp_eagle (one for all). The last "
+            "five draft inside the step; eagle3 is the mode EAGLE3_ONE_MODEL, "
+            "mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
         ),
     ] = "none"
     max_draft_len: Annotated[
         int | None,
         typer.Option(
             "--max-draft-len",
-            help="Draft tokens per step, K. Default: ngram and auto 6, mtp 1, mtp_eagle 1 (3 with "
-            "the package's head), dflash and dspark what fills a block, the others 4; an EAGLE "
-            "head may say its own; demo 3.",
+            help="Draft tokens per step, K. Default: ngram and auto 6, sa 16, mtp 1, mtp_eagle 1 "
+            "(3 with the package's head), dflash and dspark what fills a block, the others 4; an "
+            "EAGLE head may say its own; demo 3.",
         ),
     ] = None
     draft_len_schedule: Annotated[

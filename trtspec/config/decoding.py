@@ -178,7 +178,7 @@ class SADecodingConfig(DecodingBaseConfig):
 
     Args:
         max_draft_len: K; a step drafts as many as are worth it, K at most.
-        max_matching_ngram_size: longest match that is told from a longer one; -1 is 32.
+        max_matching_ngram_size: tokens of a match that are counted; -1 is 32.
         min_matching_ngram_size: shortest match that may draft. Outputs of other requests take 3.
         min_token_prob: a draft that is accepted less probably is left out.
         match_decay: how fast a match is expected to end: draft k of a match of n tokens is in it

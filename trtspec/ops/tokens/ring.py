@@ -98,7 +98,7 @@ def matches_in_ring(ring: Ring, last: Tensor, owners: Tensor, search: Search) ->
     Args:
         last: [B, search.longest] int32, `suffixes` of the texts.
         owners: [B, OWNER_WORDS] int64.
-        search: `count` is for each size of n-grams.
+        search: `num_matches` is for each size of n-grams.
     """
     size, last = ring.tokens.shape[0], last.to(torch.int64)
     ends = torch.stack(_candidates(ring, last, owners, search), dim=-1)  # [B, sizes, count]
@@ -125,7 +125,7 @@ def _candidates(ring: Ring, last: Tensor, owners: Tensor, search: Search) -> lis
     row = torch.arange(len(SIZES), device=device)
     links = ring.newest[row, buckets % (ring.newest.shape[1] - 1)].to(torch.int64)
     age, found = torch.full_like(links, -1), []
-    for _ in range(search.count):
+    for _ in range(search.num_matches):
         older = (ring.end - links) % size  # the last token of the last text has 0
         links = torch.where((links > 0) & (older > age), links, 0)
         age = older

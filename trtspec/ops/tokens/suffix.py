@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..launch.dispatch import twin
+
 
 class Matches(NamedTuple):
     """C matches of each of B texts."""
@@ -25,7 +27,7 @@ class Search(NamedTuple):
 
     longest: int  # tokens of a match that are counted
     shortest: int  # tokens of a match that may draft
-    count: int  # C, matches that are compared
+    num_matches: int  # C, that are compared
     max_draft_len: int  # K
 
 
@@ -39,7 +41,7 @@ def suffixes(history: Tensor, lens: Tensor, count: int) -> Tensor:
     return history.gather(1, back.clamp_min(0)).masked_fill(back < 0, -1)
 
 
-# twin
+@twin("tokens.triton_suffix")
 def match_lens(history: Tensor, lens: Tensor, last: Tensor) -> Tensor:
     """Returns how many of a text's last tokens agree with those that end at each position.
 
@@ -75,7 +77,7 @@ def matches_in_text(history: Tensor, lens: Tensor, search: Search) -> Matches:
     found = match_lens(history, lens, suffixes(history, lens, search.longest))
     position = torch.arange(size, device=history.device, dtype=torch.int32)
     score = torch.where(found >= search.shortest, found * size + position, -1)
-    best = score.topk(min(search.count, size), dim=1).values.to(torch.int64)  # [B, C]
+    best = score.topk(min(search.num_matches, size), dim=1).values.to(torch.int64)  # [B, C]
     ends = best.clamp_min(0) % size
     period = (lens[:, None] - 1 - ends).clamp_min(1)[..., None]
     step = torch.arange(search.max_draft_len, device=history.device)
