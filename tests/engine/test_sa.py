@@ -16,6 +16,8 @@ from tiny import tiny_model_dir
 from trtspec import LLM, KvCacheConfig, SADecodingConfig, SamplingParams
 from trtspec.executor.request import Request
 from trtspec.ops.tokens.suffix import Search
+from trtspec.workers import sa
+from trtspec.workers.protocols import EndedText
 from trtspec.workers.sa import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 
 K, LEAST, DECAY, POOL = 4, 0.25, 0.5, 1024
@@ -115,8 +117,6 @@ def test_what_did_not_end_by_itself_is_not_kept(target_dir: Path) -> None:
 def test_texts_longer_than_the_pool_leave_their_ends(target_dir: Path, oracle: Oracle) -> None:
     llm = cpu_engine(target_dir, config_of(), max_batch_size=2)
     worker, state = llm.executor.worker, llm.executor.state.worker
-    from trtspec.workers.protocols import EndedText
-
     text = [i % 89 for i in range(3 * POOL)]
     worker.remember_text(state, EndedText(text, 5, None))
     kept = (state["ring_tokens"] - 1).tolist()
@@ -170,3 +170,32 @@ def test_the_pool_of_tensorrt_llm_is_counted_otherwise(caplog: pytest.LogCapture
     assert not caplog.text
     SADecodingConfig.from_dict(values | {"global_pool_size": 64})
     assert "global_pool_tokens bounds the pool" in caplog.text
+
+
+def test_an_interrupt_while_a_text_is_kept_loses_nothing(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is half written when the step ends; the request is returned by the next one."""
+    llm = cpu_engine(target_dir, config_of())
+    executor, ring_ends = llm.executor, llm.executor.state.worker["ring_end"]
+    params, prompts = SamplingParams(max_tokens=20, ignore_eos=True), random_prompts(5)
+    requests = [executor.enqueue(prompt, params) for prompt in prompts]
+    real, calls = sa.add_to_ring, itertools.count()
+
+    def interrupted(ring: Any, *others: Any) -> None:
+        real(ring, *others)
+        if next(calls) % 2 == 0:
+            ring.owners.zero_()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sa, "add_to_ring", interrupted)
+    done, interrupts = [], 0
+    while executor.has_work or executor.book.finished:
+        try:
+            done += executor.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 0 and sorted(r.request_id for r in done) == [r.request_id for r in requests]
+    for request in requests:
+        assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 20)
+    assert ring_ends.item() == executor.worker._ring_end

@@ -179,7 +179,7 @@ class SADecodingConfig(DecodingBaseConfig):
     Args:
         max_draft_len: K; a step drafts as many as are worth it, K at most.
         max_matching_ngram_size: tokens of a match that are counted; -1 is 32.
-        min_matching_ngram_size: shortest match that may draft. Outputs of other requests take 3.
+        min_matching_ngram_size: shortest match that may draft. Outputs of other requests take 2.
         min_token_prob: a draft that is accepted less probably is left out.
         match_decay: how fast a match is expected to end: draft k of a match of n tokens is in it
             with probability n / (n + match_decay * k). 0 trusts every match to the end.
@@ -192,9 +192,9 @@ class SADecodingConfig(DecodingBaseConfig):
 
     max_draft_len: int = 16
     max_matching_ngram_size: int = -1
-    min_matching_ngram_size: int = 2
-    min_token_prob: float = 0.2
-    match_decay: float = 0.5
+    min_matching_ngram_size: int = 1
+    min_token_prob: float = 0.1
+    match_decay: float = 1.0
     enable_global_pool: bool = True
     global_pool_tokens: int = 2**20
     global_pool_size: int | None = None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import SADecodingConfig
 from ..ops.tokens.ring import (
+    BUCKETS_PER_TOKEN,
     OWNER_WORDS,
     PAGE,
     SIZES,
@@ -122,7 +123,7 @@ def _empty_ring(size: int, device: torch.device) -> Ring:
     return Ring(
         tokens=untouched_zeros((size,), torch.int32, device),
         owners=untouched_zeros((size // PAGE, OWNER_WORDS), torch.int64, device),
-        newest=untouched_zeros((len(SIZES), size + 1), torch.int32, device),
+        newest=untouched_zeros((len(SIZES), BUCKETS_PER_TOKEN * size + 1), torch.int32, device),
         before=untouched_zeros((len(SIZES), size), torch.int32, device),
         end=torch.zeros(1, dtype=torch.int64, device=device),
     )

@@ -20,8 +20,10 @@ from .suffix import Matches, Search
 
 PAGE = 32
 """Tokens of a page."""
-SIZES = (3, 6, 12)
+SIZES = (2, 4, 8)
 """Tokens of the n-grams that are indexed, each twice the one before."""
+BUCKETS_PER_TOKEN = 4
+"""Of the index, so that few n-grams share one: what shares it hides the older positions."""
 OWNER_WORDS = 2
 """int64 words that name an owner. All zero is no owner."""
 _FACTOR = 0x5851F42D4C957F2D
@@ -32,7 +34,7 @@ class Ring(NamedTuple):
 
     tokens: Tensor  # [R] int32
     owners: Tensor  # [R / PAGE, OWNER_WORDS] int64
-    newest: Tensor  # [len(SIZES), R + 1] int32, by hash; the last is scratch
+    newest: Tensor  # [len(SIZES), buckets + 1] int32, by hash; the last is scratch
     before: Tensor  # [len(SIZES), R] int32
     end: Tensor  # [1] int64, where the next text goes
 
