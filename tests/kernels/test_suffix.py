@@ -177,4 +177,4 @@ def test_texts_of_other_owners_and_hashes_that_collide_are_not_found() -> None:
             seen = [*text[30 - n : 30].tolist(), *tokens]
             assert any(seen == other[i : i + len(seen)] for other in own for i in range(len(other)))
             found += 1
-    assert found > 10
+    assert found > 0
