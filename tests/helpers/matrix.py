@@ -84,7 +84,7 @@ def config_of(mode: str, k: int, drafters: Drafters, **fields: Any) -> DecodingB
         return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1, **fields)
     if mode == "sa":
         return SADecodingConfig(
-            max_draft_len=k, min_matching_ngram_size=1, global_pool_tokens=1024, **fields
+            max_draft_len=k, min_token_prob=0.0, global_pool_tokens=1024, **fields
         )
     if mode == "user_provided":
         assert drafters.oracle is not None
