@@ -199,3 +199,22 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
     for request in requests:
         assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 20)
     assert ring_ends.item() == executor.worker._ring_end
+
+
+@pytest.mark.parametrize("rule", ["rejection", "exact_match"])
+def test_sampled_texts_are_those_without_speculation(target_dir: Path, rule: str) -> None:
+    """Drafts that are certain accept by being the target's own sample, so seeds give the same
+    tokens. Each seed comes twice, in another company: the second time the pool has its text."""
+    prompts = [prompt for prompt in random_prompts(3) for _ in range(4)] * 2
+    params = [
+        SamplingParams(max_tokens=24, temperature=(0.5, 2.0)[i % 2], seed=i % 12, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    texts, accepted = [], 0
+    for config in (None, config_of(min_token_prob=0.0, acceptance=rule)):
+        llm = cpu_engine(target_dir, config, max_batch_size=5)
+        outputs = llm.generate(prompts, params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        accepted = sum(output.spec_stats.num_accepted_draft_tokens for output in outputs)
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts[0]}) > 6 and accepted > 150

@@ -74,7 +74,6 @@ def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
     [
         *itertools.product(NETWORKS, ["rejection", "block"]),
         *itertools.product(BLOCKS, ["strict", "exact_match"]),
-        ("sa", "exact_match"),
     ]
     if full()
     else [
@@ -84,7 +83,6 @@ def p_value(tokens: Sequence[int], probabilities: Tensor) -> float:
         ("dflash2", "block"),
         ("dspark", "block"),
         ("dspark", "strict"),
-        ("sa", "exact_match"),
     ],
 )
 def test_the_engine_draws_what_the_target_would(
