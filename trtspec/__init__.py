@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .config import KvCacheConfig as KvCacheConfig
     from .config import MTPDecodingConfig as MTPDecodingConfig
     from .config import NGramDecodingConfig as NGramDecodingConfig
+    from .config import SADecodingConfig as SADecodingConfig
     from .config import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
     from .config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
     from .errors import CheckpointError as CheckpointError
@@ -71,6 +72,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "KvCacheConfig",
             "MTPDecodingConfig",
             "NGramDecodingConfig",
+            "SADecodingConfig",
             "SaveHiddenStatesDecodingConfig",
             "UserProvidedDecodingConfig",
         ),

@@ -265,7 +265,7 @@ def engine_of(target_dir: Path, drafters: Drafters) -> Callable[[str, bool, bool
     return make
 
 
-SCHEDULED = ["ngram", "draft_target", "eagle3", "mtp", "dflash"]
+SCHEDULED = ["ngram", "sa", "draft_target", "eagle3", "mtp", "dflash"]
 """A mode of every kind of state that a slot keeps."""
 
 

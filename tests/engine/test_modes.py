@@ -12,6 +12,7 @@ from trtspec import (
     EagleDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SaveHiddenStatesDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -31,12 +32,14 @@ from trtspec.workers import (
     NGramWorker,
     PlainWorker,
     SaveHiddenStatesWorker,
+    SAWorker,
     SpecWorkerBase,
     create_worker,
 )
 
 BLOCKS = {Mode.DFLASH, Mode.DSPARK}
-ONE_ENGINE = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL, *BLOCKS}
+HEADS = {Mode.MTP, Mode.MTP_EAGLE_ONE_MODEL, Mode.EAGLE3_ONE_MODEL, *BLOCKS}
+ONE_ENGINE = {*HEADS, Mode.SA}
 DRAFT_MODEL = {Mode.EAGLE3, Mode.DRAFT_TARGET, Mode.MTP_EAGLE}
 DRAFTERS = {*DRAFT_MODEL, Mode.NGRAM, Mode.USER_PROVIDED, Mode.SAVE_HIDDEN_STATES}
 TABLE = {
@@ -49,6 +52,7 @@ TABLE = {
     "is_dflash": {Mode.DFLASH},
     "is_dspark": {Mode.DSPARK},
     "is_ngram": {Mode.NGRAM},
+    "is_sa": {Mode.SA},
     "is_draft_target": {Mode.DRAFT_TARGET},
     "is_user_provided": {Mode.USER_PROVIDED},
     "is_save_hidden_states": {Mode.SAVE_HIDDEN_STATES},
@@ -71,7 +75,7 @@ TABLE = {
     "drafts_in_step": {*ONE_ENGINE, Mode.NGRAM, Mode.DRAFT_TARGET},
     "drafts_in_passes": {Mode.EAGLE3, Mode.MTP_EAGLE},
     "drafts_on_host": {Mode.USER_PROVIDED},
-    "drafts_with_network": {*ONE_ENGINE, *DRAFT_MODEL},
+    "drafts_with_network": {*HEADS, *DRAFT_MODEL},
     "needs_kv_cache_recompute": {Mode.EAGLE3, Mode.MTP_EAGLE},
     "need_load_draft_weights": {Mode.EAGLE3_ONE_MODEL, *BLOCKS},
     "has_spec_decoder": {*ONE_ENGINE, Mode.MTP_EAGLE, Mode.EAGLE3},
@@ -97,7 +101,7 @@ def test_members_and_names() -> None:
     assert [mode.name for mode in Mode] == [
         "MTP", "MTP_EAGLE", "MTP_EAGLE_ONE_MODEL", "EAGLE3", "EAGLE3_ONE_MODEL", "NGRAM",
         "DRAFT_TARGET", "USER_PROVIDED", "SAVE_HIDDEN_STATES", "NONE", "AUTO", "DFLASH",
-        "DSPARK",
+        "DSPARK", "SA",
     ]  # fmt: skip
     assert Mode.from_string(None) is Mode.NONE
     for mode in Mode:
@@ -154,6 +158,7 @@ def test_modes_of_configs() -> None:
     [
         (None, PlainWorker),
         (NGramDecodingConfig(), NGramWorker),
+        (SADecodingConfig(), SAWorker),
         (DraftTargetDecodingConfig(speculative_model="d"), DraftTargetWorker),
         (EagleDecodingConfig(speculative_model="d", max_draft_len=2), Eagle3OneModelWorker),
         (
@@ -186,6 +191,17 @@ def test_every_mode_has_a_worker(
             lambda: NGramDecodingConfig(max_matching_ngram_size=2, min_matching_ngram_size=3),
             "above max_matching_ngram_size=2",
         ),
+        (lambda: SADecodingConfig(max_matching_ngram_size=0), "max_matching_ngram_size=0"),
+        (
+            lambda: SADecodingConfig(max_matching_ngram_size=2, min_matching_ngram_size=3),
+            "above max_matching_ngram_size=2",
+        ),
+        (lambda: SADecodingConfig(min_token_prob=1.5), r"min_token_prob=1.5.*0 … 1"),
+        (lambda: SADecodingConfig(match_decay=-1), "match_decay=-1"),
+        (lambda: SADecodingConfig(match_decay="a"), "match_decay='a'"),
+        (lambda: SADecodingConfig(enable_global_pool=1), "enable_global_pool=1"),
+        (lambda: SADecodingConfig(global_pool_tokens=1), "global_pool_tokens=1"),
+        (lambda: SADecodingConfig(global_pool_size=0), "global_pool_size=0"),
         (lambda: NGramDecodingConfig.from_dict({"max_draft": 3}), "no field max_draft.*Known"),
         (lambda: NGramDecodingConfig.from_dict({"decoding_type": "MTP"}), "must be 'NGram'"),
         (lambda: KvCacheConfig(free_gpu_memory_fraction="a"), "fraction='a'.*a number in"),

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODES = ["none", "ngram", *NETWORKS]
+MODES = ["none", "ngram", "sa", *NETWORKS]
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +281,9 @@ def test_graphs_and_eager_steps_say_the_same(
     assert stats[0] == stats[1]
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft_target", "eagle3", "mtp_eagle", *MASKED])
+@pytest.mark.parametrize(
+    "mode", ["none", "ngram", "sa", "draft_target", "eagle3", "mtp_eagle", *MASKED]
+)
 def test_graphs_of_prompts_say_the_same(
     target_dir: Path, drafters: Drafters, expected: list[list[int]], mode: str
 ) -> None:

@@ -22,7 +22,7 @@ from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_rows
-from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge, triton_walk
+from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge, triton_suffix, triton_walk
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
@@ -34,6 +34,7 @@ MODULES = (
     "tokens.triton_filter",
     "tokens.triton_judge",
     "tokens.triton_stats",
+    "tokens.triton_suffix",
     "tokens.triton_walk",
 )
 CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
@@ -130,6 +131,12 @@ def step() -> dict[str, Any]:
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
         (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
+        (
+            triton_suffix.match_lens,
+            ints(GENERATIONS, 700),
+            longs(GENERATIONS),
+            ints(GENERATIONS, 8),
+        ),
         (triton_walk.walk_candidates, candidates, lens, books),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )

@@ -24,6 +24,7 @@ from trtspec import (
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     UserProvidedDecodingConfig,
 )
 from trtspec.config import DecodingBaseConfig
@@ -46,7 +47,7 @@ BLOCKS: dict[str, type[DFlashDecodingConfig]] = {
 MASKED = ["p_eagle", "pard", *BLOCKS]
 """Modes that draft from mask tokens in one pass."""
 NETWORKS = ["draft_target", *EAGLE3, *MTP, *MASKED]
-MODES = ["none", "ngram", "user_provided", *NETWORKS]
+MODES = ["none", "ngram", "sa", "user_provided", *NETWORKS]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ def config_of(mode: str, k: int, drafters: Drafters, **fields: Any) -> DecodingB
         return None
     if mode == "ngram":
         return NGramDecodingConfig(max_draft_len=k, min_matching_ngram_size=1, **fields)
+    if mode == "sa":
+        return SADecodingConfig(
+            max_draft_len=k, min_token_prob=0.0, global_pool_tokens=1024, **fields
+        )
     if mode == "user_provided":
         assert drafters.oracle is not None
         return UserProvidedDecodingConfig(

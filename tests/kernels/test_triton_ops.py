@@ -14,7 +14,7 @@ from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
 from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
-from trtspec.ops.tokens import bitmask, triton_bitmask, triton_walk, walk  # noqa: E402  # noqa: E402
+from trtspec.ops.tokens import bitmask, suffix, triton_bitmask, triton_suffix, triton_walk, walk  # noqa: E402  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -227,3 +227,14 @@ def test_mask_logits(dtype: torch.dtype, vocab: int, has_table: bool) -> None:
     expected = logits.masked_fill(~allowed, -torch.inf)
     assert triton_bitmask.mask_logits(logits, masks, table).equal(expected)
     assert bitmask.mask_logits(logits, masks, table).equal(expected)
+
+
+@pytest.mark.parametrize(("rows", "size", "longest"), [(3, 20, 5), (2, 1100, 9), (2, 12, 16)])
+def test_match_lens(rows: int, size: int, longest: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    history = torch.randint(0, 2, (rows, size), generator=generator, dtype=torch.int32).to(DEVICE)
+    lens = torch.randint(size // 2, size + 1, (rows,), generator=generator).to(DEVICE)
+    last = suffix.suffixes(history, lens, longest)
+    expected = suffix.match_lens.__wrapped__(history, lens, last)  # type: ignore[attr-defined]
+    assert torch.equal(triton_suffix.match_lens(history, lens, last), expected)
+    assert expected.max() > 1

@@ -13,7 +13,8 @@ class SpecStats:
         was none. acceptance_per_position: entry i is the share of generation steps in which
         draft i was accepted, so acceptance_length = 1 + sum(acceptance_per_position).
     num_steps: generation steps, prefill not counted.
-    num_draft_tokens: drafts that those steps were asked to verify. (NGRAM may have proposed fewer.)
+    num_draft_tokens: drafts that those steps were asked to verify. (NGRAM and SA may propose
+        fewer.)
     acceptance_histogram: entry i is the number of steps in which i drafts were accepted, 0 … K.
     forced_acceptance: draft tokens accepted by force in every step, bonus not counted, or None. If
         it is set, the other fields say nothing about the drafter.

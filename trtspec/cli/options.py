@@ -46,9 +46,10 @@ class EngineOptions:
         str,
         typer.Option(
             "--speculative",
-            help="none, ngram, draft_target, auto, eagle3, dflash, dspark, mtp (a layer per draft) "
-            "or mtp_eagle (one layer for all). The last five draft inside the step; eagle3 is the "
-            "mode EAGLE3_ONE_MODEL, mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
+            help="none, ngram, sa (suffixes of this and earlier answers), draft_target, auto, "
+            "eagle3, dflash, dspark, mtp (a layer per draft) or mtp_eagle (one for all). The last "
+            "five draft inside the step; eagle3 is the mode EAGLE3_ONE_MODEL, "
+            "mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
         ),
     ] = "none"
     max_draft_len: Annotated[
@@ -57,8 +58,8 @@ class EngineOptions:
             "--max-draft-len",
             metavar="<int>|auto",
             help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
-            "auto 6, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what fills "
-            "a block, the others 4; an EAGLE head may say its own; demo 3.",
+            "auto 6, sa 16, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what "
+            "fills a block, the others 4; an EAGLE head may say its own; demo 3.",
         ),
     ] = None
     draft_len_schedule: Annotated[

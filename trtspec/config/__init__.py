@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .decoding import HeadDecodingConfig as HeadDecodingConfig
     from .decoding import MTPDecodingConfig as MTPDecodingConfig
     from .decoding import NGramDecodingConfig as NGramDecodingConfig
+    from .decoding import SADecodingConfig as SADecodingConfig
     from .decoding import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
     from .decoding import UserProvidedDecodingConfig as UserProvidedDecodingConfig
     from .decoding import require_common as require_common
@@ -60,6 +61,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "MAX_DRAFT_LEN",
             "MTPDecodingConfig",
             "NGramDecodingConfig",
+            "SADecodingConfig",
             "SaveHiddenStatesDecodingConfig",
             "UserProvidedDecodingConfig",
             "require_common",

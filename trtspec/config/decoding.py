@@ -175,6 +175,68 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SADecodingConfig(DecodingBaseConfig):
+    """Suffix lookup: drafts copied from the request's own text and from earlier requests' outputs.
+
+    All earlier occurrences of the text's last tokens are compared, the longer ones first. The
+    continuation that most of them agree on is drafted, as far as it is expected to be accepted.
+
+    Args:
+        max_draft_len: K; a step drafts as many as are worth it, K at most.
+        max_matching_ngram_size: tokens of a match that are counted; -1 is 32.
+        min_matching_ngram_size: shortest match that may draft. Outputs of other requests take 2.
+        min_token_prob: a draft that is accepted less probably is left out.
+        match_decay: how fast a match is expected to end: draft k of a match of n tokens is in it
+            with probability n / (n + match_decay * k). 0 trusts every match to the end.
+        enable_global_pool: draft from outputs of requests that have ended. A request sees those of
+            its own `cache_salt` alone.
+        global_pool_tokens: tokens of such outputs that are kept, the latest.
+        global_pool_size: TensorRT-LLM's number of requests in the pool. Here the pool is bounded by
+            tokens; a number has no effect and warns.
+    """
+
+    max_draft_len: int = 16
+    max_matching_ngram_size: int = -1
+    min_matching_ngram_size: int = 1
+    min_token_prob: float = 0.1
+    match_decay: float = 1.0
+    enable_global_pool: bool = True
+    global_pool_tokens: int = 2**20
+    global_pool_size: int | None = None
+
+    mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SA
+    decoding_type: ClassVar[str] = "SA"
+    auto_draft_len: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_matching_ngram_size != -1:
+            require_int(self, "max_matching_ngram_size", 1, 64)
+        require_int(self, "min_matching_ngram_size", 1, 64)
+        most = self.max_matching_ngram_size
+        if most != -1 and self.min_matching_ngram_size > most:
+            raise ConfigError(
+                f"SADecodingConfig.min_matching_ngram_size={self.min_matching_ngram_size} is above "
+                f"max_matching_ngram_size={most}: lower it."
+            )
+        for name, high in (("min_token_prob", 1.0), ("match_decay", 100.0)):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= high:
+                raise ConfigError(
+                    f"SADecodingConfig.{name}={shown(value)}: it must be in 0 … {high:g}."
+                )
+        require_bool(self, "enable_global_pool")
+        require_int(self, "global_pool_tokens", 1024, 2**28)
+        if self.global_pool_size is not None:
+            require_int(self, "global_pool_size", 1, None)
+            logger.warning(
+                "SADecodingConfig.global_pool_size=%d has no effect: global_pool_tokens bounds the "
+                "pool.",
+                self.global_pool_size,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftTargetDecodingConfig(DecodingBaseConfig):
     """A second, smaller model with the same tokenizer drafts inside the target's step.
 
@@ -491,6 +553,7 @@ class AutoDecodingConfig(DecodingBaseConfig):
 
 CONFIG_OF_MODE: dict[SpeculativeDecodingMode, type[DecodingBaseConfig]] = {
     SpeculativeDecodingMode.NGRAM: NGramDecodingConfig,
+    SpeculativeDecodingMode.SA: SADecodingConfig,
     SpeculativeDecodingMode.DRAFT_TARGET: DraftTargetDecodingConfig,
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedDecodingConfig,
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: EagleDecodingConfig,

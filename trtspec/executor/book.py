@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..errors import RankError
+from ..workers.protocols import EndedText
 from .guide import GuidedBatch
 from .request import Request, RequestState, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
@@ -155,6 +156,14 @@ class RequestBook:
         """Ends a request whose grammar ended with the tokens of this step."""
         if guided.is_complete.get(request.request_id):
             self.finish(request, "stop")
+
+    def ended_texts(self) -> list[EndedText]:
+        """Returns the texts of finished requests that no error and no cancelling cut short."""
+        return [
+            EndedText(request.token_ids, len(request.prompt_token_ids), request.cache_salt)
+            for request in self.finished
+            if request.finish_reason in ("stop", "length")
+        ]
 
     def take_finished(self) -> list[Request]:
         finished, self.finished = self.finished, []

@@ -297,6 +297,8 @@ class PyExecutor:
             read.append(self._pending.popleft())
             self._read(read[-1])
         self.book.flush_when_idle()
+        if self.worker.remembers_texts and (texts := self.book.ended_texts()):
+            self.runner.remember(texts)
         is_prefill = bool(batch) and not batch.generations
         if has_work:
             self._draft_len.end_step(launched, read, started, is_in_flight=is_in_flight)

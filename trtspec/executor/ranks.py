@@ -25,6 +25,7 @@ from ..config import ExecutorConfig
 from ..distributed.link import EngineLink
 from ..distributed.world import World
 from ..errors import RankError
+from ..workers.protocols import EndedText
 from .forward_step import StepOutputs
 from .linked_cache import CopiedTables, LinkedKVCache
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
@@ -78,6 +79,11 @@ class LeadingRunner(StepRunner):
         with self.world.together():
             self.link.tell("admit", _without_host_state(request))
             super().admit(request)
+
+    def remember(self, texts: list[EndedText]) -> None:
+        with self.world.together():
+            self.link.tell("remember", texts)
+            super().remember(texts)
 
     def set_drafts(self, drafts: dict[int, list[int]]) -> None:
         with self.world.together():
@@ -150,6 +156,9 @@ class Follower:
         ):
             self.kv_cache.forget(before.request_id)
         self.runner.admit(request)
+
+    def remember(self, texts: list[EndedText]) -> None:
+        self.runner.remember(texts)
 
     def set_drafts(self, drafts: dict[int, list[int]]) -> None:
         self.runner.set_drafts(drafts)

@@ -25,7 +25,7 @@ from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
-from ..workers.protocols import DraftModel, LanguageModel
+from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
 from .context_inputs import ContextInputs
 from .device_step import DeviceStep
@@ -125,6 +125,12 @@ class StepRunner:
         step.worker.admit(
             step.state.worker, request.slot, request.token_ids, len(request.prompt_token_ids)
         )
+        step.worker.set_salt(step.state.worker, request.slot, request.cache_salt)
+
+    def remember(self, texts: list[EndedText]) -> None:
+        """Lets the drafter keep texts of requests that ended."""
+        for text in texts:
+            self.step.worker.remember_text(self.step.state.worker, text)
 
     def set_drafts(self, drafts: dict[int, list[int]]) -> None:
         """Overwrites the drafts of some slots, each list filled up with -1 to K."""

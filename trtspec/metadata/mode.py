@@ -31,12 +31,13 @@ class ModeTraits:
     drafts_in_step: bool = False  # the worker drafts on the device, with no host round trip
     drafts_on_host: bool = False  # a Python drafter needs the accepted tokens
     drafts_in_passes: bool = False  # the executor launches each draft pass after the step
+    looks_up: bool = False  # drafts are copied from texts
     captures_contexts: bool = False  # a pass over prompts needs no host data, so can be a graph
 
     @property
     def drafts_with_network(self) -> bool:
         """Whether a head or a model drafts, which always finds drafts."""
-        return self.one_engine or self.draft_model
+        return (self.one_engine or self.draft_model) and not self.looks_up
 
 
 Predicate = Callable[[Any], bool]
@@ -60,6 +61,7 @@ class _Predicates:
     is_eagle3 = _is("EAGLE3")
     is_eagle3_one_model = _is("EAGLE3_ONE_MODEL")
     is_ngram = _is("NGRAM")
+    is_sa = _is("SA")
     is_draft_target = _is("DRAFT_TARGET")
     is_dflash = _is("DFLASH")
     is_dspark = _is("DSPARK")
@@ -99,6 +101,7 @@ class SpeculativeDecodingMode(_Predicates, IntEnum):
     AUTO = auto()
     DFLASH = auto()
     DSPARK = auto()
+    SA = auto()
 
     @property
     def traits(self) -> ModeTraits:
@@ -176,6 +179,7 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
         guided_decoder=True,
         overlap=True,  # TensorRT-LLM: False. Here the lookup runs on the device.
         drafts_in_step=True,
+        looks_up=True,
         captures_contexts=True,
     ),
     SpeculativeDecodingMode.DRAFT_TARGET: ModeTraits(
@@ -205,6 +209,7 @@ _TRAITS: dict[SpeculativeDecodingMode, ModeTraits] = {
     SpeculativeDecodingMode.DSPARK: replace(
         _ONE_ENGINE, load_draft_weights=True, captures_contexts=True
     ),
+    SpeculativeDecodingMode.SA: replace(_ONE_ENGINE, looks_up=True, captures_contexts=True),
     # AUTO resolves to another mode before anything is built (config.resolve_speculative_config).
     SpeculativeDecodingMode.AUTO: ModeTraits(),
 }

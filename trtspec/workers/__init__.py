@@ -25,6 +25,7 @@ from .protocols import (
     LanguageModel,
     MaskedDraftModel,
 )
+from .sa import SAWorker
 from .save_hidden_states import SaveHiddenStatesWorker
 from .user_provided import UserProvidedWorker
 
@@ -36,6 +37,7 @@ WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.EAGLE3: Eagle3OneModelWorker,
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: Eagle3OneModelWorker,
     SpeculativeDecodingMode.NGRAM: NGramWorker,
+    SpeculativeDecodingMode.SA: SAWorker,
     SpeculativeDecodingMode.DRAFT_TARGET: DraftTargetWorker,
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedWorker,
     SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesWorker,
@@ -103,6 +105,7 @@ __all__ = [
     "MaskedWorker",
     "NGramWorker",
     "PlainWorker",
+    "SAWorker",
     "SaveHiddenStatesWorker",
     "SpecWorkerBase",
     "UserProvidedWorker",

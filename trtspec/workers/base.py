@@ -35,7 +35,7 @@ from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
 from ..utils import renamed, to_device
-from .protocols import DraftInputs, DraftModel, LanguageModel
+from .protocols import DraftInputs, DraftModel, EndedText, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,17 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.rule.admit(state, slot, token_ids[:split], token_ids[split:])
+
+    @property
+    def remembers_texts(self) -> bool:
+        """Whether texts of requests that ended are drafted from."""
+        return False
+
+    def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
+        """Writes whose texts the request in `slot` may be drafted from, after `admit`."""
+
+    def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
+        """Keeps a text for later requests of its salt. Called between steps; does not wait."""
 
     @property
     def remembers_drafts(self) -> bool:

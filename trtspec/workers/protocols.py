@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ __all__ = [
     "BlockDraftModel",
     "DraftInputs",
     "DraftModel",
+    "EndedText",
     "GuidedDecoder",
     "LanguageModel",
     "MarkovBias",
@@ -119,6 +120,14 @@ class LanguageModel(Protocol):
     ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor | ShardedLogits: ...
+
+
+class EndedText(NamedTuple):
+    """The tokens of a request that ended."""
+
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    salt: str | None  # only requests of the same salt may see it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,220 @@
+"""Mode SA in the engine: what it drafts, from whose texts, and what is counted."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import cpu_engine
+from oracle import Oracle, random_prompts
+from suffix_search import Pool, search_text, vote_in_lists
+from tiny import tiny_model_dir
+
+from trtspec import LLM, KvCacheConfig, SADecodingConfig, SamplingParams
+from trtspec.executor.request import Request
+from trtspec.ops.tokens.suffix import Search
+from trtspec.workers import sa
+from trtspec.workers.protocols import EndedText
+from trtspec.workers.sa import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
+
+K, LEAST, DECAY, POOL = 4, 0.25, 0.5, 1024
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def oracle(target_dir: Path) -> Oracle:
+    return Oracle(target_dir)
+
+
+def config_of(**fields: Any) -> SADecodingConfig:
+    given: dict[str, Any] = {
+        "max_draft_len": K, "min_matching_ngram_size": 1, "min_token_prob": LEAST,
+        "match_decay": DECAY, "global_pool_tokens": POOL,
+    }  # fmt: skip
+    return SADecodingConfig(**given | fields)
+
+
+def drafts_of(llm: LLM, request: Request) -> list[int]:
+    return llm.executor.state.next_tokens[request.slot, 1:].tolist()
+
+
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_proposals_are_those_of_a_search_in_lists(
+    target_dir: Path, oracle: Oracle, has_pool: bool
+) -> None:
+    """After every step, chunked prompts and preemption included, the drafts in the slots are what
+    the vote of a search in the request's own tokens and in ended texts finds."""
+    llm = LLM(
+        target_dir, config_of(enable_global_pool=has_pool), device="cpu", dtype="float32",
+        max_batch_size=3, max_seq_len=96, max_num_tokens=20, enable_chunked_prefill=True,
+        disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(max_tokens=112, tokens_per_block=8),
+    )  # fmt: skip
+    executor, pool, compared, from_pool = llm.executor, Pool(POOL), 0, 0
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    prompts = random_prompts(5, 30)
+    requests = [executor.enqueue(p, params, cache_salt=s) for s in ("a", "b") for p in prompts * 2]
+    while executor.has_work:
+        finished = executor.step()
+        for request in requests:
+            if not request.is_generation:
+                continue
+            text, own = request.token_ids, Search(LONGEST, 1, COUNT_IN_TEXT, K)
+            sources = [search_text(text, own)]
+            alone = vote_in_lists(sources, K, Fraction(DECAY), Fraction(LEAST))
+            if has_pool:
+                others = Search(LONGEST, 1, COUNT_IN_RING, K)
+                sources.append(pool.search(text, request.cache_salt or "", others))
+            expected = vote_in_lists(sources, K, Fraction(DECAY), Fraction(LEAST))
+            assert drafts_of(llm, request) == expected
+            compared += 1
+            from_pool += expected != alone
+        for request in finished:
+            assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 40)
+            first = max(0, len(request.prompt_token_ids) - LONGEST)
+            pool.add(request.token_ids[first:], request.cache_salt or "")
+    assert compared > 150 and executor.stats().num_preemptions > 0
+    assert (from_pool > 20) == has_pool
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("salts", "sees"), [("aa", True), ("ab", False), ("a-", False)])
+def test_a_tenant_drafts_from_its_own_texts_alone(
+    target_dir: Path, salts: str, sees: bool, overlap: bool
+) -> None:
+    """The same prompt again is drafted from the first answer if the salt is the same."""
+    llm = cpu_engine(target_dir, config_of(max_draft_len=8), overlap=overlap)
+    prompt, params = random_prompts(2)[1], SamplingParams(max_tokens=40, ignore_eos=True)
+    lengths = []
+    for salt in salts:
+        salt_given = None if salt == "-" else salt
+        output = llm.generate(prompt, params, cache_salt=salt_given)
+        lengths.append(output.spec_stats.acceptance_length)
+    assert lengths[1] > 5 if sees else lengths[1] == lengths[0]
+
+
+def test_what_did_not_end_by_itself_is_not_kept(target_dir: Path) -> None:
+    llm = cpu_engine(target_dir, config_of())
+    executor = llm.executor
+    request = executor.enqueue([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(8):
+        executor.step()
+    executor.cancel(request.request_id)
+    executor.run_until_done()
+    assert len(request.output_token_ids) > 4
+    assert executor.state.worker["ring_tokens"].max() == 0
+    llm.generate([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert executor.state.worker["ring_tokens"].max() > 0
+
+
+def test_texts_longer_than_the_pool_leave_their_ends(target_dir: Path, oracle: Oracle) -> None:
+    llm = cpu_engine(target_dir, config_of(), max_batch_size=2)
+    worker, state = llm.executor.worker, llm.executor.state.worker
+    text = [i % 89 for i in range(3 * POOL)]
+    worker.remember_text(state, EndedText(text, 5, None))
+    kept = (state["ring_tokens"] - 1).tolist()
+    assert kept == [*text[1 - POOL :], -1]
+    prompts = random_prompts(4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
+
+
+def test_only_what_was_proposed_is_counted(target_dir: Path) -> None:
+    """A step's record has the drafts that there were, not those that pad its rows."""
+    llm = cpu_engine(target_dir, config_of(max_draft_len=8), overlap=False)
+    executor = llm.executor
+    executor.record_steps = True
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    requests = [executor.enqueue(prompt, params) for prompt in random_prompts(4) * 2]
+    proposed: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    while executor.has_work:
+        for request in requests:
+            if request.is_generation:
+                count = sum(token >= 0 for token in drafts_of(llm, request))
+                proposed[request.request_id].append(count)
+        executor.step()
+    lengths = set()
+    for request in requests:
+        assert request.steps is not None
+        counted = [step.proposed for step in request.steps]
+        assert counted == proposed[request.request_id][: len(counted)]
+        assert all(step.accepted <= step.proposed for step in request.steps)
+        lengths |= set(counted)
+    assert len(lengths) > 3, "lengths adapt"
+
+
+def test_drafting_can_rest_and_go_on(target_dir: Path, oracle: Oracle) -> None:
+    llm = cpu_engine(target_dir, config_of(), overlap=False)
+    executor, prompt = llm.executor, random_prompts(1)[0]
+    request = executor.enqueue(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+    lengths = itertools.cycle([0, 0, 2, K])
+    while executor.has_work:
+        executor.runtime_draft_len = length = next(lengths)
+        executor.step()
+        if request.is_generation:
+            assert sum(token >= 0 for token in drafts_of(llm, request)) <= length
+    assert request.output_token_ids == oracle.extend(prompt, 60)
+
+
+def test_the_pool_of_tensorrt_llm_is_counted_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    values = {"decoding_type": "SA", "max_draft_len": 4, "enable_global_pool": True}
+    SADecodingConfig.from_dict(values)
+    assert not caplog.text
+    SADecodingConfig.from_dict(values | {"global_pool_size": 64})
+    assert "global_pool_tokens bounds the pool" in caplog.text
+
+
+def test_an_interrupt_while_a_text_is_kept_loses_nothing(
+    target_dir: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is half written when the step ends; the request is returned by the next one."""
+    llm = cpu_engine(target_dir, config_of())
+    executor, ring_ends = llm.executor, llm.executor.state.worker["ring_end"]
+    params, prompts = SamplingParams(max_tokens=20, ignore_eos=True), random_prompts(5)
+    requests = [executor.enqueue(prompt, params) for prompt in prompts]
+    real, calls = sa.add_to_ring, itertools.count()
+
+    def interrupted(ring: Any, *others: Any) -> None:
+        real(ring, *others)
+        if next(calls) in (0, 2):
+            ring.owners.zero_()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sa, "add_to_ring", interrupted)
+    done, interrupts = [], 0
+    while executor.has_work or executor.book.finished:
+        try:
+            done += executor.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 0 and sorted(r.request_id for r in done) == [r.request_id for r in requests]
+    for request in requests:
+        assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 20)
+    assert ring_ends.item() == executor.worker._ring_end
+
+
+@pytest.mark.parametrize("rule", ["rejection", "exact_match"])
+def test_sampled_texts_are_those_without_speculation(target_dir: Path, rule: str) -> None:
+    """Drafts that are certain accept by being the target's own sample, so seeds give the same
+    tokens. Each seed comes twice, in another company: the second time the pool has its text."""
+    prompts = [prompt for prompt in random_prompts(3) for _ in range(4)] * 2
+    params = [
+        SamplingParams(max_tokens=24, temperature=(0.5, 2.0)[i % 2], seed=i % 12, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    texts, accepted = [], 0
+    for config in (None, config_of(min_token_prob=0.0, acceptance=rule)):
+        llm = cpu_engine(target_dir, config, max_batch_size=5)
+        outputs = llm.generate(prompts, params)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+        accepted = sum(output.spec_stats.num_accepted_draft_tokens for output in outputs)
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts[0]}) > 6 and accepted > 150
