@@ -652,8 +652,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"trtspec {trtspec.__version__}"
 
 
-@pytest.mark.parametrize(("asked", "k"), [(None, 3), (2, 2)])
-def test_the_package_s_mtp_head_has_its_own_k(asked: int | None, k: int) -> None:
+@pytest.mark.parametrize(("asked", "k"), [(None, 3), ("2", 2)])
+def test_the_package_s_mtp_head_has_its_own_k(asked: str | None, k: int) -> None:
     options = EngineOptions(speculative="mtp_eagle", max_draft_len=asked, device="cpu")
     config = make_spec_config(options, lambda text: None)
     assert config is not None and config.max_draft_len == k

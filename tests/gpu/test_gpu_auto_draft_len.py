@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -80,7 +81,9 @@ def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, c
     llm = LLM(target_dir, config, **ENGINE)
     rows = json.loads(next(cache.glob("*.json")).read_text())
     lengths = llm.executor._draft_len.lengths
-    assert {(size, k) for size, _, _, k, _ in rows} == {(s, k) for s in (2, 4) for k in lengths}
+    assert {(size, greedy, k) for size, greedy, _, k, _ in rows} == set(
+        itertools.product((2, 4), (True, False), lengths)
+    )
     assert all(1e-6 < seconds < 0.1 for *_, seconds in rows)
     assert llm.executor.graphs.num_graphs == len(rows)
     again = LLM(target_dir, config, **ENGINE)

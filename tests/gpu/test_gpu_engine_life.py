@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import weakref
@@ -15,7 +16,7 @@ from interrupts import RaiseAtLine
 from tiny import tiny_model_dir
 from tiny_heads import eagle3_dir
 
-from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, SamplingParams, SpecMetadata
+from trtspec import LLM, AsyncLLM, EagleDecodingConfig, KvCacheConfig, SamplingParams, SpecMetadata
 from trtspec.workers import PlainWorker
 
 pytestmark = [
@@ -39,6 +40,27 @@ def _engine(target_dir: Path, head_dir: Path, max_tokens: int) -> LLM:
         max_num_tokens=16, enable_chunked_prefill=True,
         kv_cache_config=KvCacheConfig(max_tokens=max_tokens, tokens_per_block=4),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_an_engine_thread_answers(target_dir: Path, device: str) -> None:
+    """Its thread captures and replays the graphs."""
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [[3, 4 + i] for i in range(6)]
+    llm = LLM(target_dir, device=device, dtype="float32", max_batch_size=4, max_seq_len=64)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    other = LLM(target_dir, device=device, dtype="float32", max_batch_size=4, max_seq_len=64)
+    engine = AsyncLLM(other)
+
+    async def answer(prompt: list[int]) -> list[int]:
+        async for output in engine.generate(prompt, params):
+            last = output
+        return last.outputs[0].token_ids
+
+    async def answer_all() -> list[list[int]]:
+        return await asyncio.gather(*map(answer, prompts))
+
+    assert asyncio.run(answer_all()) == expected
 
 
 def test_shutdown_gives_the_gpus_memory_back_without_the_collector(

@@ -7,11 +7,15 @@ import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from served import MAX_SEQ_LEN, PROMPTS, greedy, is_at_rest, make_llm, served_model_dir
+from torch.cuda._utils import _get_device_index
 
 from trtspec import (
     LLM,
@@ -24,6 +28,7 @@ from trtspec import (
     RequestOutput,
     SamplingParams,
 )
+from trtspec.frontend.engine_thread import SHUT_DOWN, EngineThread
 
 LONG = greedy(200)
 
@@ -53,6 +58,41 @@ def test_over_ranks(model_dir: Path, reference: LLM) -> None:
 
     wanted = [output.outputs[0].token_ids for output in reference.generate(PROMPTS, greedy())]
     assert asyncio.run(main()) == wanted
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 3), ("cuda:1", 1)])
+def test_the_thread_uses_the_executors_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, index: int
+) -> None:
+    """torch takes a number, and no device without one."""
+    used = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append(_get_device_index(device))
+    )
+    executor: Any = SimpleNamespace(device=torch.device(name), has_work=False)
+    thread = EngineThread(executor, nullcontext())
+    thread.stop()
+    assert used == [index] and thread.failure == SHUT_DOWN
+
+
+def test_a_thread_without_its_gpu_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(device: int) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    executor: Any = SimpleNamespace(device=torch.device("cuda:1"), has_work=False)
+    thread = EngineThread(executor, nullcontext())
+
+    async def ask() -> None:
+        await thread.call(lambda: None)
+
+    with pytest.raises(EngineError, match="cannot use its GPU"):
+        asyncio.run(ask())
+    thread.stop()
+    assert "cannot use its GPU" in caplog.text
 
 
 def run(

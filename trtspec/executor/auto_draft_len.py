@@ -86,6 +86,8 @@ class AutoDraftLen(DraftLen):
         costs: what steps take, as far as it is known.
         bucket: rounds a number of requests up to the size that a step is run with.
         runs_at_launch: the host computes a step when it launches it, as on the CPU.
+        tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
+            would make requests wait: there they are tried with the neighbours, more rarely.
     """
 
     is_exact = True
@@ -98,9 +100,11 @@ class AutoDraftLen(DraftLen):
         bucket: Callable[[int], int],
         *,
         runs_at_launch: bool,
+        tries_unknown: bool = True,
     ):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
+        self._tries_unknown = tries_unknown
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
         self.chosen = min(START, max_draft_len)
         self._allowed = self.lengths  # those within the limits of this step
@@ -208,6 +212,8 @@ class AutoDraftLen(DraftLen):
         """Returns lengths to try next: unknown ones that matter, or neighbours if it is time."""
         near, known = self._neighbours(shape), self.costs.is_known
         unknown = [k for k in near if (shape, k) not in self._tried and not known(shape, k)]
+        if not self._tries_unknown:
+            unknown = []
         self._is_probe = not unknown
         if unknown or self._steps < self._probe_of(shape).at:
             return unknown

@@ -29,6 +29,7 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         costs,
         lambda count: _bucket(runner, count),
         runs_at_launch=runner.device.type == "cpu",
+        tries_unknown=runner.graphs is None,
     )
     # Over several ranks a replay of one rank alone would hang.
     if runner.graphs is not None and runner.step.target.config.parallel.size == 1:
@@ -45,10 +46,11 @@ def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest."""
     sizes = [size for size in graphs.batch_sizes if size & (size - 1) == 0]
     for size in sorted({*sizes, graphs.batch_sizes[-1]}, reverse=True):
-        shape = StepShape(size, all_greedy=True)
-        for draft_len in auto.lengths:
-            if not auto.costs.is_known(shape, draft_len):
-                auto.costs.set(shape, draft_len, graphs.replay_seconds(size, draft_len))
+        for shape in (StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)):
+            for draft_len in auto.lengths:
+                if not auto.costs.is_known(shape, draft_len):
+                    seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
+                    auto.costs.set(shape, draft_len, seconds)
     auto.costs.save()
 
 

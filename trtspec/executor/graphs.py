@@ -167,12 +167,15 @@ class CudaGraphs:
                 if not self._capture_contexts(inputs, key):
                     break
 
-    def replay_seconds(self, size: int, draft_len: int, repeat: int = 8) -> float:
-        """Returns what a greedy step takes that verifies and proposes K drafts. All rows are inert.
+    def replay_seconds(
+        self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
+    ) -> float:
+        """Returns what a step takes that verifies and proposes K drafts. All rows are inert.
 
         It waits for the device, and captures the graph first if need be.
         """
-        key = next(key for key in _keys_at_start(draft_len, size) if key.all_greedy)
+        keys = _keys_at_start(draft_len, batch_size=size)
+        key = next(key for key in keys if key.all_greedy == all_greedy)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
         self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0

@@ -85,6 +85,7 @@ class EngineThread:
         self._gate, self._is_closed = threading.RLock(), False
         self.failure: str | None = None
         """Why the engine is dead; None while it works."""
+        self._gpu = _index_of_gpu(executor.device)
         self._thread = threading.Thread(target=self._run, name="trtspec-engine", daemon=True)
         self._thread.start()
 
@@ -142,8 +143,12 @@ class EngineThread:
 
     # -- the thread ------------------------------------------------------------------------------
     def _run(self) -> None:
-        if self._executor.device.type == "cuda":
-            torch.cuda.set_device(self._executor.device)
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
+        except Exception as error:
+            logger.exception("The engine's thread cannot use its GPU.")
+            self._die(f"the engine's thread cannot use its GPU ({error})")
         while True:
             try:
                 if not self._obey():
@@ -253,3 +258,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -
         future.set_result(result)
     else:
         future.set_exception(error)
+
+
+def _index_of_gpu(device: torch.device) -> int | None:
+    """Returns the GPU's number. A device without one is the GPU that this thread uses."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
