@@ -78,7 +78,11 @@ class Engine:
         params = SamplingParams(temperature=temperature)
         requests = [SimpleNamespace(sampling_params=params)] * size
         batch: Any = SimpleNamespace(
-            generations=requests, requests=requests, contexts=[1] * has_prompt, is_guided=False
+            generations=requests,
+            requests=requests,
+            contexts=[1] * has_prompt,
+            is_guided=False,
+            num_sampled=size * (temperature > 0),
         )
         began, is_in_flight = self.now, bool(self.in_flight)
         chosen = self.auto.of(batch, batch)

@@ -134,7 +134,7 @@ class AutoDraftLen(DraftLen):
         """Returns what a step of these generations is timed as."""
         return StepShape(
             size=self._bucket(len(batch.generations)),
-            all_greedy=all(r.sampling_params.is_greedy for r in batch.generations),
+            all_greedy=not batch.num_sampled,
             is_guided=batch.is_guided,
         )
 
@@ -171,8 +171,7 @@ class AutoDraftLen(DraftLen):
     # -- the choice ----------------------------------------------------------------------------
     def _choose(self, batch: ScheduledBatch, most: int) -> int:
         shape, self._steps = self.shape_of(batch), self._steps + 1
-        sampled = sum(not r.sampling_params.is_greedy for r in batch.generations)
-        self._share_sampled = sampled / len(batch.generations)
+        self._share_sampled = batch.num_sampled / len(batch.generations)
         self._allowed = tuple(k for k in self.lengths if k <= most)
         if self._steps - self._folded >= REST:
             self._folded = self._steps

@@ -221,6 +221,11 @@ class ScheduledBatch:
         """Whether a request has a grammar."""
         return any(r.sampling_params.guided_decoding is not None for r in self.requests)
 
+    @cached_property
+    def num_sampled(self) -> int:
+        """Generations that are not greedy."""
+        return sum(not request.sampling_params.is_greedy for request in self.generations)
+
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)
 
