@@ -132,9 +132,9 @@ class RequestBook:
             self.scheduler.finish(request)
         request.embeds = request.grammar = request.prefix = None
         self.finished.append(request)
-        self.live.pop(request.request_id, None)
         if self.on_finish is not None:
             self.on_finish(request)
+        self.live.pop(request.request_id, None)  # last: an interrupt before it ends it again
 
     def fail(self, request: Request, error: str) -> None:
         """Ends one request with finish_reason "error"; the others go on."""

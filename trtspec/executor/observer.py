@@ -134,7 +134,8 @@ class Watch(NoWatch):
         self.counts.append(count)
 
     def add_finished(self, request: Request) -> None:
-        self.finished.append(request)
+        if request not in self.finished:  # an interrupt may have come in between
+            self.finished.append(request)
 
     def report_finished(self) -> None:
         """Hands over requests that ended, unless a step is to be handed over first."""

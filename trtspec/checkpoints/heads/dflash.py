@@ -76,14 +76,19 @@ def _is_dflash(files: HeadFiles, asked: str | None) -> bool:
     raw, kind = files.raw, files.raw.get("speculators_model_type")
     if kind is not None:
         return str(kind) in ("dflash", "dflash2", "dspark", "xpress")
-    names = raw.get("architectures") or ()
-    named = isinstance(names, list) and any("DFlash" in n or "DSpark" in n for n in map(str, names))
+    named = any("DFlash" in name or "DSpark" in name for name in _architectures(raw))
     return named or "dflash_config" in raw
 
 
+def _architectures(raw: dict[str, Any]) -> list[str]:
+    """Returns the names of `architectures`; none where it is no list."""
+    names = raw.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def _is_dflash2(raw: dict[str, Any], nested: dict[str, Any]) -> bool:
-    kind, names = raw.get("speculators_model_type"), raw.get("architectures") or ()
-    named = kind == "dflash2" or any("DFlash2" in str(name) for name in names)
+    named = raw.get("speculators_model_type") == "dflash2"
+    named = named or any("DFlash2" in name for name in _architectures(raw))
     return named or any(raw.get(name) or nested.get(name) for name in _DFLASH2)
 
 
@@ -91,8 +96,7 @@ def _is_dspark(files: HeadFiles, asked: str | None) -> bool:
     raw = files.raw
     if raw.get("speculators_model_type") is not None:
         return raw["speculators_model_type"] == "dspark"
-    names = raw.get("architectures") or ()
-    named = any("DSpark" in str(name) for name in names) or _projector(raw) == "dspark"
+    named = any("DSpark" in name for name in _architectures(raw)) or _projector(raw) == "dspark"
     return _is_dflash(files, asked) and named
 
 
@@ -232,7 +236,7 @@ def _refuse_relatives(
 ) -> None:
     """Heads that look like DFlash's and compute more."""
     kind = raw.get("speculators_model_type") or "dflash"
-    names = raw.get("architectures") or [ARCHITECTURES[0]]
+    names = _architectures(raw) or [ARCHITECTURES[0]]
     relatives = dict(_RELATIVES)
     if variant != "DSpark":
         relatives["markov_rank"] = "a bias like DSpark's"
