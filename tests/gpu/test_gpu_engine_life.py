@@ -50,15 +50,14 @@ def test_an_engine_thread_answers(target_dir: Path, device: str) -> None:
     llm = LLM(target_dir, device=device, dtype="float32", max_batch_size=4, max_seq_len=64)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     other = LLM(target_dir, device=device, dtype="float32", max_batch_size=4, max_seq_len=64)
-    engine = AsyncLLM(other)
 
-    async def answer(prompt: list[int]) -> list[int]:
-        async for output in engine.generate(prompt, params):
-            last = output
-        return last.outputs[0].token_ids
+    async def answer(engine: AsyncLLM, prompt: list[int]) -> list[int]:
+        outputs = [output async for output in engine.generate(prompt, params)]
+        return outputs[-1].outputs[0].token_ids
 
     async def answer_all() -> list[list[int]]:
-        return await asyncio.gather(*map(answer, prompts))
+        async with AsyncLLM(other) as engine:
+            return await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
 
     assert asyncio.run(answer_all()) == expected
 
