@@ -30,12 +30,14 @@ from trtspec.executor.step_costs import StepCosts, StepShape
 
 K = 6
 GREEDY = StepShape(1, all_greedy=True)
+HOST_SECONDS = 2e-4  # between two calls of `step`, under overlap
 
 
 class Engine:
     """A simulated engine: what a step takes and what drafts are worth are known.
 
-    With overlap the host reads a step after it launched the next one, as on a GPU.
+    With overlap the host reads a step after it launched the next one, as on a GPU. Between two
+    calls it does something else, while the device goes on.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         )
         self.rng, self.lengths = random.Random(0), Counter[int]()
         self.in_flight: list[tuple[Any, float, list[tuple[int, int]]]] = []
+        self.device_is_free = 0.0
         self.asked = 0
 
     def run(
@@ -84,6 +87,7 @@ class Engine:
             is_guided=False,
             num_sampled=size * (temperature > 0),
         )
+        self.now += HOST_SECONDS * self.overlap
         began, is_in_flight = self.now, bool(self.in_flight)
         chosen = self.auto.of(batch, batch)
         self.lengths[chosen] += 1
@@ -98,11 +102,12 @@ class Engine:
         # A slow step now and then, as where the host was busy.
         seconds = self.seconds(size, chosen) * (8 if self.rng.random() < 0.01 else 1)
         step = SimpleNamespace(batch=batch, draft_len=chosen)
-        self.in_flight.append((step, seconds + 0.02 * has_prompt, results))
+        self.device_is_free = max(self.now, self.device_is_free) + seconds + 0.02 * has_prompt
+        self.in_flight.append((step, self.device_is_free, results))
         read = []
         while len(self.in_flight) > self.overlap:
-            one, seconds, its = self.in_flight.pop(0)
-            self.now += seconds
+            one, end, its = self.in_flight.pop(0)
+            self.now = max(self.now, end)
             read.append(one)
             for asked, accepted in its:
                 result: Any = SimpleNamespace(
