@@ -22,6 +22,7 @@ from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, Sp
 from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import render, status
 from trtspec.cli.engine import make_spec_config
+from trtspec.cli.errors import CliError
 from trtspec.cli.options import EngineOptions
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, RequestError
@@ -657,3 +658,20 @@ def test_the_package_s_mtp_head_has_its_own_k(asked: str | None, k: int) -> None
     options = EngineOptions(speculative="mtp_eagle", max_draft_len=asked, device="cpu")
     config = make_spec_config(options, lambda text: None)
     assert config is not None and config.max_draft_len == k
+
+
+def test_a_draft_length_that_chooses_itself() -> None:
+    for options in (
+        EngineOptions(speculative="ngram", max_draft_len="auto"),
+        EngineOptions(speculative="ngram", max_draft_len="6", draft_len_schedule="auto"),
+    ):
+        config = make_spec_config(options, lambda text: None)
+        assert config is not None
+        assert (config.max_draft_len, config.draft_len_schedule) == (6, "auto")
+
+
+@pytest.mark.parametrize("text", ["", "many", "4.0", "--4", "4 5"])
+def test_a_draft_length_that_is_none(text: str) -> None:
+    options = EngineOptions(speculative="ngram", max_draft_len=text)
+    with pytest.raises(CliError, match="give a number of drafts, or auto"):
+        make_spec_config(options, lambda text: None)
