@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import native
 from ..distributed.comm import ALONE
-from ..ops.layer import cublaslt
+from ..ops.layer import cublaslt, fp8
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
 from .linear import Linear
@@ -86,6 +86,8 @@ def _own_part(
         if residual is None:
             return layer(x)
         if in_place and x.is_cuda and layer.bias is None:
+            if (weight := layer.fp8) is not None:
+                return fp8.multiply(x, weight, residual)
             if cublaslt.multiply(x, layer.weight, residual) is not None:
                 return residual
             return residual.addmm_(x, layer.weight.t())

@@ -22,13 +22,16 @@ from torch import Tensor, nn
 from ..distributed.comm import ALONE, Communicator
 from ..distributed.parallel import WHOLE, Shard
 from ..ops.launch.machine import INVARIANT_ROWS
-from ..ops.layer import cublaslt
+from ..ops.layer import cublaslt, fp8
+from ..ops.layer.fp8 import Fp8Weight
 
 _PACK_ROWS_HINT = 8  # a decoding step has few rows; prefill is not slower for it
 
 
 class Linear(nn.Module):
     """y = x W^T + b. `weight` [out, in]; after `pack()` on CPU the packed copy replaces it.
+
+    After `hold_fp8` the weight has FP8 codes, and `scales` what they are multiplied by.
 
     Args:
         in_features, out_features: of the part of the weight that this rank holds.
@@ -52,11 +55,29 @@ class Linear(nn.Module):
             torch.empty(out_features, in_features), requires_grad=False
         )
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.scales: nn.Parameter | None = None  # [out, ceil(in / group)] float32, of FP8 codes
+        self.group = in_features
         self._packed: Tensor | None = None
         self._min_rows = 1
 
+    def hold_fp8(self, weight: Fp8Weight) -> None:
+        """Replaces the weight by an FP8 one, which this keeps as it is."""
+        self.weight = nn.Parameter(weight.codes, requires_grad=False)
+        self.scales = nn.Parameter(weight.scales, requires_grad=False)
+        self.group = weight.group
+
+    @property
+    def fp8(self) -> Fp8Weight | None:
+        """The weight where it is FP8, else None."""
+        if self.scales is None or self.weight is None:
+            return None
+        return Fp8Weight(self.weight, self.scales, self.group)
+
     def pack(self) -> None:
-        """Replaces the weight by oneDNN's layout where the CPU can use it; else does nothing."""
+        """Replaces the weight by oneDNN's layout where the CPU can use it; else does nothing.
+
+        An FP8 weight stays.
+        """
         weight = self.weight
         if weight is None or weight.device.type != "cpu" or not _can_pack(weight.dtype):
             return
@@ -74,6 +95,9 @@ class Linear(nn.Module):
                 return _multiply(x, self._packed, self.bias)[:rows]
             return _multiply(x, self._packed, self.bias)
         assert self.weight is not None
+        if (weight := self.fp8) is not None:
+            out = fp8.multiply(x, weight)
+            return out if self.bias is None else out.add_(self.bias)
         if self.bias is None and (out := cublaslt.multiply(x, self.weight)) is not None:
             return out
         return F.linear(x, self.weight, self.bias)
