@@ -15,6 +15,12 @@ constexpr int kMaxLinearRows = 32;
 template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
+// FP8 weights, bf16 otherwise. Rows 1 … kMaxFp8Rows, as many as fit into shared memory; k, and with
+// kGroups the group, a multiple of 64; one input.
+constexpr int kMaxFp8Rows = 8;
+template <bool kGroups>
+cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
 // num_rows: of the logits.
 template <typename T>
 cudaError_t launch_accept(const AcceptParams& params, int num_rows, cudaStream_t stream);

@@ -26,6 +26,8 @@ struct LinearParams {
   const void* norm1;  // [k - k_split]
   float eps;
   const void* weight;  // [n, k]
+  const float* scales;  // [n, groups] of FP8 codes, null: of no others
+  int group, groups;    // columns that share a scale; scales of a row
   const void* bias;    // [n], null: none
   int rows, n, k;
   void* out;  // [rows, n]; SwiGLU [rows, n/2]; RoPE: the queries, [rows, q_heads * dim]

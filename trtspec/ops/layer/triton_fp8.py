@@ -7,6 +7,7 @@ sum are added in a fixed order by a second kernel, in float32.
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -131,15 +132,14 @@ class Plan(NamedTuple):
     warps: int
 
 
-def multiply(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None) -> Tensor:
+def multiply_floats(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None) -> Tensor:
     """As its twin."""
     (rows, size), out = x.shape, weight.codes.shape[0]
     result = residual
     if result is None:
         result = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     plan = _plan(rows, out, size, x.dtype)
-    depth = min(plan.depth, size if weight.by_rows else weight.group)
-    depth = depth if depth & (depth - 1) == 0 else depth & -depth  # a power of two that divides it
+    depth = plan.depth if weight.by_rows else math.gcd(plan.depth, weight.group)
     quick = is_quick(weight.codes, x.dtype)
     steps = triton.cdiv(triton.cdiv(size, depth), plan.parts)
     parts = triton.cdiv(size, depth * steps)
