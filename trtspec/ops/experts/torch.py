@@ -15,6 +15,10 @@ from torch import Tensor
 from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
+from ..layer.fp8 import Fp8Weight, dequantize
+
+ExpertScales = tuple[tuple[Tensor, int], tuple[Tensor, int]]
+"""Of two stacks of FP8 codes [E, M, K]: scales [E, M, ceil(K / group)] float32, and the group."""
 
 MAX_ROUTER_ROWS = 16
 """For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
@@ -82,6 +86,7 @@ def grouped_experts(
     down_proj: Tensor,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
@@ -90,7 +95,11 @@ def grouped_experts(
     Args:
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
+        scales: of the two stacks, where they are FP8 codes.
     """
+    if scales is not None:
+        gate_up_proj = _dequantized(gate_up_proj, *scales[0], x.dtype)
+        down_proj = _dequantized(down_proj, *scales[1], x.dtype)
     count = gate_up_proj.shape[0]
     total = total or count
     has_others = total > count
@@ -103,6 +112,12 @@ def grouped_experts(
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
+
+
+def _dequantized(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Returns a stack of FP8 weights in a float dtype."""
+    flat = Fp8Weight(codes.flatten(0, 1), scales.flatten(0, 1), group)
+    return dequantize(flat, dtype).view(codes.shape)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
