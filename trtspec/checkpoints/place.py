@@ -1,8 +1,7 @@
 """Puts a checkpoint's tensors into a model's parameters, one by one.
 
-The products of a decoder's layers may have FP8 weights (`WeightForm`). Whatever the form, their
-values are the same but for the rounding to the model's dtype: where FP8 is not kept, floats get the
-values that it would have.
+The products of a decoder's layers may have FP8 weights (`WeightForm`). Where FP8 is not kept,
+floats get its values: a model is the same on every device and number of ranks, to rounding.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def place_tensors(
         leaf = _leaf(placement)
         if leaf not in into:
             shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
-            if leaf in groups and form.keeps_fp8:
+            if leaf in groups:
                 into[leaf] = _empty_fp8(shape, groups[leaf], device)
             else:
                 into[leaf] = torch.empty(shape, dtype=placement.dtype or dtype, device=device)
@@ -87,7 +86,7 @@ def place_tensors(
         to = into[leaf]
         if placement.expert is not None:
             to = _each(to, lambda t, e=placement.expert: t[e])  # type: ignore[misc]
-        if leaf in groups:
+        if leaf in groups or (form.quantizes and _is_of_product(model, placement)):
             _place_product(to, sources[name], placement, device)
         else:
             assert isinstance(to, Tensor)
@@ -134,8 +133,8 @@ def _groups(
     sources: Mapping[str, TensorSource],
     form: WeightForm,
 ) -> dict[_Leaf, int]:
-    """Returns the columns that share a scale, for each weight with FP8's values."""
-    if not form.keeps_fp8 and not form.quantizes:
+    """Returns the columns that share a scale, for each parameter that is FP8."""
+    if not form.keeps_fp8:
         return {}
     parts: dict[_Leaf, list[tuple[TensorSource, Placement]]] = defaultdict(list)
     for name, placement in placement_of.items():
@@ -155,7 +154,7 @@ def _is_of_product(model: nn.Module, placement: Placement) -> bool:
 
 
 def _group(parts: list[tuple[TensorSource, Placement]], form: WeightForm) -> int | None:
-    """Returns the columns that share a scale in a parameter of these parts; None: it is floats."""
+    """Returns the columns that share a scale in a parameter of these parts; None: floats."""
     columns = parts[0][1].shape[-1]
     narrower = set()
     for source, placement in parts:
