@@ -11,8 +11,8 @@ namespace trtspec {
 
 constexpr int kMaxLinearRows = 32;
 
-// Rows 1 … kMaxLinearRows; k and k_split multiples of 32.
-template <typename T>
+// Rows 1 … kMaxLinearRows; k and k_split multiples of kStep<H>, so are groups.
+template <typename T, Held H>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
 // num_rows: of the logits.
