@@ -159,6 +159,9 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
     llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64, **options)
     outputs = llm.generate(random_prompts(3), SamplingParams(max_tokens=12, ignore_eos=True))
     if config is not None:
+        modules = list(llm.executor.draft_model.modules())
+        assert not any(isinstance(m, Linear) and m.fp8 for m in modules)
+        assert not any(isinstance(m, Experts) and m.scales for m in modules)
         assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
     llm.shutdown()
     return [output.outputs[0].token_ids for output in outputs]
