@@ -47,6 +47,7 @@ from trtspec.executor import build
 from trtspec.layers.experts import Experts
 from trtspec.layers.linear import Linear
 from trtspec.models.decoder import Decoder
+from trtspec.ops.experts.torch import grouped_experts
 from trtspec.ops.layer.fp8 import Fp8Weight, dequantize, quantize
 
 CPU = torch.device("cpu")
@@ -84,12 +85,14 @@ def products(model: Decoder) -> dict[str, Linear]:
 
 def stacks(experts: Experts) -> list[Fp8Weight]:
     """Of FP8 experts, flattened: all rows of gate and up, and of down."""
-    assert experts.scales is not None
+    scales = experts.scales
+    assert scales is not None
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     return [
-        Fp8Weight(codes.flatten(0, 1), scales.flatten(0, 1), group)
-        for codes, (scales, group) in zip(
-            (experts.gate_up_proj, experts.down_proj), experts.scales, strict=True
+        Fp8Weight(codes.flatten(0, 1), of_rows.flatten(0, 1), group)
+        for codes, of_rows, group in (
+            (experts.gate_up_proj, scales.gate_up, scales.gate_up_group),
+            (experts.down_proj, scales.down, scales.down_group),
         )
     ]
 
@@ -263,6 +266,19 @@ def test_every_family(tmp_path: Path, name: str) -> None:
         same = floats.layers.get_submodule(module)
         for stack, exact in zip(stacks(experts), (same.gate_up_proj, same.down_proj), strict=True):
             assert torch.equal(dequantize(stack, torch.float32), exact.data.flatten(0, 1))
+        # What CUDA runs without kernels of its own.
+        x = torch.randn(5, experts.size, generator=torch.Generator().manual_seed(0))
+        ids, weights = torch.tensor([[0, 3], [1, 2], [4, 5], [0, 1], [3, 4]]), torch.rand(5, 2)
+        out = grouped_experts(
+            x,
+            ids,
+            weights,
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.gate_and_mul,
+            scales=experts.scales,
+        )
+        torch.testing.assert_close(out, same(x, ids, weights), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)
 

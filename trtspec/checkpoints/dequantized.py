@@ -97,7 +97,9 @@ class ScaledTensor:
         bad = int((~torch.isfinite(scales)).sum())
         if not bad and self.is_fp8:  # e4m3 has no infinity, and NaN is 0x7f or 0xff
             source, what = self.numbers, "weights"
-            bad = int((numbers.view(torch.uint8).bitwise_and(127) == 127).sum())
+            magnitudes = numbers.view(torch.uint8).bitwise_and(127)
+            if numbers.numel() and int(magnitudes.max()) == 127:
+                bad = int((magnitudes == 127).sum())
         if bad:
             raise CheckpointError(
                 f"{source.name} in {source.path} holds {bad} {what} that are NaN or infinite. Copy "

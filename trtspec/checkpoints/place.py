@@ -187,12 +187,13 @@ def _place_product(
     if placement.order is not None:
         tensor = tensor[placement.order]
     for part, rows in _some_rows(tensor):
+        part = part.to(device)
         if not bool(torch.isfinite(part).all()):
             raise CheckpointError(
                 f"{source.name} in {source.path} holds weights that are NaN or infinite, which "
                 "FP8 has not. Copy the checkpoint again from its source, or leave quant out."
             )
-        weight = quantize(part.to(device))
+        weight = quantize(part)
         if cut is not None and cuts_columns:
             codes = weight.codes.narrow(1, cut.start, cut.length)
             weight = Fp8Weight(codes, weight.scales, cut.length)
@@ -221,10 +222,10 @@ def _ordered(weight: Fp8Weight, order: Tensor | None) -> Fp8Weight:
 def _copy(to: _Into, weight: Fp8Weight) -> None:
     """Copies codes, and scales: one for a row becomes one for each of its groups."""
     if isinstance(to, Fp8Weight):
-        to.codes.copy_(weight.codes)
+        to.codes.view(torch.uint8).copy_(weight.codes.view(torch.uint8))
         to.scales.copy_(weight.scales)
         return
-    codes, scales = (t.reshape(-1, t.shape[-1]) for t in weight[:2])
+    codes, scales = (t.reshape(-1, t.shape[-1]).contiguous() for t in weight[:2])
     flat = Fp8Weight(codes, scales, weight.group)
     to.copy_(dequantize(flat, to.dtype).view(to.shape))
 

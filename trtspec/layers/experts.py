@@ -64,10 +64,15 @@ class Experts(nn.Module):
 
     @property
     def scales(self) -> ExpertScales | None:
-        """Of the stacks, where these are FP8: scales and columns that share one."""
+        """What the stacks are multiplied by, where they are FP8 codes; else None."""
         if self.gate_up_scales is None or self.down_scales is None:
             return None
-        return (self.gate_up_scales, self.gate_up_group), (self.down_scales, self.down_group)
+        return ExpertScales(
+            gate_up=self.gate_up_scales,
+            gate_up_group=self.gate_up_group,
+            down=self.down_scales,
+            down_group=self.down_group,
+        )
 
     def pack(self) -> None:
         """Packs every expert as `Linear.pack` does; does nothing off the CPU, nor to FP8."""
@@ -118,15 +123,15 @@ class Experts(nn.Module):
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         """x [n, D] -> [n, D]."""
         if self._packed:
-            gate_up, down = self._packed[expert]
-            return down(self.gate_and_mul(gate_up(x)))
+            first, second = self._packed[expert]
+            return second(self.gate_and_mul(first(x)))
         assert self.gate_up_proj is not None and self.down_proj is not None
-        up_weight, down_weight = self.gate_up_proj[expert], self.down_proj[expert]
-        if self.scales is None:
-            return F.linear(self.gate_and_mul(F.linear(x, up_weight)), down_weight)
-        (up_scales, up_group), (down_scales, down_group) = self.scales
-        inner = self.gate_and_mul(multiply(x, Fp8Weight(up_weight, up_scales[expert], up_group)))
-        return multiply(inner, Fp8Weight(down_weight, down_scales[expert], down_group))
+        gate_up, down, scales = self.gate_up_proj[expert], self.down_proj[expert], self.scales
+        if scales is None:
+            return F.linear(self.gate_and_mul(F.linear(x, gate_up)), down)
+        up = Fp8Weight(gate_up, scales.gate_up[expert], scales.gate_up_group)
+        inner = self.gate_and_mul(multiply(x, up))
+        return multiply(inner, Fp8Weight(down, scales.down[expert], scales.down_group))
 
 
 def _packed(weight: Tensor) -> Linear:
