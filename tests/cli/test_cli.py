@@ -297,14 +297,16 @@ def test_raw_gives_the_text_itself(run, fake):
 
 def test_options_reach_the_engine(run, fake):
     run("generate", "--prompt", "a", "--dtype", "float32", "--device", "cpu",
-        "--max-batch-size", "3", "--tp", "2", "--ep", "2")  # fmt: skip
+        "--quant", "fp8", "--max-batch-size", "3", "--tp", "2", "--ep", "2")  # fmt: skip
     assert fake.built[0].options == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 3, "tensor_parallel_size": 2,
-        "moe_expert_parallel_size": 2, "kv_cache_config": trtspec.KvCacheConfig(),
+        "moe_expert_parallel_size": 2, "kv_cache_config": trtspec.KvCacheConfig(), "quant": "fp8",
     }  # fmt: skip
-    run("bench", "--prompt", "a", "--speculative", "ngram", "--no-block-reuse", "--repeat", "2")
+    run("bench", "--prompt", "a", "--speculative", "ngram", "--no-block-reuse", "--repeat", "2",
+        "--quant", "fp8")  # fmt: skip
     for llm in fake.built[1:]:
         assert not llm.options["kv_cache_config"].enable_block_reuse
+        assert llm.options["quant"] == "fp8"
         assert llm.num_resets == 3, "a run finds nothing of the one before"
 
 

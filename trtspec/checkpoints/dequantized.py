@@ -1,4 +1,4 @@
-"""Quantised weights, read as float32: a weight is its number times its scale.
+"""Quantised weights: a weight is its number times its scale.
 
     scales of        shape                                     for a weight [out, in]
     the tensor       [] or [1]
@@ -8,30 +8,103 @@
 Stacks of experts [E, out, in] have one more dimension in front (Step-3.5). Tensors of another dtype
 are what they say. Scales of activations and of the KV cache are left out: here these stay in the
 model's dtype.
+
+To most readers such a tensor is a float32 one. A product may keep the numbers: they are in
+`TensorSource.scaled`.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ..distributed.parallel import Cut
 from ..errors import CheckpointError
-from .quantization import Quantization, quantization_of
+from ..ops.layer.fp8 import Fp8Weight, dequantize
+from .quantization import FP8, Quantization, quantization_of
 from .tensors import FLOATS
 
 if TYPE_CHECKING:
     from .tensors import TensorSource
 
-logger = logging.getLogger(__name__)
-
 _OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 """Scales of what is not quantised here."""
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A quantised weight [out, in], or a stack of them, as the checkpoint has it."""
+
+    numbers: TensorSource
+    scales: TensorSource
+    shape: tuple[int, ...]  # of the scales, with as many dimensions as the numbers
+    block: tuple[int, int] | None  # rows and columns that share a scale; None is more of it
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.numbers.dtype == FP8
+
+    def group(self, cut: Cut | None = None) -> int:
+        """Returns how many columns share a scale, in all or in a cut.
+
+        Where a cut begins within a block, narrower groups begin with it. All equal cuts have the
+        same.
+        """
+        columns = self.numbers.shape[-1]
+        is_cut = cut is not None and cut.dim == len(self.numbers.shape) - 1
+        if cut is not None and is_cut:
+            columns = cut.length
+        if self.block is None:
+            return columns
+        group = math.gcd(self.block[1], columns) if is_cut else self.block[1]
+        return min(group, columns)
+
+    def read(self, cut: Cut | None = None) -> Fp8Weight:
+        """Returns the numbers (INT8 ones too) and each row's scales; of a stack, stacks of both.
+
+        Raises:
+            CheckpointError: a number or a scale is NaN or infinite.
+        """
+        numbers, scales = self.numbers.read(cut), self.scales.read().float().reshape(self.shape)
+        self._check_finite(numbers, scales)
+        *stack, rows, _ = self.numbers.shape
+        if self.block is not None:
+            scales = scales.repeat_interleave(self.block[0], -2)[..., :rows, :]
+        scales = scales.expand(*stack, rows, -1)
+        group = self.group(cut)
+        if cut is not None and cut.dim < len(stack) + 1:
+            scales = scales.narrow(cut.dim, cut.start, cut.length)
+        elif cut is not None and self.block is not None:
+            first = torch.arange(cut.start, cut.start + cut.length, group)
+            scales = scales[..., first // self.block[1]]
+        return Fp8Weight(numbers, scales, group)
+
+    def read_floats(self, cut: Cut | None = None) -> Tensor:
+        """Returns the weights in float32."""
+        weight = self.read(cut)
+        codes, scales = (t.reshape(-1, t.shape[-1]) for t in weight[:2])
+        return dequantize(Fp8Weight(codes, scales, weight.group), torch.float32).view(
+            weight.codes.shape
+        )
+
+    def _check_finite(self, numbers: Tensor, scales: Tensor) -> None:
+        source, what = self.scales, "scales"
+        bad = int((~torch.isfinite(scales)).sum())
+        if not bad and self.is_fp8:  # e4m3 has no infinity, and NaN is 0x7f or 0xff
+            source, what = self.numbers, "weights"
+            magnitudes = numbers.view(torch.uint8).bitwise_and(127)
+            if numbers.numel() and int(magnitudes.max()) == 127:
+                bad = int((magnitudes == 127).sum())
+        if bad:
+            raise CheckpointError(
+                f"{source.name} in {source.path} holds {bad} {what} that are NaN or infinite. Copy "
+                "the checkpoint again from its source."
+            )
 
 
 def dequantized(
@@ -61,7 +134,6 @@ def dequantized(
             f"{where.parent} holds {left[0]}, but {name} {kind}; it must be {how.dtype}. Copy the "
             "checkpoint again from its source."
         )
-    logger.info("%s: %s weights are read as floats.", where.parent, how.dtype)
     return found
 
 
@@ -87,8 +159,10 @@ def _dequantized(
             f"{', '.join(FLOATS)}. Check quantization_config in config.json, or copy the "
             "checkpoint again."
         )
-    load = partial(_multiply, source, scale, shape, how.block)
-    return replace(source, dtype="F32", load=load, load_cut=None)
+    scaled = ScaledTensor(source, scale, shape, how.block)
+    return replace(
+        source, dtype="F32", load=scaled.read_floats, load_cut=scaled.read_floats, scaled=scaled
+    )
 
 
 def _shape_of_scales(
@@ -112,17 +186,3 @@ def _allowed(weight: tuple[int, ...], how: Quantization) -> str:
     if how.block is not None:
         return str([*stack, -(-rows // how.block[0]), -(-columns // how.block[1])])
     return " or ".join(str([*stack, *shape]) for shape in ((), (1,), (rows,), (rows, 1)))
-
-
-def _multiply(
-    source: TensorSource,
-    scale: TensorSource,
-    shape: tuple[int, ...],
-    block: tuple[int, int] | None,
-) -> Tensor:
-    rows, columns = source.shape[-2:]
-    scales = scale.read().float().reshape(shape)
-    if block is not None:
-        scales = scales.repeat_interleave(block[0], -2)[..., :rows, :]
-        scales = scales.repeat_interleave(block[1], -1)[..., :columns]
-    return source.read().float().mul_(scales)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,9 @@ from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from .files import is_there
 from .json_object import read_json_object
+
+if TYPE_CHECKING:
+    from .dequantized import ScaledTensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -48,6 +51,8 @@ class TensorSource:
     load: Callable[[], Tensor] = field(repr=False)
     load_cut: Callable[[Cut], Tensor] | None = field(default=None, repr=False)
     """Reads a part without the rest; None: the whole tensor is read, and the part is kept."""
+    scaled: ScaledTensor | None = field(default=None, repr=False)
+    """What `load` makes floats of, if the checkpoint's tensor is quantised."""
 
     def read(self, cut: Cut | None = None) -> Tensor:
         """The tensor on the CPU, or a cut of it. Raises CheckpointError: the file is damaged."""

@@ -6,6 +6,7 @@ are copied one by one, so the peak is the model plus one tensor.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,8 +28,11 @@ from ..models.decoder import MLP, Attention, Decoder
 from ..models.placement import Placement
 from .dequantized import dequantized
 from .hf_config import load_config
+from .place import FLOATS_ALONE, WeightForm, place_tensors
 from .tensors import FLOATS, TensorSource, open_checkpoint, some
 from .text_part import text_tensors
+
+logger = logging.getLogger(__name__)
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Module of a model -> modules of the checkpoint whose rows it stacks, in this order."""
@@ -78,6 +82,7 @@ def load_decoder(
     pack: bool = True,
     num_positions: int | None = None,
     parallel: Parallel = ONE_RANK,
+    form: WeightForm = FLOATS_ALONE,
 ) -> Decoder:
     """Config, model and weights of a Hugging Face directory, ready to run (in eval mode).
 
@@ -86,6 +91,7 @@ def load_decoder(
             the weights are to be cut first (`finish` packs them then).
         num_positions: the longest text; None is max_position_embeddings.
         parallel: the ranks that the model is cut over. Each reads only its part.
+        form: which weights are FP8.
 
     Raises:
         CheckpointError: as `load_config` and `load_weights`.
@@ -96,7 +102,7 @@ def load_decoder(
     _check_depth(config, model_dir)
     with sizes_alone(model_dir):
         model = Decoder(config, backend, kv_group, num_positions)
-    load_weights(model, model_dir, dtype, device, pack)
+    load_weights(model, model_dir, dtype, device, pack, form)
     return model.eval()
 
 
@@ -133,7 +139,12 @@ def _check_depth(config: DecoderConfig, model_dir: Path) -> None:
 
 
 def load_weights(
-    model: Decoder, model_dir: Path, dtype: torch.dtype, device: torch.device, pack: bool = True
+    model: Decoder,
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: bool = True,
+    form: WeightForm = FLOATS_ALONE,
 ) -> None:
     """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
 
@@ -160,7 +171,9 @@ def load_weights(
         sources = dequantized(sources, config.raw, model_dir / "config.json")
         _values_from_keys(sources, placement_of, model_dir, config)
         _check(placement_of, sources, model_dir, config)
-        place_tensors(model, placement_of, sources, dtype, device)
+        if not form.keeps_fp8 and any(source.scaled for source in sources.values()):
+            logger.info("%s: quantised weights are read as floats (%s).", model_dir, dtype)
+        place_tensors(model, placement_of, sources, dtype, device, form)
         if tied:
             _tie(model, sources.get("lm_head.weight"), model_dir)
     finish(model, device, pack)
@@ -222,38 +235,6 @@ def _order(part: str, owner: nn.Module, rows: int) -> Tensor | None:
         return None
     starts = torch.arange(0, rows, len(order), device=order.device)
     return (starts[:, None] + order).flatten()
-
-
-def place_tensors(
-    model: nn.Module,
-    placement_of: Mapping[str, Placement],
-    sources: Mapping[str, TensorSource],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Allocates the parameters that `placement_of` names, and copies checked sources into them."""
-    dtypes = {
-        (placement.module, placement.leaf): placement.dtype or dtype
-        for placement in placement_of.values()
-    }
-    for (module, leaf), leaf_dtype in dtypes.items():
-        parameter = getattr(model.get_submodule(module), leaf)
-        empty = torch.empty(parameter.shape, dtype=leaf_dtype, device=device)
-        setattr(model.get_submodule(module), leaf, nn.Parameter(empty, requires_grad=False))
-    for name, placement in placement_of.items():
-        parameter = getattr(model.get_submodule(placement.module), placement.leaf)
-        if placement.is_elsewhere:
-            continue
-        source = sources[name].read(placement.cut)
-        if placement.offset:
-            source = source.float() + placement.offset
-        data = parameter.data if placement.expert is None else parameter.data[placement.expert]
-        length = placement.shape[placement.dim]
-        data.narrow(placement.dim, placement.start, length).copy_(
-            source if placement.order is None else source[placement.order]
-        )
-        if placement.cut is not None and placement.module.endswith("lm_head"):
-            data[length:].zero_()  # rows of no token, which fill up the last rank's part
 
 
 def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:

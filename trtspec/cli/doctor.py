@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
 
     from ..attention.torch_sdpa import TorchAttention
     from ..checkpoints.hf_config import load_config
+    from ..checkpoints.place import weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..doctor import check, diagnose, texts_of
@@ -47,7 +49,8 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
             if where.type == "cuda":
                 torch.cuda.empty_cache()
             dtype = resolve_dtype(options.dtype, config, where)
-            model = load_decoder(target_dir, dtype, where, TorchAttention(), pack=False)
+            form = replace(weight_form(options.quant, where), keeps_fp8=False)
+            model = load_decoder(target_dir, dtype, where, TorchAttention(), pack=False, form=form)
             texts = texts_of(prompts, written, where)
             diagnosis = diagnose(model, head, None, texts, progress, tokenizer)
     if output.is_wanted:
@@ -82,6 +85,7 @@ def _write(target_dir: Path, options: DoctorOptions) -> tuple[Ids, Ids]:
         target_dir,
         device=options.device,
         dtype=options.dtype,
+        quant=options.quant,
         max_batch_size=16,
         tensor_parallel_size=options.tensor_parallel_size,
         max_seq_len=1024,

@@ -175,6 +175,7 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         speculative_config=config,
         device=options.device,
         dtype=options.dtype,
+        quant=options.quant,
         max_batch_size=options.max_batch_size,
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
@@ -191,6 +192,7 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
     plain = EngineOptions(
         model=options.model,
         dtype=options.dtype,
+        quant=options.quant,
         device=options.device,
         max_batch_size=options.max_batch_size,
         tensor_parallel_size=options.tensor_parallel_size,

@@ -30,6 +30,7 @@ DEFAULT_DTYPE, DEFAULT_DEVICE = _engine_default("dtype"), _engine_default("devic
 Dtype = Annotated[str, _engine_option("dtype")]
 Device = Annotated[str, _engine_option("device")]
 MaxBatchSize = Annotated[int, _engine_option("max_batch_size")]
+Quant = Annotated[str | None, _engine_option("quant")]
 TensorParallelSize = Annotated[int | None, _engine_option("tensor_parallel_size", "--tp")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most new tokens per prompt.")]
 
@@ -96,6 +97,7 @@ class EngineOptions:
         ),
     ] = None
     dtype: Dtype = DEFAULT_DTYPE
+    quant: Quant = None
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 8
     tensor_parallel_size: TensorParallelSize = None
@@ -275,6 +277,7 @@ class DoctorOptions:
         int, typer.Option("--max-tokens", min=1, help="Most new tokens per prompt.")
     ] = 64
     dtype: Dtype = DEFAULT_DTYPE
+    quant: Quant = None
     device: Device = DEFAULT_DEVICE
     tensor_parallel_size: TensorParallelSize = None
 
@@ -419,6 +422,7 @@ class TrainOptions:
         str, typer.Option("--format", help="raw, or but for mtp speculators.")
     ] = "raw"
     dtype: Dtype = DEFAULT_DTYPE
+    quant: Quant = None
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 256
     tensor_parallel_size: TensorParallelSize = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ def run_train(options: TrainOptions) -> int:
 
     from ..attention.torch_sdpa import TorchAttention
     from ..checkpoints.hf_config import load_config
+    from ..checkpoints.place import weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..executor.device import resolve_device, resolve_dtype
@@ -93,7 +94,8 @@ def run_train(options: TrainOptions) -> int:
         f"vocabulary covers {100 * rows.coverage:.2f} %; {train_config.max_steps} steps of "
         f"{train_config.batch_size} rows."
     )
-    target = load_decoder(target_dir, dtype, device, TorchAttention(), pack=False)
+    form = replace(weight_form(options.quant, device), keeps_fp8=False)
+    target = load_decoder(target_dir, dtype, device, TorchAttention(), pack=False, form=form)
     head = create_head(spec, target, rows.draft_ids, dtype, options.seed)
     batches = rows.held_out.epoch_batches(min(16, len(rows.held_out)), 0, drop_last=False)
     trainer = Trainer(
@@ -273,6 +275,7 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
         target_dir,
         device=options.device,
         dtype=options.dtype,
+        quant=options.quant,
         max_batch_size=options.max_batch_size,
         max_seq_len=min(max(2048, options.length), num_positions),
         prefill_batch_size=max(1, options.max_batch_size // 8),

@@ -24,6 +24,7 @@ MAX_BATCH_SIZE = 2**20
 """A sanity bound: no cache holds more requests."""
 MAX_RANKS = 1024
 RANK_BACKENDS = ("mp", "ray", "torchrun")
+QUANTS = ("fp8",)
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 
@@ -140,6 +141,9 @@ class EngineConfig:
         device: "auto" (CUDA where there is one), "cpu" or "cuda".
         dtype: "auto" (the checkpoint's; float32 on a CPU without bfloat16 instructions),
             "float32", "bfloat16", on CUDA also "float16".
+        quant: "fp8" quantises the weights of the layers' products to e4m3 with a scale for each
+            row, as they are loaded; FP8 weights stay as they are. On the CPU they are floats with
+            FP8's values. None leaves all weights as the checkpoint has them.
         max_batch_size: requests that run at the same time.
         max_num_tokens: token rows in one pass; default: one full sequence, or a full batch.
         max_seq_len: prompt and output together; default: the model's, at most 8192.
@@ -177,6 +181,9 @@ class EngineConfig:
         default="auto", metadata={"help": "auto, float32 or bfloat16."}
     )
     _: KW_ONLY
+    quant: str | None = field(
+        default=None, metadata={"help": "fp8: quantise the layers' weights at load."}
+    )
     max_batch_size: int = field(default=16, metadata={"help": "Most requests decoded together."})
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -208,6 +215,12 @@ class EngineConfig:
         cache, graphs = self.kv_cache_config, self.cuda_graph_config
         if cache is not None and not isinstance(cache, KvCacheConfig):
             raise ConfigError(f"kv_cache_config={cache!r}: give a KvCacheConfig.")
+        if self.quant is not None and self.quant not in QUANTS:
+            allowed = ", ".join(map(repr, QUANTS))
+            raise ConfigError(
+                f"quant={shown(self.quant)}: use {allowed} or None, which leaves weights as they "
+                "are."
+            )
         check_int("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
         check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
         if self.disable_overlap_scheduler is not None:

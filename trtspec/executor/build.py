@@ -14,6 +14,7 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..checkpoints.hf_config import load_config
+from ..checkpoints.place import weight_form
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
 from ..checks import is_int
@@ -302,6 +303,7 @@ def _load_target(
             backend,
             num_positions=num_positions,
             parallel=config.parallel,
+            form=weight_form(engine.quant, device),
         )
     except torch.OutOfMemoryError as error:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
@@ -309,6 +311,8 @@ def _load_target(
             f"GPU memory ran out while {directory} was loaded in {dtype}: {free:.1f} of "
             f"{total:.1f} GiB are free. Free some, or use a smaller model or dtype."
         ) from error
+    if device.type == "cuda" and engine.quant is not None:
+        torch.cuda.empty_cache()  # what quantising took is free for the KV cache
     return LoadedTarget(
         model=model,
         directory=directory,

@@ -60,11 +60,11 @@ def _path(runner: StepRunner) -> Path:
     where = f"cpu, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    weight = step.target.norm.weight.dtype
+    weights = sorted({str(parameter.dtype) for parameter in step.target.parameters()})
     config = step.worker.config
     what = (
         (where, torch.__version__, VERSION, runner.graphs is None),
-        (weight, step.target.config, step.target.config.parallel.size),
+        (weights, step.target.config, step.target.config.parallel.size),
         (runner.mode.name, getattr(step.draft_model, "config", None), runner.max_draft_len),
         None if config is None else config.acceptance,
     )

@@ -31,6 +31,8 @@ def most_worth_capturing(target: Decoder) -> int:
     for i, layer in enumerate(target.layers):
         moe = target.config.moe_of_layer(i)
         for name, parameter in layer.named_parameters():
+            if name.endswith("scales"):
+                continue
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
             weights += parameter.numel() * share
     flops = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS

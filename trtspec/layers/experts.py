@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..distributed.parallel import WHOLE, Shard
-from ..ops.experts.torch import grouped_experts
+from ..ops.experts.torch import ExpertScales, grouped_experts
 from ..ops.layer.activation import silu_and_mul
+from ..ops.layer.fp8 import Fp8Weight, multiply
 from .linear import Linear
 
 
@@ -18,7 +19,8 @@ class Experts(nn.Module):
     """E gated networks, of which each row goes through some.
 
     They have `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]. After `pack()` on CPU each
-    expert's packed `Linear`s replace them.
+    expert's packed `Linear`s replace them. After `hold_fp8` they are FP8 codes, and
+    `gate_up_scales` and `down_scales` what those are multiplied by.
 
     Args:
         gate_and_mul: what stands between the two products, [n, 2I] -> [n, I].
@@ -47,11 +49,36 @@ class Experts(nn.Module):
         self.down_proj: nn.Parameter | None = nn.Parameter(
             torch.empty(num_experts, size, inner), requires_grad=False
         )
+        self.gate_up_scales: nn.Parameter | None = None  # [E, 2I, ceil(D / group)] float32
+        self.down_scales: nn.Parameter | None = None  # [E, D, ceil(I / group)] float32
+        self.gate_up_group, self.down_group = size, inner
         self._packed: list[tuple[Linear, Linear]] = []
 
+    def hold_fp8(self, gate_up: Fp8Weight, down: Fp8Weight) -> None:
+        """Replaces the weights by stacks of FP8 ones, which this keeps as they are."""
+        self.gate_up_proj = nn.Parameter(gate_up.codes, requires_grad=False)
+        self.gate_up_scales = nn.Parameter(gate_up.scales, requires_grad=False)
+        self.down_proj = nn.Parameter(down.codes, requires_grad=False)
+        self.down_scales = nn.Parameter(down.scales, requires_grad=False)
+        self.gate_up_group, self.down_group = gate_up.group, down.group
+
+    @property
+    def scales(self) -> ExpertScales | None:
+        """What the stacks are multiplied by, where they are FP8 codes; else None."""
+        if self.gate_up_scales is None or self.down_scales is None:
+            return None
+        return ExpertScales(
+            gate_up=self.gate_up_scales,
+            gate_up_group=self.gate_up_group,
+            down=self.down_scales,
+            down_group=self.down_group,
+        )
+
     def pack(self) -> None:
-        """Packs every expert as `Linear.pack` does; does nothing off the CPU."""
+        """Packs every expert as `Linear.pack` does; does nothing off the CPU, nor to FP8."""
         if self.gate_up_proj is None or self.gate_up_proj.device.type != "cpu":
+            return
+        if self.scales is not None:
             return
         assert self.down_proj is not None
         self._packed = [
@@ -76,7 +103,9 @@ class Experts(nn.Module):
             return self._expert_by_expert(x, ids, weights)
         assert self.gate_up_proj is not None and self.down_proj is not None
         stacked = self.gate_up_proj, self.down_proj
-        return grouped_experts(x, ids, weights, *stacked, self.gate_and_mul, self.total)
+        return grouped_experts(
+            x, ids, weights, *stacked, self.gate_and_mul, self.total, self.scales
+        )
 
     def _expert_by_expert(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts that were chosen, each over its rows.
@@ -94,11 +123,15 @@ class Experts(nn.Module):
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         """x [n, D] -> [n, D]."""
         if self._packed:
-            gate_up, down = self._packed[expert]
-            return down(self.gate_and_mul(gate_up(x)))
+            first, second = self._packed[expert]
+            return second(self.gate_and_mul(first(x)))
         assert self.gate_up_proj is not None and self.down_proj is not None
-        inner = self.gate_and_mul(F.linear(x, self.gate_up_proj[expert]))
-        return F.linear(inner, self.down_proj[expert])
+        gate_up, down, scales = self.gate_up_proj[expert], self.down_proj[expert], self.scales
+        if scales is None:
+            return F.linear(self.gate_and_mul(F.linear(x, gate_up)), down)
+        up = Fp8Weight(gate_up, scales.gate_up[expert], scales.gate_up_group)
+        inner = self.gate_and_mul(multiply(x, up))
+        return multiply(inner, Fp8Weight(down, scales.down[expert], scales.down_group))
 
 
 def _packed(weight: Tensor) -> Linear:

@@ -28,8 +28,9 @@ from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
 from ..json_object import read_json_object
+from ..place import place_tensors
 from ..tensors import FLOATS, TensorSource, open_checkpoint, some
-from ..weights import finish, place_tensors, placements, shape_problem, sizes_alone
+from ..weights import finish, placements, shape_problem, sizes_alone
 from ..zoo import HEADS, resolve_head
 from .kinds import kind_of
 from .records import HeadFiles, HeadKind, HeadReport, HeadRequest, LoadOptions, Sources

@@ -7,6 +7,7 @@ group, softmax scores and no bias it is the classic one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
+from ..layer.fp8 import Fp8Weight, dequantize
 
 MAX_ROUTER_ROWS = 16
 """For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
@@ -74,6 +76,20 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())[:rows]
 
 
+@dataclass(frozen=True)
+class ExpertScales:
+    """What the FP8 (e4m3) codes of stacked experts are multiplied by.
+
+    The value of a weight is code * scale[expert, row, column // group]. On CUDA 16 divides a group,
+    unless it is the whole row.
+    """
+
+    gate_up: Tensor  # [E, 2I, ceil(D / gate_up_group)] float32
+    gate_up_group: int  # columns that share a scale; D where a row has one
+    down: Tensor  # [E, D, ceil(I / down_group)] float32
+    down_group: int
+
+
 def grouped_experts(
     x: Tensor,
     ids: Tensor,
@@ -82,6 +98,7 @@ def grouped_experts(
     down_proj: Tensor,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
@@ -90,7 +107,12 @@ def grouped_experts(
     Args:
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
+        scales: of weights that are FP8 codes; None for float weights.
     """
+    if scales is not None:
+        gate_up = Fp8Weight(gate_up_proj, scales.gate_up, scales.gate_up_group)
+        down = Fp8Weight(down_proj, scales.down, scales.down_group)
+        gate_up_proj, down_proj = _dequantized(gate_up, x.dtype), _dequantized(down, x.dtype)
     count = gate_up_proj.shape[0]
     total = total or count
     has_others = total > count
@@ -103,6 +125,12 @@ def grouped_experts(
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
+
+
+def _dequantized(stack: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Returns a stack of FP8 weights in a float dtype."""
+    flat = Fp8Weight(stack.codes.flatten(0, 1), stack.scales.flatten(0, 1), stack.group)
+    return dequantize(flat, dtype).view(stack.codes.shape)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:

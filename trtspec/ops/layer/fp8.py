@@ -59,9 +59,12 @@ class Rescaling(NamedTuple):
 
 # -- weights ------------------------------------------------------------------------------------
 def quantize(weight: Tensor) -> Fp8Weight:
-    """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row."""
-    largest = weight.abs().amax(1, keepdim=True).float()
-    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row.
+
+    Rows smaller than any normal scale become zeros.
+    """
+    scales = weight.abs().amax(1, keepdim=True).float() / LARGEST
+    scales = torch.where(scales >= torch.finfo(scales.dtype).tiny, scales, 1.0)
     codes = (weight.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Weight(codes, scales, weight.shape[1])
 

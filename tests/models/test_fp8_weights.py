@@ -1,0 +1,442 @@
+"""FP8 weights that stay so: codes bit for bit, logits those of float64, also over ranks.
+
+Engines keep them on CUDA. Here `WeightForm(keeps_fp8=True)` says so on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import prompt_tensors, random_prompts
+from quantized import FP8, LEFT_OUT, Tensors, compressed, other, to_blocks, write
+from safetensors.torch import load_file
+from thread_ranks import ThreadRanks
+from tiny import prefill_metadata, tiny_model_dir
+from tiny_gemma import gemma_dir
+from tiny_gemma_moe import moe_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_step import MOE as STEP_MOE
+from tiny_step import step_dir
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from trtspec import (
+    LLM,
+    CheckpointError,
+    ConfigError,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints import place
+from trtspec.checkpoints.place import WeightForm, weight_form
+from trtspec.checkpoints.tensors import TensorSource
+from trtspec.checkpoints.weights import load_decoder
+from trtspec.distributed.comm import Communicator
+from trtspec.distributed.logits import whole
+from trtspec.distributed.parallel import Cut, Parallel
+from trtspec.executor import build
+from trtspec.layers.experts import Experts
+from trtspec.layers.linear import Linear
+from trtspec.models.decoder import Decoder
+from trtspec.ops.experts.torch import grouped_experts
+from trtspec.ops.layer.fp8 import Fp8Weight, dequantize, quantize
+
+CPU = torch.device("cpu")
+KEPT = WeightForm(keeps_fp8=True)
+QUANTIZED = WeightForm(keeps_fp8=True, quantizes=True)
+ROUNDED = WeightForm(quantizes=True)
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def load(path: Path, form: WeightForm = KEPT, **options: Any) -> Decoder:
+    return load_decoder(path, torch.float32, CPU, TorchAttention(), form=form, **options)
+
+
+def logits_of(model: Decoder) -> Tensor:
+    prompts = prompt_tensors(90)
+    meta, positions = prefill_metadata(model.config, [len(prompt) for prompt in prompts])
+    return whole(model.compute_logits(model(torch.cat(prompts), positions, meta)))
+
+
+@torch.no_grad()
+def check_logits(path: Path, twin: Path) -> None:
+    """Those of the model with FP8 weights are those of their exact values in float64."""
+    exact = AutoModelForCausalLM.from_pretrained(
+        twin, dtype=torch.float64, attn_implementation="eager", local_files_only=True
+    ).eval()
+    expected = torch.cat([exact(prompt[None]).logits[0] for prompt in prompt_tensors(90)])
+    assert expected.std() > 0.4
+    torch.testing.assert_close(logits_of(load(path)).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def products(model: Decoder) -> dict[str, Linear]:
+    return {n: m for n, m in model.layers.named_modules() if isinstance(m, Linear)}
+
+
+def stacks(experts: Experts) -> list[Fp8Weight]:
+    """Of FP8 experts, flattened: all rows of gate and up, and of down."""
+    scales = experts.scales
+    assert scales is not None
+    assert experts.gate_up_proj is not None and experts.down_proj is not None
+    return [
+        Fp8Weight(codes.flatten(0, 1), of_rows.flatten(0, 1), group)
+        for codes, of_rows, group in (
+            (experts.gate_up_proj, scales.gate_up, scales.gate_up_group),
+            (experts.down_proj, scales.down, scales.down_group),
+        )
+    ]
+
+
+FORMATS: dict[str, Callable[[Tensors], tuple[Tensors, dict[str, Any]]]] = {
+    **{f"compressed {s}": lambda t, s=s: compressed(s, "float", t)  # type: ignore[misc]
+       for s in ("tensor", "channel", "block")},
+    **{form: lambda t, form=form: other(form, t)  # type: ignore[misc]
+       for form in ("fp8", "fp8 blocks", "fbgemm_fp8", "modelopt", "modelopt rows",
+                    "modelopt blocks")},
+}  # fmt: skip
+
+
+def checkpoint_of(form: str, tmp_path: Path, **sizes: Any) -> tuple[Path, Path, Tensors, Tensors]:
+    """A quantised checkpoint and its float twin: directories and tensors."""
+    sizes = {"hidden_size": 144, "num_attention_heads": 6, "num_key_value_heads": 2, **sizes}
+    path, twin_path = tiny_model_dir(tmp_path, **sizes), tiny_model_dir(tmp_path, **sizes)
+    twin = load_file(path / "model.safetensors")
+    tensors, config = FORMATS[form](twin)
+    write(path, tensors, config)
+    write(twin_path, twin, None)
+    return path, twin_path, tensors, twin
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_codes_stay_and_logits_are_float64s(tmp_path: Path, form: str) -> None:
+    path, twin_path, tensors, twin = checkpoint_of(form, tmp_path)
+    model = load(path)
+    assert model.lm_head.scales is None and model.embed_tokens.weight.dtype == torch.float32
+    for i, layer in enumerate(model.layers):
+        for module, parts in {
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "self_attn.o_proj": ("self_attn.o_proj",),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.down_proj": ("mlp.down_proj",),
+        }.items():
+            names = [f"model.layers.{i}.{part}.weight" for part in parts]
+            weight = layer.get_submodule(module).fp8
+            if names == [LEFT_OUT]:
+                assert weight is None
+                continue
+            assert weight is not None
+            codes = torch.cat([tensors[name] for name in names])
+            assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
+            assert weight.scales.dtype == torch.float32
+            exact = torch.cat([twin[name] for name in names])
+            assert torch.equal(dequantize(weight, torch.float32), exact)
+    check_logits(path, twin_path)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_engine_says_the_floats_text(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, twin_path, _, _ = checkpoint_of(form, tmp_path)
+    caplog.set_level(logging.INFO, "trtspec")
+    expected = texts(twin_path)
+    assert texts(path) == expected
+    assert f"{path}: quantised weights are read as floats" in caplog.text
+    assert "have FP8 weights" not in caplog.text
+    monkeypatch.setattr(build, "weight_form", lambda quant, device: KEPT)
+    assert texts(path) == expected
+    assert "11 matrices have FP8 weights" in caplog.text
+
+
+def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
+    llm = LLM(path, config, device="cpu", dtype="float32", max_seq_len=64, **options)
+    outputs = llm.generate(random_prompts(3), SamplingParams(max_tokens=12, ignore_eos=True))
+    if config is not None:
+        modules = list(llm.executor.draft_model.modules())
+        assert not any(isinstance(m, Linear) and m.fp8 for m in modules)
+        assert not any(isinstance(m, Experts) and m.scales for m in modules)
+        assert sum(output.spec_stats.num_draft_tokens for output in outputs) > 0
+    llm.shutdown()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_what_keeps_fp8() -> None:
+    cuda = torch.device("cuda", 0)
+    assert weight_form(None, CPU) == WeightForm()
+    assert weight_form("fp8", CPU) == ROUNDED
+    assert weight_form(None, cuda) == KEPT and weight_form("fp8", cuda) == QUANTIZED
+
+
+def test_a_stack_of_fp8_and_floats_is_floats(tmp_path: Path) -> None:
+    path, _, tensors, twin = checkpoint_of("fp8", tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    tensors[Q] = twin[Q]
+    del tensors[f"{Q}_scale"]
+    write(path, tensors, raw["quantization_config"])
+    qkv, o = (products(load(path))[f"1.self_attn.{n}_proj"] for n in ("qkv", "o"))
+    assert qkv.fp8 is None and qkv.weight is None and o.fp8 is not None  # packed
+    # Asked to quantise, it quantises that part alone.
+    weight = products(load(path, QUANTIZED))["1.self_attn.qkv_proj"].fp8
+    k = tensors[Q.replace("q_proj", "k_proj")]
+    assert weight is not None and torch.equal(weight.codes[144:192].float(), k.float())
+    assert torch.equal(weight.codes[:144].float(), quantize(twin[Q]).codes.float())
+
+
+@pytest.mark.parametrize(("block", "size"), [((16, 24), 144), ((16, 128), 152)])
+def test_sizes_that_products_do_not_read_are_floats(
+    tmp_path: Path, block: tuple[int, int], size: int
+) -> None:
+    path = tiny_model_dir(
+        tmp_path, hidden_size=size, num_attention_heads=4, num_key_value_heads=2, head_dim=24
+    )
+    twin = to_blocks(path, block)
+    model = load(path)
+    assert products(model)["0.self_attn.qkv_proj"].fp8 is None
+    assert (products(model)["0.mlp.down_proj"].fp8 is None) == (block[1] == 24)
+    check_logits(path, twin)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("form", [WeightForm(), KEPT, QUANTIZED])
+def test_codes_that_are_nan_are_refused(tmp_path: Path, code: int, form: WeightForm) -> None:
+    path, _, tensors, _ = checkpoint_of("modelopt rows", tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    tensors[Q].view(torch.uint8)[3, 5] = code
+    write(path, tensors, raw["quantization_config"])
+    with pytest.raises(CheckpointError, match=rf"{Q} in .* holds 1 weights that are NaN"):
+        load(path, form)
+
+
+def test_scales_that_are_infinite_are_refused(tmp_path: Path) -> None:
+    path, _, tensors, _ = checkpoint_of("fp8", tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    tensors[f"{Q}_scale"] = torch.tensor(float("inf"))
+    write(path, tensors, raw["quantization_config"])
+    with pytest.raises(CheckpointError, match=rf"{Q}_scale in .* holds 1 scales that are NaN"):
+        load(path)
+
+
+# -- experts, latent attention, ranks --------------------------------------------------------------
+MODELS: dict[str, tuple[Callable[[Path], Path], list[tuple[int, int]]]] = {
+    # name: how it is made, (ranks, of which share out experts). Widths are cut within blocks.
+    "llama": (
+        lambda p: tiny_model_dir(p, num_attention_heads=8, head_dim=16, intermediate_size=192),
+        [(2, 1), (4, 1)],
+    ),
+    "gemma4": (lambda p: gemma_dir(p, "gemma4_text", num_global_key_value_heads=2), [(2, 1)]),
+    "gemma4_small": (lambda p: gemma_dir(p, "gemma4_small", num_global_key_value_heads=2), []),
+    "deepseek": (
+        lambda p: tiny_model_dir(p, "deepseek_v3", moe_intermediate_size=64, q_lora_rank=32,
+                                 v_head_dim=16),
+        [(2, 1), (2, 2)],
+    ),
+    "qwen3_moe": (
+        lambda p: tiny_model_dir(p, "qwen3_moe", moe_intermediate_size=96), [(2, 1), (2, 2)]
+    ),
+    "step": (
+        lambda p: step_dir(p, **{**STEP_MOE, "moe_intermediate_size": 32}), [(2, 1), (2, 2)]
+    ),
+}  # fmt: skip
+CASES = [(name, *ranks) for name, (_, splits) in MODELS.items() for ranks in splits]
+HAVE_EXPERTS = {"deepseek", "qwen3_moe", "step"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family(tmp_path: Path, name: str) -> None:
+    path = MODELS[name][0](tmp_path)
+    twin = to_blocks(path, (16, 64))
+    model, floats = load(path), load(twin, pack=False)
+    kept = {n for n, m in products(model).items() if m.fp8 is not None}
+    per_layer = {n for n in products(model) if "per_layer" in n}
+    assert kept >= {n for n, m in products(model).items() if m.in_features % 16 == 0} - per_layer
+    assert not kept & per_layer and bool(per_layer) == (name == "gemma4_small")
+    mixtures = {n: m for n, m in model.layers.named_modules() if isinstance(m, Experts)}
+    assert bool(mixtures) == (name in HAVE_EXPERTS)
+    for module, experts in mixtures.items():
+        same = floats.layers.get_submodule(module)
+        for stack, exact in zip(stacks(experts), (same.gate_up_proj, same.down_proj), strict=True):
+            assert torch.equal(dequantize(stack, torch.float32), exact.data.flatten(0, 1))
+        # What CUDA runs without kernels of its own.
+        x = torch.randn(5, experts.size, generator=torch.Generator().manual_seed(0))
+        ids, weights = torch.tensor([[0, 3], [1, 2], [4, 5], [0, 1], [3, 4]]), torch.rand(5, 2)
+        out = grouped_experts(
+            x,
+            ids,
+            weights,
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.gate_and_mul,
+            scales=experts.scales,
+        )
+        torch.testing.assert_close(out, same(x, ids, weights), atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), logits_of(floats), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "size", "expert_ranks"), CASES)
+@pytest.mark.parametrize("how", ["kept", "quantised", "rounded"])
+def test_ranks_equal_one(tmp_path: Path, name: str, size: int, expert_ranks: int, how: str) -> None:
+    path = MODELS[name][0](tmp_path)
+    if how == "kept":
+        to_blocks(path, (16, 64))
+    form = {"kept": KEPT, "quantised": QUANTIZED, "rounded": ROUNDED}[how]
+    with torch.no_grad():
+        expected = logits_of(load(path, form))
+
+    def of_rank(comm: Communicator) -> Tensor:
+        return logits_of(load(path, form, parallel=Parallel(comm, expert_ranks)))
+
+    results = ThreadRanks(size).run(of_rank)
+    torch.testing.assert_close(results[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_each_rank_reads_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_model_dir(tmp_path, num_attention_heads=8, head_dim=16)
+    to_blocks(path, (16, 64))
+    read: dict[str, int] = {}
+    original = TensorSource.read
+
+    def counted(source: TensorSource, cut: Cut | None = None) -> Tensor:
+        tensor = original(source, cut)
+        if tensor.dtype == FP8:
+            read[source.name] = read.get(source.name, 0) + tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(TensorSource, "read", counted)
+    ThreadRanks(2).run(lambda comm: load(path, KEPT, parallel=Parallel(comm)))
+    tensors = load_file(path / "model.safetensors")
+    assert read == {n: t.numel() for n, t in tensors.items() if t.dtype == FP8}
+
+
+# -- quantising at load ----------------------------------------------------------------------------
+@pytest.mark.parametrize("rows_at_once", [1 << 24, 500])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4_moe"])
+def test_floats_become_fp8_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, rows_at_once: int
+) -> None:
+    """In pieces: what that takes beside the model is small, even where experts are one stack."""
+    sizes = {"moe_intermediate_size": 32}
+    if family == "gemma4_moe":
+        path = moe_dir(tmp_path, **sizes)
+    else:
+        path = tiny_model_dir(tmp_path, family, **(sizes if family == "qwen3_moe" else {}))
+    monkeypatch.setattr(place, "ROWS_AT_ONCE", rows_at_once)
+    pieces = []
+
+    def counted(weight: Tensor) -> Fp8Weight:
+        pieces.append(weight.numel())
+        return quantize(weight)
+
+    monkeypatch.setattr(place, "quantize", counted)
+    model, rounded = load(path, QUANTIZED), load(path, ROUNDED, pack=False)
+    assert max(pieces) <= rows_at_once
+    floats = load(path, WeightForm(), pack=False)
+    for name, module in floats.layers.named_modules():
+        if isinstance(module, Linear):
+            held = model.layers.get_submodule(name).fp8
+            pairs = [(held, module.weight, rounded.layers.get_submodule(name).weight)]
+        elif isinstance(module, Experts):
+            same = rounded.layers.get_submodule(name)
+            up, down = stacks(model.layers.get_submodule(name))
+            pairs = [
+                (up, module.gate_up_proj.flatten(0, 1), same.gate_up_proj.flatten(0, 1)),
+                (down, module.down_proj.flatten(0, 1), same.down_proj.flatten(0, 1)),
+            ]
+        else:
+            continue
+        for weight, original, in_floats in pairs:
+            expected = quantize(original.data)
+            assert torch.equal(weight.codes.float(), expected.codes.float())
+            assert torch.equal(weight.scales, expected.scales)
+            assert torch.equal(dequantize(weight, torch.float32), in_floats.data)
+            step = original.abs().amax(1, keepdim=True) / 448 * 16.01  # half of 32, at the largest
+            assert ((in_floats - original).abs() <= step).all()
+            assert not torch.equal(in_floats, original)
+    assert torch.equal(rounded.lm_head.weight, floats.lm_head.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(model), logits_of(rounded), atol=1e-4, rtol=1e-4)
+
+
+def test_quantising_an_fp8_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    path, _, _, _ = checkpoint_of("fp8 blocks", tmp_path)
+    kept, quantized = products(load(path)), products(load(path, QUANTIZED))
+    for name, module in kept.items():
+        ours, other_way = module.fp8, quantized[name].fp8
+        assert other_way is not None
+        if ours is not None:  # but for what the checkpoint left out
+            assert torch.equal(ours.codes.float(), other_way.codes.float())
+            assert torch.equal(ours.scales, other_way.scales) and ours.group == other_way.group
+
+
+def test_an_engine_of_quantised_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what a checkpoint of the rounded weights says: alone, on two ranks, and in FP8."""
+    path, twin_path = tiny_model_dir(tmp_path), tiny_model_dir(tmp_path)
+    twin = load_file(path / "model.safetensors")
+    for name, weight in twin.items():
+        if "proj.weight" in name:
+            twin[name] = dequantize(quantize(weight), torch.float32)
+    write(twin_path, twin, None)
+    expected = texts(twin_path)
+    assert texts(path) != expected
+    assert texts(path, quant="fp8") == expected
+    assert texts(path, quant="fp8", tensor_parallel_size=2) == expected
+    monkeypatch.setattr(build, "weight_form", lambda quant, device: QUANTIZED)
+    assert texts(path, quant="fp8") == expected
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_stay_so() -> None:
+    weight = torch.tensor([[0.0, 0.0], [1e-44, 0.0], [-3.0, 1.5]])
+    exact = dequantize(quantize(weight), torch.float32)
+    assert torch.equal(exact, torch.tensor([[0.0, 0.0], [0.0, 0.0], [-3.0, 1.5]]))
+
+
+def test_weights_that_are_nan_are_not_quantised(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[Q][1, 2] = float("nan")
+    write(path, tensors, None)
+    with pytest.raises(CheckpointError, match=rf"{Q} in .* NaN or infinite, which FP8 has not"):
+        load(path, ROUNDED)
+
+
+@pytest.mark.parametrize("quant", ["int4", "FP8", 8])
+def test_other_kinds_are_refused(quant: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quant=.*: use 'fp8' or None"):
+        LLM("smollm2-135m", quant=quant)
+
+
+# -- drafters --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["mtp", "eagle3", "draft_target"])
+def test_drafters_over_fp8_targets(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are floats, those in the same FP8 checkpoint and those that share its ends too."""
+    sizes = {"moe_intermediate_size": 32} if mode == "mtp" else {}
+    path = (
+        mtp_model_dir(tmp_path, layout="deepseek_v3", num_mtp_layers=1, **sizes)
+        if mode == "mtp"
+        else tiny_model_dir(tmp_path)
+    )
+    twin = to_blocks(path, (16, 32))
+    config: Any = {
+        "mtp": lambda: MTPDecodingConfig(num_nextn_predict_layers=1),
+        "eagle3": lambda: EagleDecodingConfig(
+            max_draft_len=3,
+            speculative_model=eagle3_dir(tmp_path),
+            eagle3_layers_to_capture=[0, 1, 2],
+        ),
+        "draft_target": lambda: DraftTargetDecodingConfig(max_draft_len=3, speculative_model=path),
+    }[mode]()
+    expected = texts(twin)
+    monkeypatch.setattr(build, "weight_form", lambda quant, device: KEPT)
+    assert texts(path, config) == expected

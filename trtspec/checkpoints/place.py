@@ -1,0 +1,248 @@
+"""Puts a checkpoint's tensors into a model's parameters, one by one.
+
+The products of a decoder's layers may have FP8 weights (`WeightForm`). Where FP8 is not kept,
+floats get its values: a model is the same on every device and number of ranks, to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..layers.experts import Experts
+from ..layers.linear import Linear
+from ..models.placement import Placement
+from ..ops.layer.fp8 import FP8, Fp8Weight, dequantize, quantize
+from .tensors import TensorSource
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 16
+"""Products of FP8 read this many columns at once. Others, and groups of others, are floats."""
+ROWS_AT_ONCE = 1 << 24
+"""Weights that are quantised at once; what that takes beside the model is small."""
+
+_Leaf = tuple[str, str]
+_Into = Tensor | Fp8Weight
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """What the products of a decoder's layers have: each `Linear`, and experts.
+
+    Not among them are the embeddings, the router, norms, per-layer inputs, `kv_b_proj` and the
+    lm_head, nor a draft head's layers: these are floats.
+    """
+
+    keeps_fp8: bool = False  # FP8 weights stay as they are; else they become floats
+    quantizes: bool = False  # float weights become FP8, or get its values where it is not kept
+
+
+FLOATS_ALONE = WeightForm()
+
+
+def weight_form(quant: str | None, device: torch.device) -> WeightForm:
+    """Returns the form of a served target's weights.
+
+    Args:
+        quant: as in `EngineConfig`.
+    """
+    return WeightForm(keeps_fp8=device.type == "cuda", quantizes=quant == "fp8")
+
+
+def place_tensors(
+    model: nn.Module,
+    placement_of: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    dtype: torch.dtype,
+    device: torch.device,
+    form: WeightForm = FLOATS_ALONE,
+) -> None:
+    """Allocates the parameters that `placement_of` names, and copies checked sources into them.
+
+    Raises:
+        CheckpointError: a file is damaged, or a quantised weight is NaN.
+    """
+    into: dict[_Leaf, _Into] = {}
+    groups = _groups(model, placement_of, sources, form)
+    for placement in placement_of.values():
+        leaf = _leaf(placement)
+        if leaf not in into:
+            shape = getattr(model.get_submodule(leaf[0]), leaf[1]).shape
+            if leaf in groups:
+                into[leaf] = _empty_fp8(shape, groups[leaf], device)
+            else:
+                into[leaf] = torch.empty(shape, dtype=placement.dtype or dtype, device=device)
+    for name, placement in placement_of.items():
+        if placement.is_elsewhere:
+            continue
+        leaf = _leaf(placement)
+        to = into[leaf]
+        if placement.expert is not None:
+            to = _each(to, lambda t, e=placement.expert: t[e])  # type: ignore[misc]
+        if leaf in groups or (form.quantizes and _is_of_product(model, placement)):
+            _place_product(to, sources[name], placement, device)
+        else:
+            assert isinstance(to, Tensor)
+            _place_floats(to, sources[name], placement)
+    _hold(model, into)
+
+
+def _leaf(placement: Placement) -> _Leaf:
+    return placement.module, placement.leaf
+
+
+def _each(into: _Into, take: Callable[[Tensor], Tensor]) -> _Into:
+    """Returns a part of a parameter: of FP8 ones, of codes and scales."""
+    if isinstance(into, Fp8Weight):
+        return Fp8Weight(take(into.codes), take(into.scales), into.group)
+    return take(into)
+
+
+def _empty_fp8(shape: torch.Size, group: int, device: torch.device) -> Fp8Weight:
+    *stack, columns = shape
+    return Fp8Weight(
+        codes=torch.empty(shape, dtype=FP8, device=device),
+        scales=torch.empty((*stack, -(-columns // group)), device=device, dtype=torch.float32),
+        group=group,
+    )
+
+
+def _place_floats(to: Tensor, source: TensorSource, placement: Placement) -> None:
+    tensor = source.read(placement.cut)
+    if placement.offset:
+        tensor = tensor.float() + placement.offset
+    length = placement.shape[placement.dim]
+    to.narrow(placement.dim, placement.start, length).copy_(
+        tensor if placement.order is None else tensor[placement.order]
+    )
+    if placement.cut is not None and placement.module.endswith("lm_head"):
+        to[length:].zero_()  # rows of no token, which fill up the last rank's part
+
+
+# -- FP8 -------------------------------------------------------------------------------------------
+def _groups(
+    model: nn.Module,
+    placement_of: Mapping[str, Placement],
+    sources: Mapping[str, TensorSource],
+    form: WeightForm,
+) -> dict[_Leaf, int]:
+    """Returns the columns that share a scale, for each parameter that is FP8."""
+    if not form.keeps_fp8:
+        return {}
+    parts: dict[_Leaf, list[tuple[TensorSource, Placement]]] = defaultdict(list)
+    for name, placement in placement_of.items():
+        if _is_of_product(model, placement):
+            parts[_leaf(placement)].append((sources[name], placement))
+    found = {leaf: _group(of_leaf, form) for leaf, of_leaf in parts.items()}
+    floats = {module for (module, _), group in found.items() if group is None}
+    # Of experts, both products are FP8 or none.
+    return {leaf: group for leaf, group in found.items() if group and leaf[0] not in floats}
+
+
+def _is_of_product(model: nn.Module, placement: Placement) -> bool:
+    in_layer = placement.module.startswith("layers.") and ".per_layer." not in placement.module
+    module = model.get_submodule(placement.module)
+    is_weight = isinstance(module, Linear) and placement.leaf == "weight"
+    return in_layer and (is_weight or isinstance(module, Experts))
+
+
+def _group(parts: list[tuple[TensorSource, Placement]], form: WeightForm) -> int | None:
+    """Returns the columns that share a scale in a parameter of these parts; None: floats."""
+    columns = parts[0][1].shape[-1]
+    narrower = set()
+    for source, placement in parts:
+        if source.scaled is not None and source.scaled.is_fp8:
+            narrower.add(source.scaled.group(placement.cut))
+        elif not form.quantizes:
+            return None
+    narrower.discard(columns)
+    group = min(narrower, default=columns)
+    if len(narrower) > 1 or columns % ALIGNMENT or group % ALIGNMENT:
+        return None
+    return group
+
+
+def _place_product(
+    to: _Into, source: TensorSource, placement: Placement, device: torch.device
+) -> None:
+    """Puts FP8 weights, or their values, where they belong."""
+    length = placement.shape[placement.dim]
+    to = _each(to, lambda t: t.narrow(placement.dim, placement.start, length))
+    scaled = source.scaled
+    if scaled is not None and scaled.is_fp8:
+        weight = _ordered(scaled.read(placement.cut), placement.order)
+        _copy(to, weight)
+        return
+    cut = placement.cut
+    cuts_columns = cut is not None and cut.dim == len(source.shape) - 1
+    # A row's scale is of the whole row: the model is the same over any number of ranks.
+    tensor = source.read(None if cuts_columns else cut)
+    if placement.order is not None:
+        tensor = tensor[placement.order]
+    for part, rows in _some_rows(tensor):
+        part = part.to(device)
+        if not bool(torch.isfinite(part).all()):
+            raise CheckpointError(
+                f"{source.name} in {source.path} holds weights that are NaN or infinite, which "
+                "FP8 has not. Copy the checkpoint again from its source, or leave quant out."
+            )
+        weight = quantize(part)
+        if cut is not None and cuts_columns:
+            codes = weight.codes.narrow(1, cut.start, cut.length)
+            weight = Fp8Weight(codes, weight.scales, cut.length)
+        _copy(_each(to, rows), weight)
+
+
+def _some_rows(tensor: Tensor) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Yields some rows of a matrix or of one in a stack, and what takes the same of another."""
+    count = max(1, ROWS_AT_ONCE // tensor.shape[-1])
+    for e in range(tensor.shape[0] if tensor.ndim == 3 else 1):
+        matrix = tensor[e] if tensor.ndim == 3 else tensor
+        for start in range(0, matrix.shape[0], count):
+
+            def take(t: Tensor, e: int = e, start: int = start) -> Tensor:
+                return (t[e] if t.ndim == 3 else t)[start : start + count]
+
+            yield matrix[start : start + count], take
+
+
+def _ordered(weight: Fp8Weight, order: Tensor | None) -> Fp8Weight:
+    if order is None:
+        return weight
+    return Fp8Weight(weight.codes[order], weight.scales[order], weight.group)
+
+
+def _copy(to: _Into, weight: Fp8Weight) -> None:
+    """Copies codes, and scales: one for a row becomes one for each of its groups."""
+    if isinstance(to, Fp8Weight):
+        to.codes.view(torch.uint8).copy_(weight.codes.view(torch.uint8))
+        to.scales.copy_(weight.scales)
+        return
+    codes, scales = (t.reshape(-1, t.shape[-1]).contiguous() for t in weight[:2])
+    flat = Fp8Weight(codes, scales, weight.group)
+    to.copy_(dequantize(flat, to.dtype).view(to.shape))
+
+
+def _hold(model: nn.Module, into: Mapping[_Leaf, _Into]) -> None:
+    """Makes the model's parameters of what was filled."""
+    for (name, leaf), tensors in into.items():
+        module = model.get_submodule(name)
+        if isinstance(tensors, Tensor):
+            setattr(module, leaf, nn.Parameter(tensors, requires_grad=False))
+        elif isinstance(module, Linear):
+            module.hold_fp8(tensors)
+        elif isinstance(module, Experts) and leaf == "gate_up_proj":
+            down = into[name, "down_proj"]
+            assert isinstance(down, Fp8Weight)
+            module.hold_fp8(tensors, down)
+    kept = [weight for weight in into.values() if isinstance(weight, Fp8Weight)]
+    if kept:
+        size = sum(t.numel() * t.element_size() for weight in kept for t in weight[:2])
+        logger.info("%d matrices have FP8 weights: %.2f GiB.", len(kept), size / 2**30)
