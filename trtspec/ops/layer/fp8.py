@@ -31,7 +31,7 @@ class Fp8Weight(NamedTuple):
     @property
     def by_rows(self) -> bool:
         """Whether each row has one scale."""
-        return self.scales.shape[1] == 1
+        return self.scales.shape[-1] == 1
 
 
 def quantize(weight: Tensor) -> Fp8Weight:
