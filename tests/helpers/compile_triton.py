@@ -72,7 +72,8 @@ def _type(value: Any) -> Any:
     if value is None:
         return "constexpr"
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.").replace("bool", "i1")
+        kind = str(value.dtype).removeprefix("torch.").replace("bool", "i1").replace("uint", "u")
+        kind = kind.replace("float8_e4m3fn", "fp8e4nv")
         return "*" + kind.replace("float", "fp").replace("bfp", "bf").replace("int", "i")
     return "fp32" if isinstance(value, float) else "i32"
 
