@@ -7,6 +7,7 @@ group, softmax scores and no bias it is the classic one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..launch.dispatch import kernels, twin
 from ..launch.machine import INVARIANT_ROWS
 from ..layer.activation import silu_and_mul
+from ..layer.fp8 import Fp8Weight, dequantize
 
 MAX_ROUTER_ROWS = 16
 """For up to this many rows the scores are a kernel of ours: cuBLAS has few programs for them."""
@@ -74,6 +76,20 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())[:rows]
 
 
+@dataclass(frozen=True)
+class ExpertScales:
+    """What the FP8 (e4m3) codes of stacked experts are multiplied by.
+
+    The value of a weight is code * scale[expert, row, column // group]. On CUDA 16 divides a group,
+    unless it is the whole row.
+    """
+
+    gate_up: Tensor  # [E, 2I, ceil(D / gate_up_group)] float32
+    gate_up_group: int  # columns that share a scale; D where a row has one
+    down: Tensor  # [E, D, ceil(I / down_group)] float32
+    down_group: int
+
+
 def grouped_experts(
     x: Tensor,
     ids: Tensor,
@@ -82,44 +98,69 @@ def grouped_experts(
     down_proj: Tensor,
     gate_and_mul: Callable[[Tensor], Tensor] = silu_and_mul,
     total: int | None = None,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
-    The host waits for nothing.
+    On CUDA with Triton the host waits for nothing.
 
     Args:
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
+        scales: of weights that are FP8 codes; None for float weights.
     """
+    gate_up: Tensor | Fp8Weight = gate_up_proj
+    down: Tensor | Fp8Weight = down_proj
+    if scales is not None:
+        gate_up = Fp8Weight(gate_up_proj, scales.gate_up, scales.gate_up_group)
+        down = Fp8Weight(down_proj, scales.down, scales.down_group)
     count = gate_up_proj.shape[0]
     total = total or count
     has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
     ends = ends[:count]
     average = ids.numel() / total
-    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends, average))  # [T*k, I]
-    y = grouped_matmul(inner, down_proj, ends, average)
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average))  # [T*k, I]
+    y = grouped_matmul(inner, down, ends, average)
     if has_others:  # nothing was written to the rows behind the last expert's
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor | Fp8Weight, ends: Tensor, average: float) -> Tensor:
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
+        weight: float, or FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)].
         ends: [E] int32, where each expert's rows end.
         average: rows of an expert, as may be expected; a hint for the choice of kernels.
 
     Returns:
-        [N, M].
+        [N, M]; what rows behind the last expert's have is not defined.
     """
+    if isinstance(weight, Fp8Weight):
+        triton = kernels("experts.triton_fp8", x)
+        if triton is not None:
+            return triton.grouped_matmul(x, weight, ends, average)
+        return _one_expert_at_a_time(x, weight, ends)
     by_library = average >= MIN_LIBRARY_ROWS and has_grouped_mm(x, weight)
     triton = None if by_library else kernels("experts.triton", x)
     if triton is not None:
         return triton.grouped_matmul(x, weight, ends, average)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight, ends: Tensor) -> Tensor:
+    """As `grouped_matmul`, in float32, with the chosen experts' weights made float for a moment."""
+    out, begin = x.new_zeros(x.shape[0], weight.codes.shape[1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            own = Fp8Weight(weight.codes[expert], weight.scales[expert], weight.group)
+            product = F.linear(x[begin:end].float(), dequantize(own, torch.float32))
+            out[begin:end] = product.to(x.dtype)
+        begin = end
+    return out
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
