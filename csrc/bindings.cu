@@ -11,6 +11,7 @@
 namespace {
 
 using trtspec::Epilogue;
+using trtspec::Held;
 using trtspec::is_dense;
 using trtspec::LinearParams;
 using tvm::ffi::Optional;
@@ -37,22 +38,32 @@ void* data(const Optional<TensorView>& x) {
 
 void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxLinearRows, "at most 32 rows");
-  check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
+  const bool is_fp8 = p.scales != nullptr;
+  const int step = is_fp8 ? trtspec::kStep<Held::kFp8Rows> : trtspec::kStep<Held::kAsX>;
+  check(p.k % step == 0 && p.k_split % step == 0, "input sizes must be multiples of 32, FP8's of 64");
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;
   const DLDataType type = x.dtype();
-  if (type.code == kDLBfloat) {
-    check(trtspec::launch_linear<trtspec::bf16>(epilogue, p, stream_of(x)));
+  const bool is_bf16 = type.code == kDLBfloat;
+  check(is_bf16 || (type.code == kDLFloat && type.bits == 16), "bfloat16 or float16");
+  const cudaStream_t stream = stream_of(x);
+  if (is_fp8) {
+    check(is_bf16, "FP8 weights are for bfloat16");
+    check(p.groups == 1 || p.group % step == 0, "groups must be multiples of 64");
+    check(p.groups == 1
+              ? trtspec::launch_linear<trtspec::bf16, Held::kFp8Rows>(epilogue, p, stream)
+              : trtspec::launch_linear<trtspec::bf16, Held::kFp8Groups>(epilogue, p, stream));
+  } else if (is_bf16) {
+    check(trtspec::launch_linear<trtspec::bf16, Held::kAsX>(epilogue, p, stream));
   } else {
-    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
-    check(trtspec::launch_linear<trtspec::half_t>(epilogue, p, stream_of(x)));
+    check(trtspec::launch_linear<trtspec::half_t, Held::kAsX>(epilogue, p, stream));
   }
 }
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
                     const Optional<TensorView>& norm0, const Optional<TensorView>& norm1,
-                    double eps, const TensorView& weight, const Optional<TensorView>& bias,
-                    const TensorView& out) {
+                    double eps, const TensorView& weight, const Optional<TensorView>& scales,
+                    int64_t group, const Optional<TensorView>& bias, const TensorView& out) {
   LinearParams p = {};
   p.x0 = x0.data_ptr(), p.x0_stride = x0.stride(0);
   p.k_split = static_cast<int>(x0.size(1));
@@ -66,14 +77,23 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
   p.weight = weight.data_ptr(), p.bias = data(bias);
   p.rows = static_cast<int>(x0.size(0)), p.n = static_cast<int>(weight.size(0));
   check(weight.size(1) == p.k, "the weight's columns must be the inputs'");
+  check(scales.has_value() == (weight.dtype().bits == 8), "FP8 weights have scales, no others");
+  if (scales.has_value()) {
+    const TensorView& of = scales.value();
+    p.scales = static_cast<const float*>(of.data_ptr());
+    p.group = static_cast<int>(group), p.groups = static_cast<int>(of.size(1));
+    check(is_dense(of) && of.size(0) == p.n && (p.k + group - 1) / group == p.groups,
+          "a scale for each group of each row");
+  }
   p.out = out.data_ptr(), p.out_stride = out.stride(0);
   return p;
 }
 
 void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
-            Optional<TensorView> norm1, double eps, TensorView weight, Optional<TensorView> bias,
+            Optional<TensorView> norm1, double eps, TensorView weight,
+            Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
             Optional<TensorView> residual, TensorView out) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, scales, group, bias, out);
   if (residual.has_value()) {
     check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
@@ -82,17 +102,18 @@ void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
 }
 
 void linear_swiglu(TensorView x, Optional<TensorView> norm, double eps, TensorView weight,
-                   Optional<TensorView> bias, TensorView out) {
-  run(Epilogue::kSwiGLU, inputs(x, {}, norm, {}, eps, weight, bias, out), x);
+                   Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
+                   TensorView out) {
+  run(Epilogue::kSwiGLU, inputs(x, {}, norm, {}, eps, weight, scales, group, bias, out), x);
 }
 
 void linear_rope(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
                  Optional<TensorView> norm1, double eps, TensorView weight,
-                 Optional<TensorView> bias, TensorView cos_sin, TensorView positions,
-                 TensorView slots, int64_t scratch_slot, TensorView k_cache, TensorView v_cache,
-                 int64_t q_heads,
-                 bool keeps_finite, TensorView out) {
-  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, bias, out);
+                 Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
+                 TensorView cos_sin, TensorView positions, TensorView slots, int64_t scratch_slot,
+                 TensorView k_cache, TensorView v_cache, int64_t q_heads, bool keeps_finite,
+                 TensorView out) {
+  LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, scales, group, bias, out);
   p.cos_sin = static_cast<const float*>(cos_sin.data_ptr());
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
   p.slots = static_cast<const int64_t*>(slots.data_ptr());

@@ -95,7 +95,7 @@ def _own_part(
     out = residual
     if out is None or not in_place:
         out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
-    kernels.linear(*_arguments(inputs, norms), layer.weight, layer.bias, residual, out)
+    kernels.linear(*_arguments(inputs, norms, layer), residual, out)
     return out
 
 
@@ -105,7 +105,7 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     if kernels is None or layer.out_features % 16:
         return silu_and_mul(layer(norm(x)))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
-    kernels.linear_swiglu(x, norm.weight, norm.eps, layer.weight, layer.bias, out)
+    kernels.linear_swiglu(x, norm.weight, norm.eps, *_weight(layer), out)
     return out
 
 
@@ -147,9 +147,7 @@ def qkv_rope_and_write(
         return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
     out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
     kernels.linear_rope(
-        *_arguments(inputs, norms),
-        layer.weight,
-        layer.bias,
+        *_arguments(inputs, norms, layer),
         rope.cos_sin,
         rope.position_ids,
         to.slots,
@@ -186,14 +184,26 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
         return None
     if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
         return None
-    tensors = (
-        weight,
-        *(norm.weight for norm in norms),
-        *([] if layer.bias is None else [layer.bias]),
-    )
+    tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
+    if layer.fp8 is None:
+        tensors.append(weight)
+    elif not _reads_fp8(layer, inputs):
+        return None
     if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
         return None
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
+
+
+def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
+    """Whether the kernels read these codes and scales."""
+    assert layer.weight is not None and layer.scales is not None
+    columns, by_rows = layer.weight.shape[1], layer.scales.shape[1] == 1
+    if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or columns % 64:
+        return False
+    if not (by_rows or layer.group % 64 == 0):
+        return False
+    is_dense = layer.weight.is_contiguous() and layer.scales.is_contiguous()
+    return is_dense and layer.weight.data_ptr() % 16 == 0
 
 
 def _wants_gradient(layer: Any, norms: Norms, *tensors: Tensor | None) -> bool:
@@ -209,8 +219,15 @@ def _is_readable(x: Tensor, first: Tensor) -> bool:
     return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
 
 
-def _arguments(inputs: Inputs, norms: Norms) -> tuple[Tensor | float | None, ...]:
-    """Returns x0, x1, norm0, norm1, eps as the kernels take them."""
+def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:
+    """Returns x0, x1, norm0, norm1, eps and the weight as the kernels take them."""
     x = (*inputs, None)[:2]
     weights = (*(norm.weight for norm in norms), None, None)[:2]
-    return (*x, *weights, norms[0].eps if norms else 0.0)
+    return (*x, *weights, norms[0].eps if norms else 0.0, *_weight(layer))
+
+
+def _weight(layer: Linear) -> tuple[Tensor | int | None, ...]:
+    """Returns weight, scales, group, bias as the kernels take them."""
+    assert layer.weight is not None
+    codes = layer.weight if layer.scales is None else layer.weight.view(torch.uint8)
+    return codes, layer.scales, layer.group, layer.bias

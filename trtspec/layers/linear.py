@@ -95,9 +95,9 @@ class Linear(nn.Module):
                 return _multiply(x, self._packed, self.bias)[:rows]
             return _multiply(x, self._packed, self.bias)
         assert self.weight is not None
-        if (weight := self.fp8) is not None:
-            out = fp8.multiply(x, weight)
-            return out if self.bias is None else out.add_(self.bias)
+        if (held := self.fp8) is not None:
+            product = fp8.multiply(x, held)
+            return product if self.bias is None else product.add_(self.bias)
         if self.bias is None and (out := cublaslt.multiply(x, self.weight)) is not None:
             return out
         return F.linear(x, self.weight, self.bias)

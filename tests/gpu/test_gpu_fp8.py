@@ -1,0 +1,133 @@
+"""The kernels of csrc with FP8 weights against float64, with what stands around a product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_gpu_kernels import (
+    HAS_KERNELS,
+    _close,
+    _exact,
+    _no_gradients,  # noqa: F401
+    _norm,
+    _random,
+    served,  # noqa: F401
+)
+from torch import Tensor
+
+from trtspec.layers import fused
+from trtspec.layers.linear import Linear
+from trtspec.ops.layer.fp8 import FP8, Fp8Weight, dequantize, quantize
+from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
+]
+# (in, out): small and large weights; sizes that do not divide by tiles of 16, or by groups.
+SIZES = [(64, 24), (576, 960), (1536, 576), (192, 40), (4096, 1040), (2048, 4098), (14336, 512)]
+ROWS = [1, 3, 8, 9, 17, 32, 33, 130]
+
+
+def _linear(size: int, out: int, group: int | None, bias: bool = False) -> Linear:
+    layer = Linear(size, out, bias).cuda().to(torch.bfloat16)
+    weight = quantize(_random(out, size, seed=1) * size**-0.5)
+    if group is not None:
+        scales = weight.scales * (1 + _random(out, -(-size // group), seed=2).float().abs())
+        weight = Fp8Weight(weight.codes, scales, group)
+    layer.hold_fp8(weight)
+    if layer.bias is not None:
+        layer.bias.data = _random(out, seed=2)
+    return layer
+
+
+def _product(x: Tensor, layer: Linear) -> Tensor:
+    assert layer.weight is not None and layer.scales is not None
+    scales = layer.scales.double().repeat_interleave(layer.group, 1)[:, : layer.in_features]
+    bias = None if layer.bias is None else layer.bias.double()
+    return F.linear(x, layer.weight.double() * scales, bias)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("size", SIZES)
+def test_linear(group: int | None, size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
+    plain, biased = (_linear(*size, group, bias) for bias in (False, True))
+    norm = _norm(size[0], torch.bfloat16)
+    for rows in ROWS:
+        x = _random(rows, size[0] + 32)[:, : size[0]]  # rows apart in memory
+        residual = _random(rows, size[1], seed=4)
+        _close(fused.linear((x,), plain), _product(_exact(x), plain))
+        _close(fused.linear((x,), biased, (norm,)), _product(_exact(x, norm), biased))
+        expected = _product(_exact(x), plain) + residual
+        _close(fused.linear((x,), plain, residual=residual), expected)
+        out = fused.linear((x,), plain, residual=residual, in_place=True)
+        assert out.data_ptr() == residual.data_ptr()
+        _close(out, expected)
+    large = size[0] * size[1] >= fused.LARGE
+    rows_served = [rows for rows in ROWS if rows <= (8 if large else 32)]
+    normed = [n for n in rows_served if not large or n * (2 * size[0] + 64) <= 104 << 10]
+    assert len(served) == 3 * len(rows_served) + len(normed)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("size", [(64, 32), (576, 3072), (2048, 4096)])
+def test_swiglu(group: int | None, size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
+    layer, norm = _linear(*size, group, bias=True), _norm(size[0], torch.bfloat16)
+    for rows in (1, 5, 8):
+        x = _random(rows, size[0])
+        gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
+        _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
+    assert served == ["linear_swiglu"] * 3
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("heads", [(9, 3, 64, 576), (32, 8, 128, 4096), (4, 4, 16, 64)])
+def test_rope_and_cache(
+    group: int | None,
+    heads: tuple[int, int, int, int],
+    served: list[str],  # noqa: F811
+) -> None:
+    q_heads, kv_heads, dim, size = heads
+    layer, norm = _linear(size, (q_heads + 2 * kv_heads) * dim, group), _norm(size, torch.bfloat16)
+    rows = 5
+    x = _random(rows, size)
+    angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
+    positions = torch.tensor([3, 39, 0, 7, 7], device="cuda")
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], -1), positions)
+    slots = torch.tensor([7, 3, 0, 9, 4], device="cuda")
+    k, v = (torch.zeros(12, kv_heads, dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    to = CacheWrite(k, v, slots, scratch_slot=11)
+    q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
+    assert served == ["linear_rope"]
+    qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)
+    cos, sin = (t.double() for t in rope.rotation(torch.bfloat16))
+    turned = apply_rope(qkv[:, : q_heads + kv_heads], cos, sin)
+    _close(q, turned[:, :q_heads])
+    _close(k[slots], turned[:, q_heads:])
+    _close(v[slots], qkv[:, q_heads + kv_heads :])
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("size", [(576, 960), (4096, 2048)])
+def test_a_row_does_not_depend_on_the_others(group: int | None, size: tuple[int, int]) -> None:
+    layer, norm = _linear(*size, group), _norm(size[0], torch.bfloat16)
+    x = _random(8, size[0])
+    together = fused.linear((x,), layer, (norm,))
+    for rows in range(1, 8):
+        assert torch.equal(fused.linear((x[:rows],), layer, (norm,)), together[:rows])
+
+
+def test_every_code_is_widened_exactly() -> None:
+    """Also subnormal ones. Each column of x picks one code."""
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8).clone()
+    codes[torch.tensor([0x7F, 0xFF], device="cuda")] = 0.0  # NaN
+    weight = Fp8Weight(codes.repeat(64, 1), torch.ones(64, 1, device="cuda"), 256)
+    layer = Linear(256, 64, bias=False).cuda().to(torch.bfloat16)
+    layer.hold_fp8(weight)
+    eye = torch.eye(256, dtype=torch.bfloat16, device="cuda")
+    expected = dequantize(weight, torch.float32)
+    assert torch.equal(expected, codes.float().repeat(64, 1))
+    for rows in (8, 32, 64, 256):  # every kernel
+        parts = [fused.linear((x,), layer).float() for x in eye.split(rows)]
+        assert torch.equal(torch.cat(parts).T, expected)
