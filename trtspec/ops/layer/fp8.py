@@ -34,7 +34,7 @@ class Fp8Weight(NamedTuple):
     @property
     def by_rows(self) -> bool:
         """Whether each row has one scale."""
-        return self.scales.shape[1] == 1
+        return self.scales.shape[-1] == 1
 
 
 class Fp8Rows(NamedTuple):
