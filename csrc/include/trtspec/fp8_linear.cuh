@@ -55,30 +55,47 @@ __device__ inline uint32_t four_codes(const float* y, float scale) {
   return a | b << 16;
 }
 
+// What a thread reads of x at first, and of the norm's weights, which no kernel writes: they may be
+// read before the previous kernel is done.
+template <bool kNorm>
+__device__ inline uint4 norm_weights(const LinearParams& p, int k) {
+  if (!kNorm || k >= p.k) return {};
+  return *reinterpret_cast<const uint4*>(static_cast<const bf16*>(p.norm0) + k);
+}
+
 // Writes the rows of x to shared memory, as codes or in bf16, and to `scales` what each row's sums
-// are to be multiplied with. of_warp: [warp][row]. Ends with a barrier.
+// are to be multiplied with. Ends with a barrier.
+//
+// of_warp: [warp][row]. first_norm: `norm_weights` of this thread's first eight columns.
 template <bool kGroups, bool kNorm, int kWarps>
-__device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (*of_warp)[kFp8Rows],
-                                 float* scales, int warp, int lane) {
+__device__ inline void rest_rows(const LinearParams& p, const uint4& first_norm, char* resting,
+                                 RowSums (*of_warp)[kFp8Rows], float* scales, int warp, int lane) {
   constexpr int kStride = kWarps * 256;
   const bf16* const x = static_cast<const bf16*>(p.x0);
-  const bf16* const norm = static_cast<const bf16*>(p.norm0);
   const int first_k = (warp * 32 + lane) * 8, bytes = resting_stride<kGroups>(p.k);
+  auto load = [&](int m, int k) {
+    return *reinterpret_cast<const uint4*>(x + m * p.x0_stride + k);
+  };
   RowSums sums[kFp8Rows] = {};
-  auto load = [&](const bf16* at) { return *reinterpret_cast<const uint4*>(at); };
+  uint4 first[kFp8Rows];  // stays in registers until scales are known
   for (int k = first_k; k < p.k; k += kStride) {
-    const uint4 w = kNorm ? load(norm + k) : uint4{};
+    const uint4 w = k == first_k ? first_norm : norm_weights<kNorm>(p, k);
+    uint4 v[kFp8Rows];
+#pragma unroll
+    for (int m = 0; m < kFp8Rows; ++m) {
+      if (m < p.rows) v[m] = load(m, k);
+    }
 #pragma unroll
     for (int m = 0; m < kFp8Rows; ++m) {
       if (m >= p.rows) break;
+      if (k == first_k) first[m] = v[m];
       float y[8];
-      const uint4 v = load(x + m * p.x0_stride + k);
-      weigh<kNorm>(v, w, y, sums[m]);
+      weigh<kNorm>(v[m], w, y, sums[m]);
       if constexpr (kGroups) {
         *reinterpret_cast<uint4*>(resting + m * bytes + k * 2) =
             kNorm ? uint4{pack(y[0], y[1], bf16()), pack(y[2], y[3], bf16()),
                           pack(y[4], y[5], bf16()), pack(y[6], y[7], bf16())}
-                  : v;
+                  : v[m];
       }
     }
   }
@@ -87,7 +104,9 @@ __device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (
     if (m >= p.rows) break;
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
-      sums[m].largest = fmaxf(sums[m].largest, __shfl_xor_sync(~0u, sums[m].largest, mask));
+      if constexpr (!kGroups) {
+        sums[m].largest = fmaxf(sums[m].largest, __shfl_xor_sync(~0u, sums[m].largest, mask));
+      }
       if constexpr (kNorm) sums[m].squares += __shfl_xor_sync(~0u, sums[m].squares, mask);
     }
     if (lane == 0) of_warp[warp][m] = sums[m];
@@ -95,8 +114,9 @@ __device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (
   __syncthreads();
   // Every warp joins all warps' parts: lane % 8 is the row.
   RowSums total = {};
-  for (int w = lane / 8; w < kWarps; w += 4) {
-    const RowSums part = of_warp[w][lane % 8];
+#pragma unroll
+  for (int i = 0; i < kWarps / 4; ++i) {
+    const RowSums part = of_warp[lane / 8 + i * 4][lane % 8];
     total.largest = fmaxf(total.largest, part.largest), total.squares += part.squares;
   }
 #pragma unroll
@@ -111,19 +131,19 @@ __device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (
   }
   if constexpr (!kGroups) {
     const float to_codes = total.largest > 0.0f ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
-    for (int k = first_k; k - lane * 8 < p.k; k += kStride) {  // whole warps
-      const bool inside = k < p.k;
-      const uint4 w = kNorm && inside ? load(norm + k) : uint4{};
+    float row_scales[kFp8Rows];
+#pragma unroll
+    for (int m = 0; m < kFp8Rows; ++m) row_scales[m] = __shfl_sync(~0u, to_codes, m);
+    for (int k = first_k; k < p.k; k += kStride) {
+      const uint4 w = k == first_k ? first_norm : norm_weights<kNorm>(p, k);
 #pragma unroll
       for (int m = 0; m < kFp8Rows; ++m) {
         if (m >= p.rows) break;
-        const float scale = __shfl_sync(~0u, to_codes, m);
-        if (!inside) continue;
         float y[8];
         RowSums unused;
-        weigh<kNorm>(load(x + m * p.x0_stride + k), w, y, unused);
-        *reinterpret_cast<uint2*>(resting + m * bytes + k) = {four_codes(y, scale),
-                                                              four_codes(y + 4, scale)};
+        weigh<kNorm>(k == first_k ? first[m] : load(m, k), w, y, unused);
+        *reinterpret_cast<uint2*>(resting + m * bytes + k) = {
+            four_codes(y, row_scales[m]), four_codes(y + 4, row_scales[m])};
       }
     }
   }
@@ -215,9 +235,10 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (begin == end) next_tile = tiles;
 #pragma unroll
   for (int i = 0; i < kDepth; ++i) fetch(i);
+  const uint4 first_norm = norm_weights<kNorm>(p, threadIdx.x * 8);
   wait_for_previous();
   let_next_start();
-  rest_rows<kGroups, kNorm, kWarps>(p, resting, of_warp, scales, warp, lane);
+  rest_rows<kGroups, kNorm, kWarps>(p, first_norm, resting, of_warp, scales, warp, lane);
 
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {

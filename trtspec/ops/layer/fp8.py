@@ -8,6 +8,7 @@ that row alone: text with and without speculation stays the same.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -124,10 +125,15 @@ def product(
     (rows, size), out = x.codes.shape, weight.codes.shape[0]
     rescaling = Rescaling(x.scales, weight.scales[:, 0], bias)
     if x.codes.is_cuda and rows and size % 16 == 0 and out % 16 == 0:
-        one = torch.ones((), device=x.codes.device)
+        one = _one(x.codes.device)
         kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         return torch._scaled_mm(x.codes, weight.codes.t(), one, one, out_dtype=kind), rescaling
     return F.linear(x.codes.float(), weight.codes.float()), rescaling
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 @twin("layer.triton_fp8_rows")

@@ -185,9 +185,10 @@ def _plan(rows: int, out: int, size: int, dtype: torch.dtype) -> Plan:
     if dtype == torch.float32:
         return Plan(rows=16 if rows <= 16 else 64, out=64, depth=32, parts=1, stages=2, warps=4)
     per_tile = max(16, min(128, triton.next_power_of_2(rows)))
-    tile = 128 if per_tile > 32 else 64
-    parts = max(1, min(size // 512, 264 // triton.cdiv(out, tile)))
-    return Plan(rows=per_tile, out=tile, depth=128, parts=parts, stages=4, warps=4)
+    tile = 64 if rows <= 16 or (rows <= 64 and out <= 6144) else 128
+    parts = max(1, min(4, size // 512, 400 // triton.cdiv(out, tile)))
+    warps = 8 if per_tile > 64 else 4
+    return Plan(rows=per_tile, out=tile, depth=128, parts=parts, stages=3, warps=warps)
 
 
 @triton.jit
