@@ -9,14 +9,14 @@
 
 namespace trtspec {
 
-constexpr int kFp8Warps = 16;
-constexpr int kDeep = 8, kShallow = 4;  // the more on its way, the less x is waited for
-constexpr int kMaxFp8Shared = 204 << 10;
+// Deeper rings lost: then the next kernel's block does not fit beside this one's.
+constexpr int kFp8Warps = 16, kFp8Depth = 4;
 
-template <bool kGroups, Epilogue E, bool kNorm, int kDepth>
+template <bool kGroups, Epilogue E, bool kNorm>
 cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kDepth>;
-  const int shared = kFp8RingBytes<kFp8Warps, kDepth> + p.rows * resting_stride<kGroups>(p.k);
+  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kFp8Depth>;
+  const int shared =
+      kFp8RingBytes<kFp8Warps, kFp8Depth> + p.rows * resting_stride<kGroups>(p.k);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -26,13 +26,6 @@ cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
   const int tiles = (p.n + kTile - 1) / kTile;
   return launch(kernel, dim3(std::min(tiles, multiprocessors)), dim3(kFp8Warps * 32), shared,
                 stream, p);
-}
-
-template <bool kGroups, Epilogue E, bool kNorm>
-cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
-  const int shared = kFp8RingBytes<kFp8Warps, kDeep> + p.rows * resting_stride<kGroups>(p.k);
-  return shared <= kMaxFp8Shared ? launch_fp8<kGroups, E, kNorm, kDeep>(p, stream)
-                                 : launch_fp8<kGroups, E, kNorm, kShallow>(p, stream);
 }
 
 template <bool kGroups>
