@@ -70,6 +70,7 @@ def other(form: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
     """The same in the other formats, by float64."""
     strategy, config, suffix = {
         "fp8": ("tensor", {"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
+        "fp8 inverse": ("tensor", {"quant_method": "fp8"}, "_scale_inv"),
         "fp8 blocks": (
             "block", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv",
         ),
@@ -99,7 +100,8 @@ def other(form: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
         scale = scale[:, None, :, None] if strategy == "spread" else scale
         tensors[f"{name}{suffix}"] = scale
         module = name.removesuffix("weight")
-        tensors |= {f"{module}{key}_scale": torch.tensor(0.5) for key in ("input", "k", "v")}
+        beside = "input", "activation", "k", "v"
+        tensors |= {f"{module}{key}_scale": torch.tensor(0.5) for key in beside}
     return tensors, config
 
 
