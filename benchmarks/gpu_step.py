@@ -180,6 +180,7 @@ def _engine(
                 max_tokens=largest * (longest + 96), enable_block_reuse=False
             ),
             attn_backend=args.attn_backend,
+            quant=args.quant,
             cuda_graph_config=CudaGraphConfig(enable_autotuner=args.autotune),
         )
     yield llm
@@ -249,7 +250,7 @@ def _measure(
         blocks = dict.fromkeys(("dflash", "dflash2"), DFLASH_LAYERS)
         layers_that_attend = {"": 0, **blocks}.get(kind, k)
         bytes_read = {
-            "target_weights": model.target_weight_bytes(batch * (k + 1)),
+            "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant == "fp8"),
             "target_kv": batch * model.kv_bytes(context),
             "draft_weights": model.draft_weight_bytes(kind, k, batch),
             "draft_kv": batch * model.kv_bytes(context, layers_that_attend),
@@ -289,6 +290,11 @@ def _parse() -> argparse.Namespace:
             metavar="NAME",
             help=argument.metadata["help"],
         )
+    parser.add_argument(
+        "--quant",
+        choices=("fp8",),
+        help="the target's layers in FP8; its lm_head and draft heads stay in bfloat16",
+    )
     parser.add_argument(
         "--modes", type=_modes, default="plain,eagle3_one_model", help=f"of {','.join(DRAFTERS)}"
     )

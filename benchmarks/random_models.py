@@ -308,12 +308,13 @@ class Model:
         return {f"{prefix}{name}": shape for name, shape in (layer | ends).items()}
 
     # -- bytes that a step cannot avoid to read --------------------------------------------------
-    def target_weight_bytes(self, rows: int) -> float:
+    def target_weight_bytes(self, rows: int, is_fp8: bool = False) -> float:
         """Everything but the embedding, of which a step reads a few rows, and the experts that
-        none of its rows goes to."""
+        none of its rows goes to. In FP8 layers take half."""
         c = self.decoder
         shapes = {n: s for n, s in self.target().shapes.items() if ".layers." in n}
-        return self._bytes(shapes, rows) + c.vocab_size * c.hidden_size * ITEM_SIZE
+        ends = c.vocab_size * c.hidden_size * ITEM_SIZE
+        return self._bytes(shapes, rows) / (2 if is_fp8 else 1) + ends
 
     def draft_weight_bytes(self, kind: str, num_passes: int, batch: int) -> float:
         """Of all passes of a step, with one row for a request in each. kind: "eagle3", "mtp",

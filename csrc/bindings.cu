@@ -11,7 +11,6 @@
 namespace {
 
 using trtspec::Epilogue;
-using trtspec::Held;
 using trtspec::is_dense;
 using trtspec::LinearParams;
 using tvm::ffi::Optional;
@@ -36,27 +35,26 @@ void* data(const Optional<TensorView>& x) {
   return x.has_value() ? x.value().data_ptr() : nullptr;
 }
 
+void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
+  check(p.rows <= trtspec::kMaxFp8Rows && p.k % 64 == 0, "FP8: at most 8 rows, inputs by 64");
+  check(x.dtype().code == kDLBfloat && p.x1 == nullptr, "FP8 weights are for one bfloat16 input");
+  check(p.groups == 1 || p.group % 64 == 0, "groups must be multiples of 64");
+  check(p.groups == 1 ? trtspec::launch_fp8_linear<false>(epilogue, p, stream_of(x))
+                      : trtspec::launch_fp8_linear<true>(epilogue, p, stream_of(x)));
+}
+
 void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxLinearRows, "at most 32 rows");
-  const bool is_fp8 = p.scales != nullptr;
-  const int step = is_fp8 ? trtspec::kStep<Held::kFp8Rows> : trtspec::kStep<Held::kAsX>;
-  check(p.k % step == 0 && p.k_split % step == 0, "input sizes must be multiples of 32, FP8's of 64");
+  check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;
+  if (p.scales != nullptr) return run_fp8(epilogue, p, x);
   const DLDataType type = x.dtype();
-  const bool is_bf16 = type.code == kDLBfloat;
-  check(is_bf16 || (type.code == kDLFloat && type.bits == 16), "bfloat16 or float16");
-  const cudaStream_t stream = stream_of(x);
-  if (is_fp8) {
-    check(is_bf16, "FP8 weights are for bfloat16");
-    check(p.groups == 1 || p.group % step == 0, "groups must be multiples of 64");
-    check(p.groups == 1
-              ? trtspec::launch_linear<trtspec::bf16, Held::kFp8Rows>(epilogue, p, stream)
-              : trtspec::launch_linear<trtspec::bf16, Held::kFp8Groups>(epilogue, p, stream));
-  } else if (is_bf16) {
-    check(trtspec::launch_linear<trtspec::bf16, Held::kAsX>(epilogue, p, stream));
+  if (type.code == kDLBfloat) {
+    check(trtspec::launch_linear<trtspec::bf16>(epilogue, p, stream_of(x)));
   } else {
-    check(trtspec::launch_linear<trtspec::half_t, Held::kAsX>(epilogue, p, stream));
+    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
+    check(trtspec::launch_linear<trtspec::half_t>(epilogue, p, stream_of(x)));
   }
 }
 

@@ -1,4 +1,4 @@
 #include "linear_impl.cuh"
 
-template cudaError_t trtspec::launch_linear<trtspec::bf16, trtspec::Held::kAsX>(
-    Epilogue, const LinearParams&, cudaStream_t);
+template cudaError_t trtspec::launch_linear<trtspec::bf16>(Epilogue, const LinearParams&,
+                                                           cudaStream_t);

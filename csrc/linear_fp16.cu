@@ -1,4 +1,4 @@
 #include "linear_impl.cuh"
 
-template cudaError_t trtspec::launch_linear<trtspec::half_t, trtspec::Held::kAsX>(
-    Epilogue, const LinearParams&, cudaStream_t);
+template cudaError_t trtspec::launch_linear<trtspec::half_t>(Epilogue, const LinearParams&,
+                                                             cudaStream_t);

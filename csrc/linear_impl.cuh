@@ -15,10 +15,7 @@ constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth c
 constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memory
 constexpr int kMaxStreamRows = 8;
 
-template <Held H>
-int resident_bytes(const LinearParams& p) {
-  return p.rows * (p.k * 2 + kPad<H>);
-}
+inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }
 
 inline int multiprocessors() {
   int device = 0, count = 0;
@@ -27,11 +24,10 @@ inline int multiprocessors() {
   return count;
 }
 
-template <typename T, Held H, Epilogue E, bool kNorm>
+template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = stream_linear<T, H, E, kNorm, 1, kStreamWarps, kDepth>;
-  const int shared = ring_bytes<H, kNorm, 1, kStreamWarps, kDepth>() +
-                     (kNorm ? resident_bytes<H>(p) : 0);
+  const auto kernel = stream_linear<T, E, kNorm, 1, kStreamWarps, kDepth>;
+  const int shared = ring_bytes<kNorm, 1, kStreamWarps, kDepth>() + (kNorm ? resident_bytes(p) : 0);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -40,37 +36,37 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
                 stream, p);
 }
 
-template <typename T, Held H, Epilogue E, bool kNorm>
+template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
-  const bool fits = !kNorm || resident_bytes<H>(p) <= kMaxResident;
+  const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && static_cast<int64_t>(p.n) * p.k >= kLargeWeight && fits) {
-    return launch_stream<T, H, E, kNorm>(p, stream);
+    return launch_stream<T, E, kNorm>(p, stream);
   }
   const dim3 grid((p.n + kTile - 1) / kTile), block(kWarps * 32);
   if (p.rows <= 8) {
-    return launch(skinny_linear<T, H, E, kNorm, 1, kWarps, 4>, grid, block, 0, stream, p);
+    return launch(skinny_linear<T, E, kNorm, 1, kWarps, 4>, grid, block, 0, stream, p);
   }
   if (p.rows <= 16) {
-    return launch(skinny_linear<T, H, E, kNorm, 2, kWarps, 4>, grid, block, 0, stream, p);
+    return launch(skinny_linear<T, E, kNorm, 2, kWarps, 4>, grid, block, 0, stream, p);
   }
-  return launch(skinny_linear<T, H, E, kNorm, 4, kWarps, 2>, grid, block, 0, stream, p);
+  return launch(skinny_linear<T, E, kNorm, 4, kWarps, 2>, grid, block, 0, stream, p);
 }
 
-template <typename T, Held H>
+template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& p, cudaStream_t stream) {
   const bool norm = p.norm0 != nullptr;
   switch (epilogue) {
     case Epilogue::kPlain:
-      return norm ? launch_columns<T, H, Epilogue::kPlain, true>(p, stream)
-                  : launch_columns<T, H, Epilogue::kPlain, false>(p, stream);
+      return norm ? launch_columns<T, Epilogue::kPlain, true>(p, stream)
+                  : launch_columns<T, Epilogue::kPlain, false>(p, stream);
     case Epilogue::kSwiGLU:
-      return norm ? launch_columns<T, H, Epilogue::kSwiGLU, true>(p, stream)
-                  : launch_columns<T, H, Epilogue::kSwiGLU, false>(p, stream);
+      return norm ? launch_columns<T, Epilogue::kSwiGLU, true>(p, stream)
+                  : launch_columns<T, Epilogue::kSwiGLU, false>(p, stream);
     case Epilogue::kRope:
-      return norm ? launch_columns<T, H, Epilogue::kRope, true>(p, stream)
-                  : launch_columns<T, H, Epilogue::kRope, false>(p, stream);
+      return norm ? launch_columns<T, Epilogue::kRope, true>(p, stream)
+                  : launch_columns<T, Epilogue::kRope, false>(p, stream);
     case Epilogue::kResidual:
-      return launch_columns<T, H, Epilogue::kResidual, false>(p, stream);
+      return launch_columns<T, Epilogue::kResidual, false>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -411,6 +411,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
         ]
         return join(outputs, self.requests, acceptance)
 
+    def end(self, index: int) -> None:
+        """Ends one completion without waiting; nothing more is read of it, the others go on."""
+        self._readers[index].is_done = True
+        feed = self._feeds[index]
+        if not feed.is_done:
+            self._llm.cancel([feed.request])
+
     def cancel(self) -> None:
         """Cancels what has not finished, without waiting."""
         running = [feed.request for feed in self._feeds if not feed.is_done]

@@ -10,7 +10,7 @@ import pytest
 import steady
 import torch
 from matrix import MTP, Drafters, config_of
-from naive_experts import naive_experts, random_experts
+from naive_experts import naive_experts, random_experts, to_fp8
 from oracle import VOCAB, Oracle
 from tiny_heads import mtp_model_dir
 
@@ -97,6 +97,64 @@ def test_experts_wait_for_nothing_and_replay_in_a_graph(dtype: torch.dtype, rows
             graph.replay()
             bound = _bound(dtype)
             torch.testing.assert_close(out, step(), atol=bound, rtol=bound)
+            assert bool((out != 0).any())
+
+
+FP8_SHAPES = [  # rows, experts, chosen, hidden size, inner size
+    (1, 8, 2, 256, 136),
+    (33, 160, 8, 256, 136),
+    (300, 64, 4, 128, 24),
+    (300, 4, 2, 384, 200),
+    (4, 128, 8, 1024, 704),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize(("rows", "count", "top_k", "size", "inner"), FP8_SHAPES)
+def test_fp8_experts_equal_a_loop(
+    dtype: torch.dtype, by_rows: bool, rows: int, count: int, top_k: int, size: int, inner: int
+) -> None:
+    """Against float64 over the values of the codes, with a scale for each row and for groups."""
+    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, torch.float32)
+    fp8 = to_fp8(experts, *((size, inner) if by_rows else (128, 128)))
+    x = x.to(dtype)
+    expected = naive_experts(experts, x, ids, weights)
+    gate_up, down, scales = fp8.part(0, count, "cuda")
+    args = x.cuda(), ids.cuda(), weights.cuda(), gate_up, down
+    out = moe.grouped_experts(*args, scales=scales)
+    assert out.dtype == dtype
+    bound = _bound(dtype)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("rows", [4, 300])
+def test_fp8_experts_wait_for_nothing_and_replay_in_a_graph(by_rows: bool, rows: int) -> None:
+    experts, x, _, _ = random_experts(rows, 16, 4, 256, 136, torch.float32)
+    fp8 = to_fp8(experts, *((256, 136) if by_rows else (128, 128)))
+    gate_up, down, scales = fp8.part(0, 12, "cuda")  # 4 experts are another rank's
+    logits = torch.zeros(rows, 16, device="cuda")
+    inputs = torch.zeros(x.shape, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> torch.Tensor:
+        ids, weights = moe.route(logits, None, 4, n_group=4, topk_group=2, scale=1.5)
+        own = torch.where(ids >= 12, 12, ids)
+        return moe.grouped_experts(inputs, own, weights, gate_up, down, total=16, scales=scales)
+
+    with torch.no_grad():
+        step()  # compiles
+        with steady.no_waiting():
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            logits.copy_(torch.randn(rows, 16, generator=generator))
+            inputs.copy_(torch.randn(x.shape, generator=generator))
+            graph.replay()
+            torch.testing.assert_close(out, step(), atol=5e-2, rtol=5e-2)
             assert bool((out != 0).any())
 
 

@@ -118,7 +118,10 @@ def _layers() -> dict[str, Any]:
     from trtspec.attention.split_kv import Tables
     from trtspec.layers.norm import RMSNorm
     from trtspec.ops.experts import triton as experts
+    from trtspec.ops.experts import triton_fp8 as fp8_experts
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
+    from trtspec.ops.layer import triton_fp8 as fp8
+    from trtspec.ops.layer.fp8 import FP8, Fp8Weight
     from trtspec.ops.layer.rope import CacheWrite, Rope
     from trtspec.ops.layer.triton_convolution import convolve_blocks
     from trtspec.ops.tokens.triton_soft_cross_entropy import draft_loss_
@@ -129,6 +132,12 @@ def _layers() -> dict[str, Any]:
     def indices(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
+    def codes(group: int, *shape: int) -> Fp8Weight:
+        scales = torch.zeros(*shape[:-1], -(-shape[-1] // group))
+        return Fp8Weight(torch.zeros(shape).to(FP8), scales, group)
+
+    for module in (fp8, fp8_experts):  # as on the GPU that these tensors are not on
+        vars(module)["is_quick"] = lambda codes, dtype: dtype == torch.bfloat16
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
     tiles, cached = tables.blocks[:, :3], CachedLayer(slots, slots, 32, window=40, softcap=3.0)
@@ -153,6 +162,15 @@ def _layers() -> dict[str, Any]:
         (route, torch.zeros(4, 8), torch.zeros(8), 2),
         (experts.sort_by_expert, indices(4, 2), 8),
         (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0),
+        *(
+            (fp8_experts.grouped_matmul, x, codes(group, 8, 64, 256), ends, average)
+            for x in (half(8, 256), half(8, 256).half(), half(8, 256).float())
+            for group in (128, 256)
+            for average in (1.0, 200.0)
+        ),
+        (fp8.multiply, half(8, 256), codes(128, 64, 256)),
+        (fp8.multiply, half(8, 256), codes(256, 64, 256), half(8, 64)),
+        (fp8.dequantize, codes(128, 64, 256), torch.bfloat16),
         (experts.combine, half(8, 64), indices(8), torch.zeros(4, 2)),
         (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.0),
         (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.9),

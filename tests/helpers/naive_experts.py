@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trtspec.layers.experts import Experts
+from trtspec.ops.experts.torch import ExpertScales
 from trtspec.ops.layer.activation import gate_and_mul
+from trtspec.ops.layer.fp8 import FP8
 
 
 def naive_route(
@@ -63,6 +65,44 @@ def random_experts(
     ids = torch.rand(rows, count, generator=generator)
     ids[:, count // 2] = -1.0
     return experts, x, ids.topk(top_k).indices, torch.rand(rows, top_k, generator=generator)
+
+
+class Fp8Experts(NamedTuple):
+    gate_up: Tensor
+    down: Tensor
+    scales: ExpertScales
+
+    def part(self, first: int, count: int, device: str) -> Fp8Experts:
+        """`count` experts from `first` on, on a device."""
+        own = slice(first, first + count)
+        gate_up, gate_up_group, down, down_group = vars(self.scales).values()
+        scales = ExpertScales(
+            gate_up=gate_up[own].to(device),
+            gate_up_group=gate_up_group,
+            down=down[own].to(device),
+            down_group=down_group,
+        )
+        return Fp8Experts(self.gate_up[own].to(device), self.down[own].to(device), scales)
+
+
+def to_fp8(experts: Experts, gate_up_group: int, down_group: int) -> Fp8Experts:
+    """Codes near the experts' weights, with scales of all sizes; the experts get the codes' exact
+    values in float64."""
+    generator, found = torch.Generator().manual_seed(5), []
+    for parameter, group in zip(experts.parameters(), (gate_up_group, down_group), strict=True):
+        weight = parameter.data.double()
+        count, rows, columns = weight.shape
+        shape = (count, rows, -(-columns // group))
+        scales = 2.0 ** (torch.rand(shape, generator=generator) * 8 - 12)
+        spread = scales.double().repeat_interleave(group, -1)[..., :columns]
+        codes = (weight / spread).clamp(-448, 448).float().to(FP8)
+        parameter.data = codes.double() * spread
+        found.append((codes, scales))
+    (gate_up, up_scales), (down, down_scales) = found
+    scales = ExpertScales(
+        gate_up=up_scales, gate_up_group=gate_up_group, down=down_scales, down_group=down_group
+    )
+    return Fp8Experts(gate_up, down, scales)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

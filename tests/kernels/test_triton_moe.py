@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from naive_experts import ROUTES, dense_weights, naive_route, random_experts
+from naive_experts import (
+    BETWEEN,
+    ROUTES,
+    dense_weights,
+    naive_experts,
+    naive_route,
+    random_experts,
+    to_fp8,
+)
 
 from trtspec.ops.experts import torch as moe
+from trtspec.ops.layer.fp8 import Fp8Weight
 
 triton_moe = pytest.importorskip("trtspec.ops.experts.triton", reason="needs triton")
+triton_fp8 = pytest.importorskip("trtspec.ops.experts.triton_fp8", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -133,3 +143,88 @@ def test_experts_of_all_ranks_add_up(
         total += moe.grouped_experts(args[0], own, args[2], *part, total=count)
     bound = 3e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(total, expected, atol=bound, rtol=bound)
+
+
+# -- FP8 -----------------------------------------------------------------------------------------
+FP8_DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+FP8_BOUNDS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+FP8_SHAPES = [  # rows, experts, chosen, hidden size, inner size, their groups
+    (1, 8, 2, 64, 48, 64, 48),
+    (9, 5, 3, 320, 136, 128, 128),
+    (7, 8, 3, 200, 272, 200, 128),
+    (30, 4, 2, 144, 40, 48, 40),
+    (90, 4, 2, 64, 36, 32, 36),
+    (220, 4, 1, 256, 24, 128, 24),
+    (0, 4, 2, 64, 48, 64, 48),
+]
+
+
+def _poisoned(*args: Any) -> torch.Tensor:
+    """The kernel's product; what it leaves unwritten must not be read."""
+    out = triton_fp8.grouped_matmul(*args)
+    out[int(args[2][-1]) :] = torch.nan
+    return out
+
+
+@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("shape", FP8_SHAPES)
+def test_fp8_experts_equal_a_loop(
+    monkeypatch: pytest.MonkeyPatch, way: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """By one rank that has all experts, and by two that have a half each."""
+    rows, count, top_k, size, inner, *groups = shape
+    experts, x, ids, weights = random_experts(rows, count, top_k, size, inner, torch.float32)
+    fp8 = to_fp8(experts, *groups)
+    expected = naive_experts(experts, x.to(dtype), ids, weights)
+    x, ids, weights = x.to(DEVICE, dtype), ids.to(DEVICE), weights.to(DEVICE)
+    monkeypatch.setattr(moe, "grouped_matmul", _poisoned if way == "triton" else _torchs_product)
+    gate_up, down, scales = fp8.part(0, count, DEVICE)
+    whole = moe.grouped_experts(x, ids, weights, gate_up, down, scales=scales)
+    parts = torch.zeros_like(whole)
+    for first in (0, count // 2):
+        own = ids - first
+        here = count // 2 if first == 0 else count - count // 2
+        own = torch.where((own < 0) | (own >= here), here, own)
+        gate_up, down, scales = fp8.part(first, here, DEVICE)
+        parts += moe.grouped_experts(x, own, weights, gate_up, down, total=count, scales=scales)
+    bound = FP8_BOUNDS[dtype]
+    for out in (whole, parts):
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
+
+
+def _torchs_product(
+    x: torch.Tensor, weight: Any, ends: torch.Tensor, average: float
+) -> torch.Tensor:
+    """What runs where there is no Triton."""
+    return moe._one_expert_at_a_time(x, weight, ends)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_fp8_experts_with_every_gate(monkeypatch: pytest.MonkeyPatch, between: str) -> None:
+    experts, x, ids, weights = random_experts(5, 8, 3, 256, 48, torch.float32)
+    fp8 = to_fp8(experts, 128, 48)
+    expected = naive_experts(experts, x, ids, weights, between)
+    gate_up, down, scales = fp8.part(0, 8, DEVICE)
+    args = x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gate_up, down, BETWEEN[between][0]
+    for product in (moe.grouped_matmul, triton_fp8.grouped_matmul):
+        monkeypatch.setattr(moe, "grouped_matmul", product)
+        out = moe.grouped_experts(*args, scales=scales).cpu().double()
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_block_of_128_is_a_group_with_its_scale_repeated() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = (torch.randn(3, 200, 300, generator=generator) * 50).to(torch.float8_e4m3fn)
+    blocks = torch.rand(3, 2, 3, generator=generator)
+    rows = blocks.repeat_interleave(128, 1)[:, :200]
+    x, ends = torch.randn(8, 300, generator=generator), torch.tensor([2, 2, 8], dtype=torch.int32)
+    spread = rows.repeat_interleave(128, 2)[..., :300]
+    owners = torch.tensor([0, 0, 2, 2, 2, 2, 2, 2])
+    values = (codes.double() * spread.double())[owners]
+    expected = torch.einsum("nk,nmk->nm", x.double(), values)
+    weight = Fp8Weight(codes.to(DEVICE), rows.to(DEVICE), 128)
+    for product in (triton_fp8.grouped_matmul, moe.grouped_matmul):
+        out = product(x.to(DEVICE), weight, ends.to(DEVICE), 8 / 3)
+        torch.testing.assert_close(out.cpu().double(), expected, atol=1e-2, rtol=2e-5)

@@ -58,6 +58,12 @@ ROUNDED = WeightForm(quantizes=True)
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
+@pytest.fixture(autouse=True)
+def _exact_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading is compared to float64 without the rounding of activations."""
+    monkeypatch.setattr(Fp8Weight, "by_rows", property(lambda weight: False))
+
+
 def load(path: Path, form: WeightForm = KEPT, **options: Any) -> Decoder:
     return load_decoder(path, torch.float32, CPU, TorchAttention(), form=form, **options)
 
@@ -156,6 +162,36 @@ def test_an_engine_says_the_floats_text(
     monkeypatch.setattr(build, "weight_form", lambda quant, device: KEPT)
     assert texts(path) == expected
     assert "11 matrices have FP8 weights" in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["compressed channel", "fp8"])
+def test_activations_are_rounded_by_rows(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by hooks on transformers' layers, in float64.
+
+    A value near a tie may be rounded the other way, and shows in the rows that follow it.
+    """
+    monkeypatch.undo()
+    path, twin_path, _, _ = checkpoint_of(form, tmp_path)
+    exact = AutoModelForCausalLM.from_pretrained(
+        twin_path, dtype=torch.float64, attn_implementation="eager", local_files_only=True
+    ).eval()
+    prompts = prompt_tensors(90)
+    floats = torch.cat([exact(prompt[None]).logits[0] for prompt in prompts])
+
+    def rounded(module: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        scales = inputs[0].abs().amax(-1, keepdim=True) / 448
+        return ((inputs[0] / scales).to(FP8).double() * scales,)
+
+    for name, module in exact.model.layers.named_modules():
+        if name.endswith("_proj") and f"model.layers.{name}.weight" != LEFT_OUT:
+            module.register_forward_pre_hook(rounded)
+    expected = torch.cat([exact(prompt[None]).logits[0] for prompt in prompts])
+    ours = logits_of(load(path)).double()
+    assert ((ours - expected).abs().mean(1) < 1e-4).double().mean() > 0.3
+    assert ((ours - floats).abs().mean(1) > 1e-2).double().mean() > 0.9
 
 
 def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:

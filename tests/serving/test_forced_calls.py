@@ -65,14 +65,14 @@ END = len(TEXTS)
 VOCABULARY = xgrammar.TokenizerInfo([*TEXTS, b"</s>"], vocab_size=END + 1, stop_token_ids=[END])
 
 
-def asked(choice: Any, tools: Any = TOOLS) -> ChatRequest:
+def asked(choice: Any, tools: Any = TOOLS, **more: Any) -> ChatRequest:
     fields = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    body = json.dumps(fields | {"tools": tools, "tool_choice": choice})
+    body = json.dumps(fields | {"tools": tools, "tool_choice": choice} | more)
     return parse(ChatRequest, body.encode())
 
 
-def matcher_of(form: Format, template: str, choice: Any) -> Any:
-    tag = tag_of_calls(form, template, asked(choice))
+def matcher_of(form: Format, template: str, choice: Any, **more: Any) -> Any:
+    tag = tag_of_calls(form, template, asked(choice, **more))
     grammar = xgrammar.Grammar.from_structural_tag(json.dumps(tag))
     return xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(VOCABULARY).compile_grammar(grammar))
 
@@ -119,6 +119,15 @@ def test_texts_of_the_grammar_are_calls(form: Format, template: str, choice: Any
         assert min(counts) == 1 and (max(counts) > 1) == (form is not LLAMA)
     else:
         assert names == {"get.weather"} and counts == {1}
+
+
+@pytest.mark.parametrize(("form", "template"), FORMS, ids=lambda v: getattr(v, "name", v))
+def test_without_parallel_calls_there_is_one(form: Format, template: str) -> None:
+    for seed in range(20):
+        text = random_text(matcher_of(form, template, "required", parallel_tool_calls=False), seed)
+        parser = ToolCallParser(form, TOOLS)
+        events = parser.feed(text) + parser.finish()
+        assert [type(event) for event in events] == [ToolCallDelta], text
 
 
 def refused(choice: Any, tools: Any, form: Format = HERMES) -> ApiError:

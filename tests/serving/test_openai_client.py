@@ -375,7 +375,7 @@ def test_calls_are_forced(caller: openai.OpenAI, name: str | None, is_streamed: 
     choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
     fields: dict[str, Any] = dict(tools=TOOLS, tool_choice=choice, max_tokens=150, extra_body={})
     for seed in range(3):
-        fields |= {"temperature": 1, "seed": seed}
+        fields |= {"temperature": 1, "seed": seed, "parallel_tool_calls": seed != 2}
         if is_streamed:
             chunks = [c.choices[0] for c in ask(caller, stream=True, **fields)]
             calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
@@ -387,9 +387,47 @@ def test_calls_are_forced(caller: openai.OpenAI, name: str | None, is_streamed: 
             reason = choice_0.finish_reason
         assert content is None and reason == ("tool_calls" if name is None else "stop")
         assert name is None or [call.function.name for call in calls] == [name]
+        assert len(calls) == 1 or seed != 2
         for call in calls:
             assert call.id and call.function.name in ("get", "put")
             jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+TWO_CALLS = "ab" + "".join(
+    f'<tool_call>\n{{"name": "{name}", "arguments": {{"x": 12}}}}\n</tool_call>'
+    for name in ("put", "get")
+)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_without_parallel_calls_the_answer_ends_after_the_first(
+    caller: openai.OpenAI, is_streamed: bool
+) -> None:
+    """The model is made to write two calls."""
+    form = {"type": "structural_tag", "format": {"type": "const_string", "value": TWO_CALLS}}
+    fields: dict[str, Any] = dict(tools=TOOLS, max_tokens=150, n=2, logprobs=True, temperature=1)
+    fields["extra_body"] = {"response_format": form}
+    counts = {}
+    for is_parallel in (True, False):
+        fields["parallel_tool_calls"] = is_parallel
+        if is_streamed:
+            usage = {"stream_options": {"include_usage": True}}
+            *chunks, last = ask(caller, stream=True, **fields, **usage)
+            counts[is_parallel] = last.usage.completion_tokens
+            deltas = [chunk.choices[0] for chunk in chunks]
+        else:
+            answer = ask(caller, **fields)
+            counts[is_parallel] = answer.usage.completion_tokens
+            deltas = answer.choices
+        for index in range(2):
+            own = [choice for choice in deltas if choice.index == index]
+            parts = [choice.delta if is_streamed else choice.message for choice in own]
+            names = [call.function.name for part in parts for call in part.tool_calls or []]
+            assert names == (["put", "get"] if is_parallel else ["put"])
+            assert not is_streamed or "".join(part.content or "" for part in parts) == "ab"
+            reasons = [choice.finish_reason for choice in own if choice.finish_reason]
+            assert reasons == ["tool_calls"] and own[-1].finish_reason
+    assert counts[False] < 0.75 * counts[True]
 
 
 def test_calls_that_cannot_be_forced(caller: openai.OpenAI, client: openai.OpenAI) -> None:

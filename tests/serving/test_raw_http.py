@@ -161,7 +161,7 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
         ({"functions": []}, "functions"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "messages"),
         ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"store": True}, "store"),
     ],
     ids=str,

@@ -22,6 +22,7 @@ So the pieces of a decoder do not call their norms and do not add. The contract 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .. import native
 from ..distributed.comm import ALONE
 from ..ops.layer import cublaslt, fp8
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from ..ops.layer.fp8 import Fp8Rows
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
 from .linear import Linear
 from .norm import RMSNorm
@@ -47,6 +49,9 @@ LARGE = 4 << 20
 """Weights of this many values are read by another kernel, which takes `MAX_ROWS_OF_LARGE` rows."""
 MAX_NORMED_BYTES = 104 << 10
 """What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
+MAX_ROWS_OF_FP8 = 8
+MAX_RESTING_BYTES = 140 << 10
+"""What the kernel for FP8 weights holds of all rows."""
 
 
 def linear(
@@ -65,11 +70,19 @@ def linear(
     Where several ranks have parts of the sum, the first adds the residual to its own. Use what is
     returned: the residual's memory is then spent, and may hold a part of the sum.
     """
+    return _over_ranks(
+        layer, residual, lambda added: _own_part(inputs, layer, norms, added, in_place)
+    )
+
+
+def _over_ranks(
+    layer: Any, residual: Tensor | None, own_part: Callable[[Tensor | None], Tensor]
+) -> Tensor:
+    """Adds up what `own_part` returns on the ranks that share a layer, the residual once."""
     ranks = getattr(layer, "sums_over", ALONE)
     if ranks.size == 1:
-        return _own_part(inputs, layer, norms, residual, in_place)
-    added = residual if ranks.rank == 0 else None
-    return ranks.all_reduce(_own_part(inputs, layer, norms, added, in_place))
+        return own_part(residual)
+    return ranks.all_reduce(own_part(residual if ranks.rank == 0 else None))
 
 
 def _own_part(
@@ -82,21 +95,72 @@ def _own_part(
     if residual is not None and (residual.dtype != inputs[0].dtype or residual.stride(-1) != 1):
         kernels = None
     if kernels is None:
-        x = _side_by_side(inputs, norms)
-        if residual is None:
-            return layer(x)
-        if in_place and x.is_cuda and layer.bias is None:
-            if (weight := layer.fp8) is not None:
-                return fp8.multiply(x, weight, residual)
-            if cublaslt.multiply(x, layer.weight, residual) is not None:
-                return residual
-            return residual.addmm_(x, layer.weight.t())
-        return residual.add_(layer(x)) if in_place else residual + layer(x)
+        return _unfused(inputs, layer, norms, residual, in_place)
     out = residual
     if out is None or not in_place:
         out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
     kernels.linear(*_arguments(inputs, norms, layer), residual, out)
     return out
+
+
+def _unfused(
+    inputs: Inputs, layer: Any, norms: Norms, residual: Tensor | None, in_place: bool
+) -> Tensor:
+    """`linear` on one rank by libraries, with small kernels around them."""
+    if _multiplies_codes(layer):
+        alone = len(inputs) == 1
+        x = inputs[0] if alone else _side_by_side(inputs, norms)
+        rows = fp8.quantize_rows(x, norms[0] if norms and alone else None)
+        return _of_codes(rows, layer, x.dtype, residual, in_place)
+    x = _side_by_side(inputs, norms)
+    if residual is None:
+        return layer(x)
+    if in_place and x.is_cuda and layer.bias is None:
+        if (weight := layer.fp8) is not None:
+            return fp8.multiply_floats(x, weight, residual)
+        if cublaslt.multiply(x, layer.weight, residual) is not None:
+            return residual
+        return residual.addmm_(x, layer.weight.t())
+    return residual.add_(layer(x)) if in_place else residual + layer(x)
+
+
+def _multiplies_codes(layer: Any) -> bool:
+    """Whether a layer's activations are rounded to FP8."""
+    weight = layer.fp8 if type(layer) is Linear else None
+    return weight is not None and weight.by_rows
+
+
+def _of_codes(
+    x: Fp8Rows, layer: Linear, dtype: torch.dtype, residual: Tensor | None, in_place: bool
+) -> Tensor:
+    """`linear` on one rank, of rows in FP8."""
+    weight = layer.fp8
+    assert weight is not None
+    product, by = fp8.product(x, weight, layer.bias, dtype)
+    if residual is not None and not in_place:
+        residual = residual.clone()
+    return fp8.rescale(product, by, dtype, residual)
+
+
+def swiglu_mlp(hidden: Tensor, gate_up: Linear, down: Linear, norm: RMSNorm, adds: bool) -> Tensor:
+    """Returns down(silu(gate) * up), [T, D], of gate_up(norm(hidden)).
+
+    Args:
+        adds: to hidden, in its memory.
+    """
+    residual = hidden if adds else None
+    if not (_multiplies_codes(gate_up) and _multiplies_codes(down)) or (
+        _kernels((hidden,), gate_up, (norm,)) is not None
+    ):
+        return linear((swiglu(hidden, gate_up, norm),), down, residual=residual, in_place=adds)
+    weight = gate_up.fp8
+    assert weight is not None
+    rows = fp8.quantize_rows(hidden, norm)
+    product, by = fp8.product(rows, weight, gate_up.bias, hidden.dtype)
+    inner = fp8.rescaled_swiglu(product, by)
+    return _over_ranks(
+        down, residual, lambda added: _of_codes(inner, down, hidden.dtype, added, in_place=True)
+    )
 
 
 def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
@@ -179,26 +243,31 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     weight = layer.weight
     if _wants_gradient(layer, norms, *inputs):
         return None  # the kernels have no derivative
-    rows, is_large = x.shape[0], weight.numel() >= LARGE
-    if not 0 < rows <= (MAX_ROWS_OF_LARGE if is_large else MAX_ROWS):
-        return None
-    if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
-        return None
     tensors = [*(norm.weight for norm in norms), *([] if layer.bias is None else [layer.bias])]
-    if layer.fp8 is None:
+    if layer.fp8 is not None:
+        if not _reads_fp8(layer, inputs):
+            return None
+    else:
+        rows, is_large = x.shape[0], weight.numel() >= LARGE
+        if not 0 < rows <= (MAX_ROWS_OF_LARGE if is_large else MAX_ROWS):
+            return None
+        if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
+            return None
         tensors.append(weight)
-    elif not _reads_fp8(layer, inputs):
-        return None
     if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
         return None
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
-    """Whether the kernels read these codes and scales."""
+    """Whether the kernel for FP8 weights reads these, and holds these rows."""
     assert layer.weight is not None and layer.scales is not None
-    columns, by_rows = layer.weight.shape[1], layer.scales.shape[1] == 1
-    if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or columns % 64:
+    rows, size = inputs[0].shape
+    by_rows = layer.scales.shape[1] == 1
+    if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or size % 64:
+        return False
+    resting = rows * (size + 64 if by_rows else 2 * size + 16)
+    if not 0 < rows <= MAX_ROWS_OF_FP8 or resting > MAX_RESTING_BYTES:
         return False
     if not (by_rows or layer.group % 64 == 0):
         return False

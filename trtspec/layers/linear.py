@@ -96,8 +96,7 @@ class Linear(nn.Module):
             return _multiply(x, self._packed, self.bias)
         assert self.weight is not None
         if (held := self.fp8) is not None:
-            product = fp8.multiply(x, held)
-            return product if self.bias is None else product.add_(self.bias)
+            return fp8.multiply(x, held, self.bias)
         if self.bias is None and (out := cublaslt.multiply(x, self.weight)) is not None:
             return out
         return F.linear(x, self.weight, self.bias)

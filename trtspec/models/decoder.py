@@ -43,6 +43,7 @@ from ..layers.fused import (
     linear,
     qkv_rope_and_write,
     swiglu,
+    swiglu_mlp,
 )
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
@@ -207,6 +208,8 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, norm: RMSNorm, adds: bool = True) -> Tensor:
         """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden."""
+        if self.gated is swiglu:
+            return swiglu_mlp(hidden, self.gate_up_proj, self.down_proj, norm, adds)
         inner = self.gated(hidden, self.gate_up_proj, norm)
         residual = hidden if adds else None
         return linear((inner,), self.down_proj, residual=residual, in_place=adds)

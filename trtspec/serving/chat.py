@@ -152,8 +152,13 @@ class ChatEndpoint:
         if self.reasoning is not None:
             splitter = ReasoningSplitter(self.reasoning, is_inside)
         texts = TokenTexts(self.tokenizer) if request.include_token_sources else None
-        is_named = isinstance(request.tool_choice, NamedTool)
-        return Choice(splitter, self._parser(request), texts, is_named=is_named)
+        return Choice(
+            splitter,
+            self._parser(request),
+            texts,
+            is_named=isinstance(request.tool_choice, NamedTool),
+            ends_at_call=not (request.parallel_tool_calls or request.forces_calls),
+        )
 
 
 @dataclass
@@ -188,6 +193,7 @@ class Choice:
 
     Args:
         is_named: the request named the function to call.
+        ends_at_call: nothing after the first call is taken.
     """
 
     def __init__(
@@ -197,10 +203,16 @@ class Choice:
         texts: TokenTexts | None,
         *,
         is_named: bool,
+        ends_at_call: bool,
     ):
-        self._is_named = is_named
+        self._is_named, self._ends_at_call = is_named, ends_at_call
         self._splitter, self._parser, self.texts = splitter, parser, texts
         self.num_tokens, self.has_calls = 0, False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ends here, whatever the model still writes."""
+        return self._ends_at_call and self.has_calls
 
     def take(self, piece: Piece) -> Delta:
         """Returns what is new."""
@@ -211,10 +223,10 @@ class Choice:
         else:
             parts = self._splitter.feed(piece.text)
             for part in [*parts, *(self._splitter.finish() if is_last else ())]:
-                if part.is_reasoning:
-                    delta.reasoning += part.text
-                else:
+                if not part.is_reasoning:
                     self._content(delta, part.text)
+                elif not self.is_cut:
+                    delta.reasoning += part.text
         if is_last and self._parser is not None:
             self._take_events(delta, self._parser.finish())
         return delta
@@ -227,6 +239,8 @@ class Choice:
 
     def _take_events(self, delta: Delta, events: Any) -> None:
         for event in events:
+            if self.is_cut:
+                return
             if isinstance(event, Content):
                 delta.content += event.text
             else:
@@ -235,6 +249,8 @@ class Choice:
 
     def reason(self, piece: Piece) -> str | None:
         """Returns `finish_reason`. OpenAI's is "stop" where the request named the function."""
+        if self.is_cut:
+            return "tool_calls"
         if piece.finish_reason == "stop" and self.has_calls and not self._is_named:
             return "tool_calls"
         return piece.finish_reason
@@ -260,7 +276,7 @@ class ChatAnswer:
         while pieces := await next_pieces(self._stream, self._request):
             for index, piece in pieces:
                 choice, all_of_it = self._choices[index], deltas[index]
-                delta = choice.take(piece)
+                delta = self._take(index, piece)
                 all_of_it.content += delta.content
                 all_of_it.reasoning += delta.reasoning
                 all_of_it.calls += delta.calls
@@ -288,6 +304,13 @@ class ChatAnswer:
                 | ({"trtspec": {"tokens": tokens[index]}} if tokens[index] else {})
             )
         return self._header.fields() | {"choices": choices} | self._totals()
+
+    def _take(self, index: int, piece: Piece) -> Delta:
+        """Returns what is new of a choice, and ends its request where the choice ends earlier."""
+        delta = self._choices[index].take(piece)
+        if self._choices[index].is_cut:
+            self._stream.end(index)
+        return delta
 
     def _totals(self) -> Json:
         return {"usage": self._usage(), "metrics": metrics_of(self._llm, self._stream.requests)}
@@ -318,7 +341,7 @@ class ChatAnswer:
             while pieces:
                 for index, piece in pieces:
                     choice = self._choices[index]
-                    delta = choice.take(piece)
+                    delta = self._take(index, piece)
                     is_plain = not (delta.calls or delta.reasoning or request.logprobs)
                     if is_plain and choice.texts is None and piece.finish_reason is None:
                         if delta.content and not continuous:
@@ -333,14 +356,14 @@ class ChatAnswer:
                     more: Json = {}
                     if choice.texts is not None:
                         more["trtspec"] = {"tokens": choice.texts.of(piece)}
-                    num_open -= piece.finish_reason is not None
+                    reason = choice.reason(piece)
+                    num_open -= reason is not None
                     if continuous:
                         more["usage"] = self._usage()
                     if num_open == 0 and not has_usage:
                         more["metrics"] = metrics_of(self._llm, self._stream.requests)
                     logprobs = self._logprobs(piece) if request.logprobs else None
-                    fields, reason = delta.fields(), choice.reason(piece)
-                    yield self._chunk(index, fields, reason, logprobs, more)
+                    yield self._chunk(index, delta.fields(), reason, logprobs, more)
                 pieces = await next_pieces(self._stream, self._request) if num_open else []
             if has_usage:
                 yield event_of(

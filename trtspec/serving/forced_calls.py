@@ -89,12 +89,13 @@ def tag_of_calls(form: Format, template: str, request: ChatRequest) -> Json:
     if not tags:
         what = f"names {name!r}, which is not in" if name is not None else "needs a tool in"
         raise refused("tool_choice", f"'tool_choice' {what} 'tools'.")
+    has_one = name is not None or frame.separator is None or not request.parallel_tool_calls
     calls = {
         "type": "tags_with_separator",
         "tags": tags,
         "separator": frame.separator or "",
         "at_least_one": True,
-        "stop_after_first": name is not None or frame.separator is None,
+        "stop_after_first": has_one,
     }
     return {"type": "structural_tag", "format": _sequence([frame.begin, calls, frame.end])}
 

@@ -168,6 +168,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
 
     @property

@@ -11,9 +11,15 @@ namespace trtspec {
 
 constexpr int kMaxLinearRows = 32;
 
-// Rows 1 … kMaxLinearRows; k and k_split multiples of kStep<H>, so are groups.
-template <typename T, Held H>
+// Rows 1 … kMaxLinearRows; k and k_split multiples of 32.
+template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
+
+// FP8 weights, bf16 otherwise. Rows 1 … kMaxFp8Rows, as many as fit into shared memory; k, and with
+// kGroups the group, a multiple of 64; one input.
+constexpr int kMaxFp8Rows = 8;
+template <bool kGroups>
+cudaError_t launch_fp8_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
 // num_rows: of the logits.
 template <typename T>

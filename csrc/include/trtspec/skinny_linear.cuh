@@ -5,8 +5,7 @@
 // One block makes 16 outputs of every row. Its warps divide K among them. A warp multiplies with
 // m16n8k16 tensor-core instructions, the weights as the 16-row operand and the rows of x as columns.
 // The order of a sum over k is free as long as both operands agree, so each lane loads 16 contiguous
-// bytes of a weight row (8 values of k, 16 in FP8) and the same k of a row of x: no shared memory on
-// the way.
+// bytes of a weight row (8 values of k) and the same k of a row of x: no shared memory on the way.
 //
 // A row's result does not depend on how many rows there are: the order of its sum is fixed by K.
 #pragma once
@@ -27,7 +26,7 @@ struct LinearParams {
   const void* norm1;  // [k - k_split]
   float eps;
   const void* weight;  // [n, k]
-  const float* scales;  // [n, ceil(k / group)] of FP8 codes
+  const float* scales;  // [n, groups] of FP8 codes, null: of no others
   int group, groups;    // columns that share a scale; scales of a row
   const void* bias;    // [n], null: none
   int rows, n, k;
@@ -65,37 +64,6 @@ __device__ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// How a weight is held: as x is, or in FP8 (e4m3) with a scale for each row, or with one for each
-// group of columns of a row.
-enum class Held { kAsX, kFp8Rows, kFp8Groups };
-
-template <Held H>
-constexpr bool kIsFp8 = H != Held::kAsX;
-
-// Values of k that 16 bytes of a weight row hold, and that a warp's four lanes of a row read at once.
-template <Held H>
-constexpr int kPiece = kIsFp8<H> ? 16 : 8;
-template <Held H>
-constexpr int kStep = 4 * kPiece<H>;
-
-template <typename T, Held H>
-__device__ inline const char* weight_row(const LinearParams& p, int n, int lane_of_row) {
-  constexpr int bytes = kIsFp8<H> ? 1 : sizeof(T);
-  return static_cast<const char*>(p.weight) + (static_cast<int64_t>(min(n, p.n - 1)) * p.k) * bytes +
-         lane_of_row * 16;
-}
-
-// Four e4m3 codes as numbers, exactly. A bf16 with e4m3's exponent and mantissa is 2^120 times too
-// small; moving bits is quicker than converting by way of fp16. (NaN codes are refused at load.)
-__device__ inline void widen(uint32_t codes, uint32_t& lo, uint32_t& hi) {
-  const uint32_t a = __byte_perm(codes, 0, 0x1404), b = __byte_perm(codes, 0, 0x3424);
-  lo = (a >> 4 & 0x07f007f0u) | (a & 0x80008000u);
-  hi = (b >> 4 & 0x07f007f0u) | (b & 0x80008000u);
-  const uint32_t power = 0x7b807b80u;
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(lo) : "r"(power));
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(hi) : "r"(power));
-}
-
 // Weights are read once: they need not stay in L1.
 __device__ inline uint4 load_once(const void* p) {
   uint4 v;
@@ -126,62 +94,6 @@ __device__ inline uint32_t scale_pair(uint32_t x, uint32_t w, float& squares) {
   const float2 a = unpack(x, T()), b = unpack(w, T());
   squares = fmaf(a.x, a.x, fmaf(a.y, a.y, squares));
   return pack(a.x * b.x, a.y * b.y, T());
-}
-
-// A piece of two weight rows, `a` and `b`, times the same k of eight rows of x.
-template <typename T, Held H>
-__device__ inline void multiply_piece(float (&c)[4], const uint4& a, const uint4& b,
-                                      const uint4 (&v)[kPiece<H> / 8]) {
-  if constexpr (kIsFp8<H>) {
-    const uint32_t rows[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
-    const uint32_t columns[4][2] = {
-        {v[0].x, v[0].y}, {v[0].z, v[0].w}, {v[1].x, v[1].y}, {v[1].z, v[1].w}};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t a_lo, a_hi, b_lo, b_hi;
-      widen(rows[i][0], a_lo, a_hi);
-      widen(rows[i][1], b_lo, b_hi);
-      multiply_add(c, a_lo, b_lo, a_hi, b_hi, columns[i][0], columns[i][1], T());
-    }
-  } else {
-    multiply_add(c, a.x, b.x, a.y, b.y, v[0].x, v[0].y, T());
-    multiply_add(c, a.z, b.z, a.w, b.w, v[0].z, v[0].w, T());
-  }
-}
-
-struct GroupScales {
-  float lo, hi;
-};
-
-// The scales of columns k … k + kStep - 1 of two weight rows.
-template <Held H>
-__device__ inline GroupScales group_scales(const LinearParams& p, int n_lo, int n_hi, int k) {
-  if constexpr (H == Held::kFp8Groups) {
-    const float* const scales = p.scales + k / p.group;
-    return {__ldg(scales + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.groups),
-            __ldg(scales + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.groups)};
-  }
-  return {1.0f, 1.0f};
-}
-
-// A row's scale, for the finished sum.
-template <Held H>
-__device__ inline float row_scale(const LinearParams& p, int n) {
-  return H == Held::kFp8Rows ? p.scales[min(n, p.n - 1)] : 1.0f;
-}
-
-// `multiply_piece` onto sums, with the scales of its group.
-template <typename T, Held H>
-__device__ inline void accumulate(float (&sum)[4], const uint4& a, const uint4& b,
-                                  const uint4 (&v)[kPiece<H> / 8], const GroupScales& scales) {
-  if constexpr (H == Held::kFp8Groups) {
-    float part[4] = {};
-    multiply_piece<T, H>(part, a, b, v);
-    sum[0] = fmaf(scales.lo, part[0], sum[0]), sum[1] = fmaf(scales.lo, part[1], sum[1]);
-    sum[2] = fmaf(scales.hi, part[2], sum[2]), sum[3] = fmaf(scales.hi, part[3], sum[3]);
-  } else {
-    multiply_piece<T, H>(sum, a, b, v);
-  }
 }
 
 constexpr int kTile = 16;  // outputs of a block
@@ -259,17 +171,18 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
   }
 }
 
-// kColumns: tiles of 8 rows of x. kUnroll: steps of k whose weights are in flight.
-template <typename T, Held H, Epilogue E, bool kNorm, int kColumns, int kWarps, int kUnroll>
+// kColumns: tiles of 8 rows of x. kUnroll: steps of 32 values of k whose weights are in flight.
+template <typename T, Epilogue E, bool kNorm, int kColumns, int kWarps, int kUnroll>
 __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_constant__ LinearParams p) {
   __shared__ float sums[kWarps][kTile][8 * kColumns + 1];
   __shared__ float squares_of[kWarps][8 * kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int n_lo, n_hi;
   tile_rows<E>(p, blockIdx.x, g, n_lo, n_hi);
-  const char* const w_lo = weight_row<T, H>(p, n_lo, t);
-  const char* const w_hi = weight_row<T, H>(p, n_hi, t);
-  const int steps = p.k / kStep<H>;
+  const T* weight = static_cast<const T*>(p.weight) + t * 8;
+  const T* w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
+  const T* w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+  const int steps = p.k / 32;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
 
   uint4 lo[kUnroll], hi[kUnroll];
@@ -277,8 +190,8 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const bool inside = step + u < end;
-      lo[u] = inside ? load_once(w_lo + (step + u) * 64) : uint4{0, 0, 0, 0};
-      hi[u] = inside ? load_once(w_hi + (step + u) * 64) : uint4{0, 0, 0, 0};
+      lo[u] = inside ? load_once(w_lo + (step + u) * 32) : uint4{0, 0, 0, 0};
+      hi[u] = inside ? load_once(w_hi + (step + u) * 32) : uint4{0, 0, 0, 0};
     }
   };
   fetch(begin);
@@ -286,11 +199,11 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
   let_next_start();
 
   // Two inputs side by side: the warps divide evenly, so a warp reads one of them.
-  const bool second = begin * kStep<H> >= p.k_split;
+  const bool second = begin * 32 >= p.k_split;
   const int first_k = second ? p.k_split : 0;
-  const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * kPiece<H> - first_k;
+  const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * 8 - first_k;
   const int64_t x_stride = second ? p.x1_stride : p.x0_stride;
-  const T* norm = static_cast<const T*>(second ? p.norm1 : p.norm0) + t * kPiece<H> - first_k;
+  const T* norm = static_cast<const T*>(second ? p.norm1 : p.norm0) + t * 8 - first_k;
 
   float acc[kColumns][4] = {};
   float squares[kColumns] = {};
@@ -302,31 +215,22 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (step + u >= end) break;
-      const int k = (step + u) * kStep<H>;
-      constexpr int kLoads = kPiece<H> / 8;  // of x, for one piece of weights
-      uint4 scale[kLoads];
-      if constexpr (kNorm) {
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          scale[j] = *reinterpret_cast<const uint4*>(norm + k + j * 8);
-        }
-      }
-      const GroupScales scales_of = group_scales<H>(p, n_lo, n_hi, k);
+      const int k = (step + u) * 32;
+      uint4 scale;
+      if constexpr (kNorm) scale = *reinterpret_cast<const uint4*>(norm + k);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int m = c * 8 + g;
-        uint4 v[kLoads] = {};
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          if (m < p.rows) v[j] = *reinterpret_cast<const uint4*>(x + m * x_stride + k + j * 8);
-          if constexpr (kNorm) {
-            v[j].x = scale_pair<T>(v[j].x, scale[j].x, squares[c]);
-            v[j].y = scale_pair<T>(v[j].y, scale[j].y, squares[c]);
-            v[j].z = scale_pair<T>(v[j].z, scale[j].z, squares[c]);
-            v[j].w = scale_pair<T>(v[j].w, scale[j].w, squares[c]);
-          }
+        uint4 v = {0, 0, 0, 0};
+        if (m < p.rows) v = *reinterpret_cast<const uint4*>(x + m * x_stride + k);
+        if constexpr (kNorm) {
+          v.x = scale_pair<T>(v.x, scale.x, squares[c]);
+          v.y = scale_pair<T>(v.y, scale.y, squares[c]);
+          v.z = scale_pair<T>(v.z, scale.z, squares[c]);
+          v.w = scale_pair<T>(v.w, scale.w, squares[c]);
         }
-        accumulate<T, H>(acc[c], a[u], b[u], v, scales_of);
+        multiply_add(acc[c], a[u].x, b[u].x, a[u].y, b[u].y, v.x, v.y, T());
+        multiply_add(acc[c], a[u].z, b[u].z, a[u].w, b[u].w, v.z, v.w, T());
       }
     }
   }
@@ -370,7 +274,7 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
       }
     }
     tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
-    finish<T, E>(p, m, n_lo, n_hi, total_lo * row_scale<H>(p, n_lo), total_hi * row_scale<H>(p, n_hi));
+    finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
   }
 }
 

@@ -10,13 +10,11 @@
 
 namespace trtspec {
 
-// Bytes between rows in shared memory, so that banks do not collide.
-template <Held H>
-constexpr int kPad = kIsFp8<H> ? 16 : 64;
+constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks do not collide
 
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
 // applied to the finished sums. squares_of: [input][warp][row].
-template <typename T, int kPadding, int kRows, int kWarps>
+template <typename T, int kRows, int kWarps>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
   float squares[2][kRows] = {};
@@ -35,7 +33,7 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
     for (int m = 0; m < kRows; ++m) {
       if (m >= p.rows) break;
       float& sum = squares[second][m];
-      *reinterpret_cast<uint4*>(x_shared + m * (p.k * 2 + kPadding) + k * 2) = {
+      *reinterpret_cast<uint4*>(x_shared + m * (p.k * 2 + kPad) + k * 2) = {
           scale_pair<T>(v[m].x, w.x, sum), scale_pair<T>(v[m].y, w.y, sum),
           scale_pair<T>(v[m].z, w.z, sum), scale_pair<T>(v[m].w, w.w, sum)};
     }
@@ -55,60 +53,53 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
   }
 }
 
-// Pieces of a step, for each thread: two of weights and, where x is not normed, those of x.
-template <Held H, bool kNorm, int kColumns>
-constexpr int kParts = kNorm ? 2 : 2 + kColumns * (kPiece<H> / 8);
-
-// The steps on their way.
-template <Held H, bool kNorm, int kColumns, int kWarps, int kDepth>
+// Steps of 32 values of k on their way, for each thread: two pieces of weights and, where x is not
+// normed, kColumns of x.
+template <bool kNorm, int kColumns, int kWarps, int kDepth>
 __host__ __device__ constexpr int ring_bytes() {
-  return kDepth * kParts<H, kNorm, kColumns> * kWarps * 32 * 16;
+  return kDepth * (kNorm ? 2 : 2 + kColumns) * kWarps * 32 * 16;
 }
 
-template <typename T, Held H, Epilogue E, bool kNorm, int kColumns, int kWarps, int kDepth>
+template <typename T, Epilogue E, bool kNorm, int kColumns, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     stream_linear(const __grid_constant__ LinearParams p) {
-  constexpr int kLoads = kPiece<H> / 8;  // of x, for one piece of weights
+  constexpr int kParts = kNorm ? 2 : 2 + kColumns;
   extern __shared__ __align__(128) char shared[];
   __shared__ float sums[2][kWarps][kTile][8 * kColumns + 1];
   __shared__ float squares_of[2][kWarps][8 * kColumns], scales[2][8 * kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / kStep<H>;
+  const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / 32;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
-  const bool second = begin * kStep<H> >= p.k_split;
-  const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * kPiece<H> - (second ? p.k_split : 0);
+  const bool second = begin * 32 >= p.k_split;
+  const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * 8 - (second ? p.k_split : 0);
   const int64_t x_stride = second ? p.x1_stride : p.x0_stride;
-  char* x_shared = shared + ring_bytes<H, kNorm, kColumns, kWarps, kDepth>();
+  char* x_shared = shared + ring_bytes<kNorm, kColumns, kWarps, kDepth>();
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
-  auto place = [&](int stage, int part) { return mine + (stage * kParts<H, kNorm, kColumns> + part) * kWarps * 32; };
+  auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kWarps * 32; };
 
   // What is fetched next.
   int next_tile = blockIdx.x, next_step = begin;
-  const char *w_lo = nullptr, *w_hi = nullptr;
+  const T *w_lo = nullptr, *w_hi = nullptr;
   auto enter_tile = [&] {
     int n_lo, n_hi;
     tile_rows<E>(p, next_tile, g, n_lo, n_hi);
-    w_lo = weight_row<T, H>(p, n_lo, t);
-    w_hi = weight_row<T, H>(p, n_hi, t);
+    const T* weight = static_cast<const T*>(p.weight) + t * 8;
+    w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
+    w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
   };
   auto fetch_x = [&](int stage, int step) {
     if constexpr (!kNorm) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int m = c * 8 + g;
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          if (m < p.rows) {
-            copy_16(place(stage, 2 + c * kLoads + j), x + m * x_stride + step * kStep<H> + j * 8);
-          }
-        }
+        if (m < p.rows) copy_16(place(stage, 2 + c), x + m * x_stride + step * 32);
       }
     }
   };
   auto fetch_weights = [&](int stage) {
     if (next_tile >= tiles) return;
-    copy_16(place(stage, 0), w_lo + next_step * 64);
-    copy_16(place(stage, 1), w_hi + next_step * 64);
+    copy_16(place(stage, 0), w_lo + next_step * 32);
+    copy_16(place(stage, 1), w_hi + next_step * 32);
     if (++next_step == end) {
       next_step = begin, next_tile += gridDim.x;
       enter_tile();
@@ -128,7 +119,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_commit();
   }
   if constexpr (kNorm) {
-    make_resident<T, kPad<H>, 8 * kColumns, kWarps>(p, x_shared, squares_of, warp, lane);
+    make_resident<T, 8 * kColumns, kWarps>(p, x_shared, squares_of, warp, lane);
     __syncthreads();
     if (threadIdx.x < 16 * kColumns) {  // read after a tile's barrier
       const int input = threadIdx.x / (8 * kColumns), m = threadIdx.x % (8 * kColumns);
@@ -141,30 +132,23 @@ __global__ void __launch_bounds__(kWarps * 32)
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
     float acc[kColumns][4] = {};
-    int n_lo, n_hi;
-    tile_rows<E>(p, tile, g, n_lo, n_hi);
-    GroupScales next_scales = group_scales<H>(p, n_lo, n_hi, begin * kStep<H>);
     for (int step = begin; step < end; ++step) {
-      const GroupScales scales_of = next_scales;
-      next_scales = group_scales<H>(p, n_lo, n_hi, min(step + 1, steps - 1) * kStep<H>);
       copies_wait<kDepth - 1>();
       const uint4 a = *place(stage, 0), b = *place(stage, 1);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         const int m = c * 8 + g;
-        uint4 v[kLoads] = {};
+        uint4 v = {0, 0, 0, 0};
         if (m < p.rows) {
-#pragma unroll
-          for (int j = 0; j < kLoads; ++j) {
-            if constexpr (kNorm) {
-              v[j] = *reinterpret_cast<const uint4*>(
-                  x_shared + m * (p.k * 2 + kPad<H>) + (step * kStep<H> + t * kPiece<H> + j * 8) * 2);
-            } else {
-              v[j] = *place(stage, 2 + c * kLoads + j);
-            }
+          if constexpr (kNorm) {
+            v = *reinterpret_cast<const uint4*>(x_shared + m * (p.k * 2 + kPad) + step * 64 +
+                                                t * 16);
+          } else {
+            v = *place(stage, 2 + c);
           }
         }
-        accumulate<T, H>(acc[c], a, b, v, scales_of);
+        multiply_add(acc[c], a.x, b.x, a.y, b.y, v.x, v.y, T());
+        multiply_add(acc[c], a.z, b.z, a.w, b.w, v.z, v.w, T());
       }
       // The piece is in registers: its place is free.
       if (next_tile < tiles) fetch_x(stage, next_step);
@@ -190,8 +174,9 @@ __global__ void __launch_bounds__(kWarps * 32)
         lo = fmaf(scale, sums[parity][w][row][m], lo);
         hi = fmaf(scale, sums[parity][w][row + 8][m], hi);
       }
+      int n_lo, n_hi;
       tile_rows<E>(p, tile, row, n_lo, n_hi);
-      finish<T, E>(p, m, n_lo, n_hi, lo * row_scale<H>(p, n_lo), hi * row_scale<H>(p, n_hi));
+      finish<T, E>(p, m, n_lo, n_hi, lo, hi);
     }
   }
 }

@@ -102,52 +102,65 @@ def grouped_experts(
 ) -> Tensor:
     """As `Experts.forward`, by two grouped products over the rows sorted by expert.
 
-    The host waits for nothing.
+    On CUDA with Triton the host waits for nothing.
 
     Args:
         total: experts of all ranks. If more than E, an id may be E, that of an expert which is not
             here and adds nothing.
         scales: of weights that are FP8 codes; None for float weights.
     """
+    gate_up: Tensor | Fp8Weight = gate_up_proj
+    down: Tensor | Fp8Weight = down_proj
     if scales is not None:
         gate_up = Fp8Weight(gate_up_proj, scales.gate_up, scales.gate_up_group)
         down = Fp8Weight(down_proj, scales.down, scales.down_group)
-        gate_up_proj, down_proj = _dequantized(gate_up, x.dtype), _dequantized(down, x.dtype)
     count = gate_up_proj.shape[0]
     total = total or count
     has_others = total > count
     rows, ends, positions = sort_by_expert(ids, count + has_others)
     ends = ends[:count]
     average = ids.numel() / total
-    inner = gate_and_mul(grouped_matmul(x[rows], gate_up_proj, ends, average))  # [T*k, I]
-    y = grouped_matmul(inner, down_proj, ends, average)
+    inner = gate_and_mul(grouped_matmul(x[rows], gate_up, ends, average))  # [T*k, I]
+    y = grouped_matmul(inner, down, ends, average)
     if has_others:  # nothing was written to the rows behind the last expert's
         is_here = torch.arange(len(y), device=y.device) < ends[-1]
         y = torch.where(is_here[:, None], y, 0)
     return combine(y, positions, weights)
 
 
-def _dequantized(stack: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """Returns a stack of FP8 weights in a float dtype."""
-    flat = Fp8Weight(stack.codes.flatten(0, 1), stack.scales.flatten(0, 1), stack.group)
-    return dequantize(flat, dtype).view(stack.codes.shape)
-
-
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, average: float) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor | Fp8Weight, ends: Tensor, average: float) -> Tensor:
     """Multiplies rows x [N, K], sorted by expert, each with its expert's of weight [E, M, K].
 
     Args:
+        weight: float, or FP8 with codes [E, M, K] and scales [E, M, ceil(K / group)].
         ends: [E] int32, where each expert's rows end.
         average: rows of an expert, as may be expected; a hint for the choice of kernels.
 
     Returns:
-        [N, M].
+        [N, M]; what rows behind the last expert's have is not defined.
     """
+    if isinstance(weight, Fp8Weight):
+        triton = kernels("experts.triton_fp8", x)
+        if triton is not None:
+            return triton.grouped_matmul(x, weight, ends, average)
+        return _one_expert_at_a_time(x, weight, ends)
     by_library = average >= MIN_LIBRARY_ROWS and has_grouped_mm(x, weight)
     triton = None if by_library else kernels("experts.triton", x)
     if triton is not None:
         return triton.grouped_matmul(x, weight, ends, average)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _one_expert_at_a_time(x: Tensor, weight: Fp8Weight, ends: Tensor) -> Tensor:
+    """As `grouped_matmul`, in float32, with the chosen experts' weights made float for a moment."""
+    out, begin = x.new_zeros(x.shape[0], weight.codes.shape[1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            own = Fp8Weight(weight.codes[expert], weight.scales[expert], weight.group)
+            product = F.linear(x[begin:end].float(), dequantize(own, torch.float32))
+            out[begin:end] = product.to(x.dtype)
+        begin = end
+    return out
 
 
 def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:

@@ -279,6 +279,24 @@ def _tile(rows_per_expert: float, dtype: torch.dtype) -> TileShape:
 
 
 @triton.jit
+def find_tile(ends_ptr, count, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """The expert whose rows this program's tile has, the tile's first row, and the expert's end.
+
+    A program without a tile gets `count` or more for the expert.
+    """
+    tile, experts = tl.program_id(0), tl.arange(0, COUNT)
+    ends = tl.load(ends_ptr + experts, mask=experts < count, other=0)
+    begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < count), other=0)
+    counts = (ends - begins + ROWS - 1) // ROWS
+    last_tiles = tl.cumsum(counts, 0)  # [E], one past each expert's last
+    expert = tl.sum(((last_tiles <= tile) & (experts < count)).to(tl.int32), 0)
+    mine = experts == expert
+    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
+    first_tile = tl.sum(tl.where(mine, last_tiles - counts, 0), 0)
+    return expert, begin + (tile - first_tile) * ROWS, end
+
+
+@triton.jit
 def _grouped_matmul_kernel(
     x_ptr,
     weight_ptr,
@@ -294,18 +312,10 @@ def _grouped_matmul_kernel(
     ROWS: tl.constexpr = tiles.ROWS
     COLUMNS: tl.constexpr = tiles.COLUMNS
     after_previous(PDL)
-    tile, experts = tl.program_id(0), tl.arange(0, tiles.COUNT)
-    ends = tl.load(ends_ptr + experts, mask=experts < count, other=0)
-    begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < count), other=0)
-    counts = (ends - begins + ROWS - 1) // ROWS
-    last_tiles = tl.cumsum(counts, 0)  # [E], one past each expert's last
-    expert = tl.sum(((last_tiles <= tile) & (experts < count)).to(tl.int32), 0)
+    expert, begin, end = find_tile(ends_ptr, count, ROWS, tiles.COUNT)
     if expert >= count:
         return
-    mine = experts == expert
-    begin, end = tl.sum(tl.where(mine, begins, 0), 0), tl.sum(tl.where(mine, ends, 0), 0)
-    first_tile = tl.sum(tl.where(mine, last_tiles - counts, 0), 0)
-    row = begin + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
+    row = begin + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x_ptrs = x_ptr + row[:, None].to(tl.int64) * size
     weight_ptrs = weight_ptr + (expert.to(tl.int64) * columns + column[None, :]) * size

@@ -1,7 +1,9 @@
-"""Products with FP8 weights (e4m3, arXiv:2209.05433). Activations stay floats.
+"""Products with FP8 weights (e4m3, arXiv:2209.05433).
 
-A weight is its code times a scale. So a row's result depends on that row alone, however many rows
-a step has, as with float weights: text with and without speculation stays the same.
+A weight is its code times a scale. Where each of its rows has one scale, activations are rounded to
+e4m3 too, with a scale for each row, and codes are multiplied with codes. Where groups of columns
+have scales, activations stay floats. Both are so for any number of rows. A row's result depends on
+that row alone: text with and without speculation stays the same.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch.dispatch import kernels
+from ..launch.dispatch import kernels, twin
+from .norm import Norm
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number that e4m3 has."""
 MAX_ROWS = 256
-"""More rows than this are cuBLAS's, with the weight made float before: its products are faster."""
+"""With scales of groups: more rows than this are cuBLAS's, with the weight made float before."""
 
 
 class Fp8Weight(NamedTuple):
@@ -31,9 +34,30 @@ class Fp8Weight(NamedTuple):
     @property
     def by_rows(self) -> bool:
         """Whether each row has one scale."""
-        return self.scales.shape[1] == 1
+        return self.scales.shape[-1] == 1
 
 
+class Fp8Rows(NamedTuple):
+    """Activations [T, in]: value(r, c) = codes[r, c] * scales[r]."""
+
+    codes: Tensor  # [T, in] float8_e4m3fn
+    scales: Tensor  # [T] float32
+
+
+class Rescaling(NamedTuple):
+    """What makes a product of codes the product of their values."""
+
+    rows: Tensor  # [T] float32
+    columns: Tensor  # [out] float32
+    bias: Tensor | None  # [out]
+
+    def apply(self, product: Tensor) -> Tensor:
+        """Returns the values [T, out] in float32."""
+        values = product.float() * self.rows[:, None] * self.columns
+        return values if self.bias is None else values + self.bias.float()
+
+
+# -- weights ------------------------------------------------------------------------------------
 def quantize(weight: Tensor) -> Fp8Weight:
     """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row.
 
@@ -57,14 +81,87 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     return (weight.codes.float() * scales).to(dtype)
 
 
-def multiply(x: Tensor, weight: Fp8Weight, residual: Tensor | None = None) -> Tensor:
-    """Returns x [T, in] times the weight transposed, [T, out], in x's dtype.
+# -- activations --------------------------------------------------------------------------------
+@twin("layer.triton_fp8_rows")
+def quantize_rows(x: Tensor, norm: Norm | None = None) -> Fp8Rows:
+    """Returns x [T, in], perhaps normed, in e4m3 with a scale for each row.
+
+    The norm's own scale goes into the scales, so codes are those of x times the norm's weight.
+    """
+    y = x.float()
+    scales = torch.ones(x.shape[0], device=x.device)
+    if norm is not None:
+        scales = torch.rsqrt(y.square().mean(1) + norm.eps)
+        y = y * (norm.weight.float() + norm.offset)
+    return _rounded(y, scales)
+
+
+def _rounded(y: Tensor, scales: Tensor) -> Fp8Rows:
+    """y [T, in] float32 times scales [T]."""
+    largest = y.abs().amax(1)
+    to_codes = torch.where(largest == 0, 0.0, LARGEST / largest)
+    codes = (y * to_codes[:, None]).clamp(-LARGEST, LARGEST).to(FP8)
+    return Fp8Rows(codes, largest / LARGEST * scales)
+
+
+# -- products -----------------------------------------------------------------------------------
+def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """Returns x [T, in] times the weight transposed, plus bias, [T, out], in x's dtype."""
+    if weight.by_rows:
+        return rescale(*product(quantize_rows(x), weight, bias, x.dtype), x.dtype)
+    return multiply_floats(x, weight, bias=bias)
+
+
+def product(
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Rescaling]:
+    """Returns the product of codes [T, out], and what makes it that of the values.
+
+    Args:
+        weight: with scales of rows.
+        dtype: the model's. Sums of codes are beyond fp16: they are float32 where it is not bf16.
+    """
+    (rows, size), out = x.codes.shape, weight.codes.shape[0]
+    rescaling = Rescaling(x.scales, weight.scales[:, 0], bias)
+    if x.codes.is_cuda and rows and size % 16 == 0 and out % 16 == 0:
+        one = torch.ones((), device=x.codes.device)
+        kind = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        return torch._scaled_mm(x.codes, weight.codes.t(), one, one, out_dtype=kind), rescaling
+    return F.linear(x.codes.float(), weight.codes.float()), rescaling
+
+
+@twin("layer.triton_fp8_rows")
+def rescale(
+    product: Tensor, by: Rescaling, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """Returns the values of a product of codes, [T, out].
+
+    Args:
+        residual: [T, out], to which they are added, in its memory; it is returned.
+    """
+    values = by.apply(product)
+    return values.to(dtype) if residual is None else residual.copy_(values + residual.float())
+
+
+@twin("layer.triton_fp8_rows")
+def rescaled_swiglu(product: Tensor, by: Rescaling) -> Fp8Rows:
+    """Returns silu(gate) * up [T, I] of a product of codes [T, 2I], in e4m3 again."""
+    gate, up = by.apply(product).chunk(2, dim=-1)
+    return _rounded(F.silu(gate) * up, torch.ones(len(gate), device=gate.device))
+
+
+def multiply_floats(
+    x: Tensor, weight: Fp8Weight, residual: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Returns x [T, in] as it is times the weight transposed, plus bias, [T, out], in x's dtype.
 
     Args:
         residual: [T, out], to which the product is added, in its memory; it is returned.
     """
-    triton = kernels("layer.triton_fp8", x) if 0 < x.shape[0] <= MAX_ROWS else None
-    if triton is not None:
-        return triton.multiply(x, weight, residual)
-    out = F.linear(x, dequantize(weight, x.dtype))
-    return out if residual is None else residual.add_(out)
+    is_served = 0 < x.shape[0] <= MAX_ROWS and (weight.by_rows or weight.group % 32 == 0)
+    triton = kernels("layer.triton_fp8", x) if is_served else None
+    if triton is None:
+        out = F.linear(x, dequantize(weight, x.dtype), bias)
+        return out if residual is None else residual.add_(out)
+    out = triton.multiply_floats(x, weight, residual)
+    return out if bias is None else out.add_(bias)

@@ -1,0 +1,271 @@
+// The product of `stream_linear.cuh` for FP8 weights (e4m3), and all rows of x in shared memory.
+//
+// With a scale for each weight row, x is rounded to e4m3 as well, with a scale for each of its rows,
+// and tensor cores multiply codes. That is what `quantize_rows` in trtspec/ops/layer/fp8.py does, so
+// a row gets the same codes however many rows a step has.
+// With a scale for each group of a weight row's columns, x stays bf16 and codes are widened.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "skinny_linear.cuh"
+
+namespace trtspec {
+
+constexpr int kFp8Step = 64;  // values of k that four lanes of a weight row read at once, 16 each
+constexpr int kFp8Rows = 8;
+constexpr float kLargestFp8 = 448.0f;
+
+// Bytes between rows of x in shared memory, so that banks do not collide.
+template <bool kGroups>
+__host__ __device__ constexpr int resting_stride(int k) {
+  return kGroups ? 2 * k + 16 : k + (k % 128 == 0 ? 64 : 0);
+}
+
+template <int kWarps, int kDepth>
+constexpr int kFp8RingBytes = kDepth * 2 * kWarps * 32 * 16;
+
+// What is known of a row of x: of x times the norm's weights the largest magnitude, of x the sum of
+// squares.
+struct RowSums {
+  float largest, squares;
+};
+
+// Eight values of x, times the norm's weights.
+template <bool kNorm>
+__device__ inline void weigh(const uint4& x, const uint4& norm, float (&y)[8], RowSums& sums) {
+  const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, norms[4] = {norm.x, norm.y, norm.z, norm.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 a = unpack(xs[i], bf16());
+    if constexpr (kNorm) {
+      sums.squares = fmaf(a.x, a.x, fmaf(a.y, a.y, sums.squares));
+      const float2 b = unpack(norms[i], bf16());
+      a.x *= b.x, a.y *= b.y;
+    }
+    y[2 * i] = a.x, y[2 * i + 1] = a.y;
+    sums.largest = fmaxf(sums.largest, fmaxf(fabsf(a.x), fabsf(a.y)));
+  }
+}
+
+__device__ inline uint32_t four_codes(const float* y, float scale) {
+  const float2 lo = {y[0] * scale, y[1] * scale}, hi = {y[2] * scale, y[3] * scale};
+  const uint32_t a = __nv_cvt_float2_to_fp8x2(lo, __NV_SATFINITE, __NV_E4M3);
+  const uint32_t b = __nv_cvt_float2_to_fp8x2(hi, __NV_SATFINITE, __NV_E4M3);
+  return a | b << 16;
+}
+
+// Writes the rows of x to shared memory, as codes or in bf16, and to `scales` what each row's sums
+// are to be multiplied with. of_warp: [warp][row]. Ends with a barrier.
+template <bool kGroups, bool kNorm, int kWarps>
+__device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (*of_warp)[kFp8Rows],
+                                 float* scales, int warp, int lane) {
+  constexpr int kStride = kWarps * 256;
+  const bf16* const x = static_cast<const bf16*>(p.x0);
+  const bf16* const norm = static_cast<const bf16*>(p.norm0);
+  const int first_k = (warp * 32 + lane) * 8, bytes = resting_stride<kGroups>(p.k);
+  RowSums sums[kFp8Rows] = {};
+  auto load = [&](const bf16* at) { return *reinterpret_cast<const uint4*>(at); };
+  for (int k = first_k; k < p.k; k += kStride) {
+    const uint4 w = kNorm ? load(norm + k) : uint4{};
+#pragma unroll
+    for (int m = 0; m < kFp8Rows; ++m) {
+      if (m >= p.rows) break;
+      float y[8];
+      const uint4 v = load(x + m * p.x0_stride + k);
+      weigh<kNorm>(v, w, y, sums[m]);
+      if constexpr (kGroups) {
+        *reinterpret_cast<uint4*>(resting + m * bytes + k * 2) =
+            kNorm ? uint4{pack(y[0], y[1], bf16()), pack(y[2], y[3], bf16()),
+                          pack(y[4], y[5], bf16()), pack(y[6], y[7], bf16())}
+                  : v;
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kFp8Rows; ++m) {
+    if (m >= p.rows) break;
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      sums[m].largest = fmaxf(sums[m].largest, __shfl_xor_sync(~0u, sums[m].largest, mask));
+      if constexpr (kNorm) sums[m].squares += __shfl_xor_sync(~0u, sums[m].squares, mask);
+    }
+    if (lane == 0) of_warp[warp][m] = sums[m];
+  }
+  __syncthreads();
+  // Every warp joins all warps' parts: lane % 8 is the row.
+  RowSums total = {};
+  for (int w = lane / 8; w < kWarps; w += 4) {
+    const RowSums part = of_warp[w][lane % 8];
+    total.largest = fmaxf(total.largest, part.largest), total.squares += part.squares;
+  }
+#pragma unroll
+  for (int mask = 8; mask < 32; mask *= 2) {
+    total.largest = fmaxf(total.largest, __shfl_xor_sync(~0u, total.largest, mask));
+    total.squares += __shfl_xor_sync(~0u, total.squares, mask);
+  }
+  if (warp == 0 && lane < p.rows) {
+    float scale = kGroups ? 1.0f : total.largest / kLargestFp8;
+    if constexpr (kNorm) scale *= rsqrtf(total.squares / static_cast<float>(p.k) + p.eps);
+    scales[lane] = scale;
+  }
+  if constexpr (!kGroups) {
+    const float to_codes = total.largest > 0.0f ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
+    for (int k = first_k; k - lane * 8 < p.k; k += kStride) {  // whole warps
+      const bool inside = k < p.k;
+      const uint4 w = kNorm && inside ? load(norm + k) : uint4{};
+#pragma unroll
+      for (int m = 0; m < kFp8Rows; ++m) {
+        if (m >= p.rows) break;
+        const float scale = __shfl_sync(~0u, to_codes, m);
+        if (!inside) continue;
+        float y[8];
+        RowSums unused;
+        weigh<kNorm>(load(x + m * p.x0_stride + k), w, y, unused);
+        *reinterpret_cast<uint2*>(resting + m * bytes + k) = {four_codes(y, scale),
+                                                              four_codes(y + 4, scale)};
+      }
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline void multiply_add_codes(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                          uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four e4m3 codes as numbers, exactly. A bf16 with e4m3's exponent and mantissa is 2^120 times too
+// small; moving bits is quicker than converting by way of fp16. (NaN codes are refused at load.)
+__device__ inline void widen(uint32_t codes, uint32_t& lo, uint32_t& hi) {
+  const uint32_t a = __byte_perm(codes, 0, 0x1404), b = __byte_perm(codes, 0, 0x3424);
+  lo = (a >> 4 & 0x07f007f0u) | (a & 0x80008000u);
+  hi = (b >> 4 & 0x07f007f0u) | (b & 0x80008000u);
+  const uint32_t power = 0x7b807b80u;
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(lo) : "r"(power));
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(hi) : "r"(power));
+}
+
+// 16 codes of two weight rows times the same 16 values of x, which rest at `x`. Tensor cores add up
+// codes with fewer bits than float has, so each step's sum begins at zero.
+template <bool kGroups>
+__device__ inline void multiply_step(float (&part)[4], const uint4& a, const uint4& b,
+                                     const char* x, bool is_row) {
+  if constexpr (kGroups) {
+    const uint32_t rows[4][2] = {{a.x, b.x}, {a.y, b.y}, {a.z, b.z}, {a.w, b.w}};
+    uint4 v[2] = {};
+    if (is_row) v[0] = reinterpret_cast<const uint4*>(x)[0], v[1] = reinterpret_cast<const uint4*>(x)[1];
+    const uint32_t columns[4][2] = {
+        {v[0].x, v[0].y}, {v[0].z, v[0].w}, {v[1].x, v[1].y}, {v[1].z, v[1].w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t a_lo, a_hi, b_lo, b_hi;
+      widen(rows[i][0], a_lo, a_hi);
+      widen(rows[i][1], b_lo, b_hi);
+      multiply_add(part, a_lo, b_lo, a_hi, b_hi, columns[i][0], columns[i][1], bf16());
+    }
+  } else {
+    const uint4 v = is_row ? *reinterpret_cast<const uint4*>(x) : uint4{};
+    multiply_add_codes(part, a.x, b.x, a.y, b.y, v.x, v.y);
+    multiply_add_codes(part, a.z, b.z, a.w, b.w, v.z, v.w);
+  }
+}
+
+template <bool kGroups, Epilogue E, bool kNorm, int kWarps, int kDepth>
+__global__ void __launch_bounds__(kWarps * 32)
+    fp8_linear(const __grid_constant__ LinearParams p) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float sums[2][kWarps][kTile][kFp8Rows + 1];
+  __shared__ RowSums of_warp[kWarps][kFp8Rows];
+  __shared__ float scales[kFp8Rows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / kFp8Step;
+  const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
+  char* const resting = shared + kFp8RingBytes<kWarps, kDepth>;
+  const char* const x = resting + g * resting_stride<kGroups>(p.k) + t * 16 * (kGroups ? 2 : 1);
+  uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
+  auto place = [&](int stage, int part) { return mine + (stage * 2 + part) * kWarps * 32; };
+
+  // What is fetched next.
+  int next_tile = blockIdx.x, next_step = begin;
+  const char *w_lo = nullptr, *w_hi = nullptr;
+  auto enter_tile = [&] {
+    int n_lo, n_hi;
+    tile_rows<E>(p, next_tile, g, n_lo, n_hi);
+    const char* const weight = static_cast<const char*>(p.weight) + t * 16;
+    w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
+    w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+  };
+  auto fetch = [&](int stage) {
+    if (next_tile < tiles) {
+      copy_16(place(stage, 0), w_lo + next_step * kFp8Step);
+      copy_16(place(stage, 1), w_hi + next_step * kFp8Step);
+      if (++next_step == end) {
+        next_step = begin, next_tile += gridDim.x;
+        enter_tile();
+      }
+    }
+    copies_commit();
+  };
+  enter_tile();
+  if (begin == end) next_tile = tiles;
+#pragma unroll
+  for (int i = 0; i < kDepth; ++i) fetch(i);
+  wait_for_previous();
+  let_next_start();
+  rest_rows<kGroups, kNorm, kWarps>(p, resting, of_warp, scales, warp, lane);
+
+  int stage = 0, parity = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
+    float acc[4] = {};
+    int n_lo, n_hi;
+    tile_rows<E>(p, tile, g, n_lo, n_hi);
+    const float* const lo_scales = p.scales + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.groups;
+    const float* const hi_scales = p.scales + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.groups;
+    float lo_next = 1.0f, hi_next = 1.0f;
+    auto fetch_scales = [&](int step) {
+      if constexpr (kGroups) {
+        const int group = min(step, steps - 1) * kFp8Step / p.group;
+        lo_next = __ldg(lo_scales + group), hi_next = __ldg(hi_scales + group);
+      }
+    };
+    fetch_scales(begin);
+    for (int step = begin; step < end; ++step) {
+      const float lo_scale = lo_next, hi_scale = hi_next;
+      fetch_scales(step + 1);
+      copies_wait<kDepth - 1>();
+      const uint4 a = *place(stage, 0), b = *place(stage, 1);
+      float part[4] = {};
+      multiply_step<kGroups>(part, a, b, x + step * kFp8Step * (kGroups ? 2 : 1), g < p.rows);
+      // The pieces were in registers: their places are free.
+      fetch(stage);
+      if (++stage == kDepth) stage = 0;
+      acc[0] = fmaf(lo_scale, part[0], acc[0]), acc[1] = fmaf(lo_scale, part[1], acc[1]);
+      acc[2] = fmaf(hi_scale, part[2], acc[2]), acc[3] = fmaf(hi_scale, part[3], acc[3]);
+    }
+    sums[parity][warp][g][t * 2] = acc[0];
+    sums[parity][warp][g][t * 2 + 1] = acc[1];
+    sums[parity][warp][g + 8][t * 2] = acc[2];
+    sums[parity][warp][g + 8][t * 2 + 1] = acc[3];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
+      const int row = i % 8, m = i / 8;
+      float lo = 0.0f, hi = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        lo += sums[parity][w][row][m];
+        hi += sums[parity][w][row + 8][m];
+      }
+      tile_rows<E>(p, tile, row, n_lo, n_hi);
+      lo *= scales[m], hi *= scales[m];
+      if constexpr (!kGroups) lo *= p.scales[min(n_lo, p.n - 1)], hi *= p.scales[min(n_hi, p.n - 1)];
+      finish<bf16, E>(p, m, n_lo, n_hi, lo, hi);
+    }
+  }
+}
+
+}  // namespace trtspec
