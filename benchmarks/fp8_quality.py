@@ -3,7 +3,8 @@
     python benchmarks/fp8_quality.py --model smollm2-135m
 
 For each token of the text: the Kullback-Leibler divergence KL(float || FP8) in nats, whether the
-likeliest next token is the same, and both perplexities.
+likeliest next token is the same, and perplexities. Of weights that are rounded, as on the CPU; and
+of products that round activations too, as on CUDA.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from trtspec.checkpoints.weights import load_decoder
 from trtspec.checkpoints.zoo import resolve_model
 from trtspec.models.decoder import Decoder
 
+FORMS = {
+    "weights": WeightForm(quantizes=True),
+    "weights and activations": WeightForm(keeps_fp8=True, quantizes=True),
+}
 PAGES = Path(__file__).parents[1] / "docs"
 
 
@@ -42,26 +47,39 @@ def main() -> None:
     count = min(args.texts, len(ids) // args.length)
     starts = torch.linspace(0, len(ids) - args.length, count).long().tolist()
     texts = [ids[start : start + args.length].to(device) for start in starts]
-    models = [
-        load_decoder(directory, dtype, device, TorchAttention(), form=form)
-        for form in (WeightForm(), WeightForm(quantizes=True))
-    ]
-    divergences, same, losses = [], [], [[], []]
+    print(f"{count} texts of {args.length} tokens, {args.dtype}")
+    originals = all_log_probabilities(WeightForm(), directory, dtype, texts)
+    print(f"float: perplexity {perplexity(originals, texts):.3f}")
+    for name, form in FORMS.items():
+        logs = all_log_probabilities(form, directory, dtype, texts)
+        divergence = torch.cat(
+            [(p.exp() * (p - q)).sum(-1) for p, q in zip(originals, logs, strict=True)]
+        )
+        same = torch.cat(
+            [p.argmax(-1) == q.argmax(-1) for p, q in zip(originals, logs, strict=True)]
+        )
+        print(
+            f"{name}: KL mean {divergence.mean():.4f}, median {divergence.median():.4f}, 99 % "
+            f"{divergence.quantile(0.99):.4f}; the same top token {100 * same.float().mean():.1f} "
+            f"%; perplexity {perplexity(logs, texts):.3f}"
+        )
+
+
+def all_log_probabilities(
+    form: WeightForm, directory: Path, dtype: torch.dtype, texts: list[Tensor]
+) -> list[Tensor]:
+    """Returns those of a model's next tokens in each text, on the CPU."""
+    device = texts[0].device
+    model = load_decoder(directory, dtype, device, TorchAttention(), form=form)
     with torch.no_grad():
-        for text in texts:
-            float_log, fp8_log = (log_probabilities(model, text) for model in models)
-            divergences.append((float_log.exp() * (float_log - fp8_log)).sum(-1))
-            same.append(float_log.argmax(-1) == fp8_log.argmax(-1))
-            for loss, log in zip(losses, (float_log, fp8_log), strict=True):
-                loss.append(-log[:-1].gather(1, text[1:, None])[:, 0])
-    divergence = torch.cat(divergences)
-    agreement = torch.cat(same).float().mean().item()
-    before, after = (torch.cat(loss).mean().exp().item() for loss in losses)
-    print(
-        f"{len(divergence)} tokens, {args.dtype}: KL mean {divergence.mean():.4f}, median "
-        f"{divergence.median():.4f}, 99 % {divergence.quantile(0.99):.4f}; the same top token "
-        f"{100 * agreement:.1f} %; perplexity {before:.3f} -> {after:.3f}"
-    )
+        return [log_probabilities(model, text).cpu() for text in texts]
+
+
+def perplexity(logs: list[Tensor], texts: list[Tensor]) -> float:
+    losses = [
+        -log[:-1].gather(1, text[1:, None].cpu()) for log, text in zip(logs, texts, strict=True)
+    ]
+    return float(torch.cat(losses).mean().exp())
 
 
 def log_probabilities(model: Decoder, text: Tensor) -> Tensor:

@@ -22,18 +22,18 @@ def is_quantised(name: str) -> bool:
     return "proj.weight" in name and name != LEFT_OUT
 
 
-def _scale_shape(strategy: str, weight: Tensor, block: int) -> tuple[int, ...]:
+def _scale_shape(strategy: str, weight: Tensor, block: tuple[int, int]) -> tuple[int, ...]:
     rows, columns = weight.shape
     return {
         "tensor": (1,),
         "channel": (rows, 1),
-        "block": (-(-rows // block), -(-columns // block)),
+        "block": (-(-rows // block[0]), -(-columns // block[1])),
     }[strategy]
 
 
 def compressed(strategy: str, kind: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
     """The tensors as the package compresses them, and its config; `twin` gets what they are."""
-    structure = [16, 16] if strategy == "block" else None
+    structure = [16, 32] if strategy == "block" else None
     args = QuantizationArgs(
         num_bits=8, type=kind, strategy=strategy, symmetric=True, block_structure=structure
     )
@@ -44,7 +44,7 @@ def compressed(strategy: str, kind: str, twin: Tensors) -> tuple[Tensors, dict[s
         if not is_quantised(name):
             tensors[name] = weight
             continue
-        shape = _scale_shape(strategy, weight, 16)
+        shape = _scale_shape(strategy, weight, (16, 32))
         noise = 1 + torch.rand(shape, generator=generator)
         scale = noise * weight.abs().max() / (448 if kind == "float" else 127)
         packed = NaiveQuantizationCompressor.compress(
