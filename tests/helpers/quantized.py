@@ -22,18 +22,18 @@ def is_quantised(name: str) -> bool:
     return "proj.weight" in name and name != LEFT_OUT
 
 
-def _scale_shape(strategy: str, weight: Tensor, block: int) -> tuple[int, ...]:
+def _scale_shape(strategy: str, weight: Tensor, block: tuple[int, int]) -> tuple[int, ...]:
     rows, columns = weight.shape
     return {
         "tensor": (1,),
         "channel": (rows, 1),
-        "block": (-(-rows // block), -(-columns // block)),
+        "block": (-(-rows // block[0]), -(-columns // block[1])),
     }[strategy]
 
 
 def compressed(strategy: str, kind: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
     """The tensors as the package compresses them, and its config; `twin` gets what they are."""
-    structure = [16, 16] if strategy == "block" else None
+    structure = [16, 32] if strategy == "block" else None
     args = QuantizationArgs(
         num_bits=8, type=kind, strategy=strategy, symmetric=True, block_structure=structure
     )
@@ -44,7 +44,7 @@ def compressed(strategy: str, kind: str, twin: Tensors) -> tuple[Tensors, dict[s
         if not is_quantised(name):
             tensors[name] = weight
             continue
-        shape = _scale_shape(strategy, weight, 16)
+        shape = _scale_shape(strategy, weight, (16, 32))
         noise = 1 + torch.rand(shape, generator=generator)
         scale = noise * weight.abs().max() / (448 if kind == "float" else 127)
         packed = NaiveQuantizationCompressor.compress(
@@ -70,6 +70,7 @@ def other(form: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
     """The same in the other formats, by float64."""
     strategy, config, suffix = {
         "fp8": ("tensor", {"quant_method": "fp8", "activation_scheme": "static"}, "_scale"),
+        "fp8 inverse": ("tensor", {"quant_method": "fp8"}, "_scale_inv"),
         "fp8 blocks": (
             "block", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "_scale_inv",
         ),
@@ -99,7 +100,8 @@ def other(form: str, twin: Tensors) -> tuple[Tensors, dict[str, Any]]:
         scale = scale[:, None, :, None] if strategy == "spread" else scale
         tensors[f"{name}{suffix}"] = scale
         module = name.removesuffix("weight")
-        tensors |= {f"{module}{key}_scale": torch.tensor(0.5) for key in ("input", "k", "v")}
+        beside = "input", "activation", "k", "v"
+        tensors |= {f"{module}{key}_scale": torch.tensor(0.5) for key in beside}
     return tensors, config
 
 

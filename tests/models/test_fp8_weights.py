@@ -107,7 +107,7 @@ FORMATS: dict[str, Callable[[Tensors], tuple[Tensors, dict[str, Any]]]] = {
     **{f"compressed {s}": lambda t, s=s: compressed(s, "float", t)  # type: ignore[misc]
        for s in ("tensor", "channel", "block")},
     **{form: lambda t, form=form: other(form, t)  # type: ignore[misc]
-       for form in ("fp8", "fp8 blocks", "fbgemm_fp8", "modelopt", "modelopt rows",
+       for form in ("fp8", "fp8 inverse", "fp8 blocks", "fbgemm_fp8", "modelopt", "modelopt rows",
                     "modelopt blocks")},
 }  # fmt: skip
 

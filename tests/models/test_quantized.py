@@ -55,7 +55,16 @@ def test_compressed_tensors(tmp_path: Path, strategy: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8", "fp8 blocks", "fbgemm_fp8", "modelopt", "modelopt rows", "modelopt blocks"]
+    "form",
+    [
+        "fp8",
+        "fp8 inverse",
+        "fp8 blocks",
+        "fbgemm_fp8",
+        "modelopt",
+        "modelopt rows",
+        "modelopt blocks",
+    ],
 )
 def test_other_formats(tmp_path: Path, form: str) -> None:
     path = tiny_model_dir(tmp_path, hidden_size=144, num_attention_heads=6, num_key_value_heads=2)

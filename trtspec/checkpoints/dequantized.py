@@ -32,7 +32,7 @@ from .tensors import FLOATS
 if TYPE_CHECKING:
     from .tensors import TensorSource
 
-_OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+_OF_SERVING = tuple(f".{what}_scale" for what in ("input", "activation", "output", "q", "k", "v"))
 """Scales of what is not quantised here."""
 
 
@@ -124,11 +124,13 @@ def dequantized(
     found = {name: s for name, s in sources.items() if not name.endswith(_OF_SERVING)}
     for name, source in sources.items():
         if source.dtype == how.dtype:
-            scale = found.pop(f"{name}{how.suffix}", None)
+            scales = [found.pop(f"{name}{suffix}", None) for suffix in how.suffixes]
+            scale = next((scale for scale in scales if scale is not None), None)
             found[name] = _dequantized(source, scale, how)
-    left = [name for name in found if name.endswith(f".weight{how.suffix}")]
+    of_weights = tuple(f".weight{suffix}" for suffix in how.suffixes)
+    left = [name for name in found if name.endswith(of_weights)]
     if left:
-        name = left[0].removesuffix(how.suffix)
+        name = left[0].removesuffix("_inv").removesuffix("_scale")
         kind = f"has dtype {sources[name].dtype}" if name in sources else "is not there"
         raise CheckpointError(
             f"{where.parent} holds {left[0]}, but {name} {kind}; it must be {how.dtype}. Copy the "
@@ -143,8 +145,8 @@ def _dequantized(
     if scale is None:
         raise CheckpointError(
             f"{source.name} in {source.path} is {how.dtype}, but there is no "
-            f"{source.name}{how.suffix}. Copy the checkpoint again from its source, all shards "
-            "of it."
+            f"{source.name}{how.suffixes[0]}. Copy the checkpoint again from its source, all "
+            "shards of it."
         )
     if len(source.shape) not in (2, 3):
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Puts a checkpoint's tensors into a model's parameters, one by one.
 
 The products of a decoder's layers may have FP8 weights (`WeightForm`). Where FP8 is not kept,
-floats get its values: a model is the same on every device and number of ranks, to rounding.
+floats get its values: weights are the same on every device and number of ranks, to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from .tensors import TensorSource
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Products of FP8 read this many columns at once. Others, and groups of others, are floats."""
+"""Columns that products of FP8 read at once. A weight whose columns these do not divide is floats;
+so are experts with such groups."""
+GROUP_ALIGNMENT = 32
+"""The same of a `Linear`'s groups."""
 ROWS_AT_ONCE = 1 << 24
 """Weights that are quantised at once; what that takes beside the model is small."""
 
@@ -140,7 +143,10 @@ def _groups(
     for name, placement in placement_of.items():
         if _is_of_product(model, placement):
             parts[_leaf(placement)].append((sources[name], placement))
-    found = {leaf: _group(of_leaf, form) for leaf, of_leaf in parts.items()}
+    found = {
+        leaf: _group(of_leaf, isinstance(model.get_submodule(leaf[0]), Experts), form)
+        for leaf, of_leaf in parts.items()
+    }
     floats = {module for (module, _), group in found.items() if group is None}
     # Of experts, both products are FP8 or none.
     return {leaf: group for leaf, group in found.items() if group and leaf[0] not in floats}
@@ -153,7 +159,9 @@ def _is_of_product(model: nn.Module, placement: Placement) -> bool:
     return in_layer and (is_weight or isinstance(module, Experts))
 
 
-def _group(parts: list[tuple[TensorSource, Placement]], form: WeightForm) -> int | None:
+def _group(
+    parts: list[tuple[TensorSource, Placement]], of_experts: bool, form: WeightForm
+) -> int | None:
     """Returns the columns that share a scale in a parameter of these parts; None: floats."""
     columns = parts[0][1].shape[-1]
     narrower = set()
@@ -164,9 +172,10 @@ def _group(parts: list[tuple[TensorSource, Placement]], form: WeightForm) -> int
             return None
     narrower.discard(columns)
     group = min(narrower, default=columns)
-    if len(narrower) > 1 or columns % ALIGNMENT or group % ALIGNMENT:
+    if len(narrower) > 1 or columns % ALIGNMENT:
         return None
-    return group
+    is_read = group == columns or group % (ALIGNMENT if of_experts else GROUP_ALIGNMENT) == 0
+    return group if is_read else None
 
 
 def _place_product(

@@ -2,7 +2,7 @@
 
 | quant_method | weights `X.weight` | scales |
 |---|---|---|
-| `fp8` | F8_E4M3 | `X.weight_scale_inv` of blocks (`weight_block_size`), else `X.weight_scale` |
+| `fp8` | F8_E4M3 | `X.weight_scale_inv` or `_scale` of blocks (`weight_block_size`) or the tensor |
 | `fbgemm_fp8` | F8_E4M3 | `X.weight_scale` of rows |
 | `compressed-tensors` | F8_E4M3 or I8 | `X.weight_scale` of the tensor, of rows or of blocks |
 | `modelopt` | F8_E4M3 | `X.weight_scale` of the tensor, of rows or of blocks of 128 × 128 |
@@ -32,7 +32,7 @@ class Quantization:
     """How weights are stored."""
 
     dtype: str  # of quantised weights, as safetensors names it
-    suffix: str = "_scale"  # a weight's scales have its name and this
+    suffixes: tuple[str, ...] = ("_scale",)  # a weight's scales have its name and one of these
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None is more of it
 
 
@@ -75,11 +75,11 @@ def _fp8(fields: Fields) -> Quantization | str:
         return f"'fmt': {fields['fmt']!r}"
     size = fields.get("weight_block_size")
     if size is None:
-        return Quantization(FP8)
+        return Quantization(FP8, ("_scale", "_scale_inv"))
     block = _block(size)
     if block is None:
         return f"'weight_block_size': {size!r}"
-    return Quantization(FP8, "_scale_inv", block)
+    return Quantization(FP8, ("_scale_inv", "_scale"), block)
 
 
 def _compressed(fields: Fields) -> Quantization | str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..distributed.parallel import WHOLE, Shard
 from ..ops.experts.torch import ExpertScales, grouped_experts
 from ..ops.layer.activation import silu_and_mul
-from ..ops.layer.fp8 import Fp8Weight, multiply
+from ..ops.layer.fp8 import Fp8Weight, multiply_floats
 from .linear import Linear
 
 
@@ -129,9 +129,9 @@ class Experts(nn.Module):
         gate_up, down, scales = self.gate_up_proj[expert], self.down_proj[expert], self.scales
         if scales is None:
             return F.linear(self.gate_and_mul(F.linear(x, gate_up)), down)
-        up = Fp8Weight(gate_up, scales.gate_up[expert], scales.gate_up_group)
-        inner = self.gate_and_mul(multiply(x, up))
-        return multiply(inner, Fp8Weight(down, scales.down[expert], scales.down_group))
+        up_codes = Fp8Weight(gate_up, scales.gate_up[expert], scales.gate_up_group)
+        down_codes = Fp8Weight(down, scales.down[expert], scales.down_group)
+        return multiply_floats(self.gate_and_mul(multiply_floats(x, up_codes)), down_codes)
 
 
 def _packed(weight: Tensor) -> Linear:
