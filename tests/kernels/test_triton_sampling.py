@@ -80,6 +80,32 @@ def test_what_is_accepted(
         _same(case.kernels(), case.twin())
 
 
+@pytest.mark.parametrize(
+    ("rule", "filters", "has_table"),
+    [
+        ("rejection", "", True),
+        ("rejection", "p", False),
+        ("block", "", True),
+        ("block", "p", False),
+    ],
+)
+def test_what_is_accepted_of_certain_drafts(
+    rule: str, filters: str, has_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are tokens that the drafter does not know. What they replaced is still remembered."""
+    _no_kernels(monkeypatch)
+    lens, differs = [], False
+    for seed in range(4 + len(SEEDS)):
+        case = SampledCase(rule, seed, filters=filters, has_table=has_table)
+        case.look_up(seed)
+        _same(case.kernels(), case.twin())
+        lens += case.twin()[1][CONTEXTS + 1 :].tolist()
+        tokens = case.twin()[0]
+        case.worker.draft_memory.are_certain[:] = False  # type: ignore[union-attr]
+        differs |= not torch.equal(tokens, case.twin()[0])
+    assert differs and set(lens) == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where top-k cuts between logits that are the same."""

@@ -608,13 +608,12 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
         given = SAEnhancerConfig.from_dict(given)
     if isinstance(given, SADecodingConfig):
         drafting = SADecodingConfig(**given.search_fields())
-        names = [
-            f.name for f in fields(given) if getattr(given, f.name) != getattr(drafting, f.name)
-        ]
-        if names:
+        values = {f.name: getattr(given, f.name) for f in fields(given)}
+        other = [field for field in values if values[field] != getattr(drafting, field)]
+        if other:
             raise ConfigError(
-                f"{name}.sa_config=SADecodingConfig({names[0]}={shown(getattr(given, names[0]))}): "
-                f"beside a drafter that is said by {name}. Leave it out there."
+                f"{name}.sa_config=SADecodingConfig({other[0]}={shown(values[other[0]])}): beside "
+                f"a drafter {name} says that. Leave it out of sa_config."
             )
         given = SAEnhancerConfig(**given.search_fields())
     if not isinstance(given, SAEnhancerConfig):

@@ -150,6 +150,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         if self.lookup is not None:
             self.lookup.remember_text(state, text)
 
+    def num_looked_up_drafts(self, state: dict[str, Tensor]) -> int:
+        """Returns how many drafts came from texts beside a network's. Waits for the device."""
+        lookup = self.lookup
+        return lookup.num_looked_up(state) if isinstance(lookup, LookupBesideNetwork) else 0
+
     @property
     def remembers_drafts(self) -> bool:
         """Whether the acceptance rule reads what drafts were drawn from."""

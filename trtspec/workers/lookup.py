@@ -128,9 +128,22 @@ class LookupBesideNetwork(SuffixLookup):
 
     The choice reads accepted tokens alone, never the drafts that were drawn. So a request's drafts
     are either certain or drawn from what the network's logits say, and every rule stays lossless.
+
+    State: the lookup's; and by slot how many drafts were looked up so far.
     """
 
     config: SAEnhancerConfig
+    state_names = (*SuffixLookup.state_names, "looked_up")
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        state = super().allocate_state(num_slots, max_seq_len, device)
+        return state | {"looked_up": torch.zeros(num_slots + 1, dtype=torch.int64, device=device)}
+
+    def num_looked_up(self, state: dict[str, Tensor]) -> int:
+        """Returns how many drafts were looked up so far. Waits for the device."""
+        return int(state["looked_up"][:-1].sum())
 
     def override(self, inputs: DraftInputs, drafts: Tensor, memory: DraftMemory | None) -> Tensor:
         """Returns the step's drafts [B, K]: a request's are the network's or what was found.
@@ -142,11 +155,18 @@ class LookupBesideNetwork(SuffixLookup):
         found = self.find(inputs)
         if found is None:
             return drafts
-        is_better = found.match_lens >= self.config.threshold
-        step = inputs.step
+        step, is_better = inputs.step, found.match_lens >= self.config.threshold
         if memory is not None and not step.sampling.all_greedy:
             memory.are_certain[step.slot_ids] = is_better
+        self._count(inputs, (found.tokens >= 0) & is_better[:, None])
         return torch.where(is_better[:, None], found.tokens, drafts)
+
+    def _count(self, inputs: DraftInputs, are_looked_up: Tensor) -> None:
+        """Counts drafts [B, K] bool, but for those after parts of prompts: these are not used."""
+        step = inputs.step
+        counts = are_looked_up[:, : step.draft_len].sum(1)
+        counts = counts * (step.output_lens(inputs.num_accepted_tokens) > 0)
+        step.state["looked_up"].index_add_(0, step.slot_ids, counts)
 
 
 def _empty_ring(size: int, device: torch.device) -> Ring:
