@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/suffix_drafts.py --k 4 --only eagle3,sa --every 2 [--chat]
 
 The prompts are those of `trtspec/data/agent_prompts.py`, like a coding agent's, in their order;
-`--chat` takes the acceptance prompts. One engine for each setting answers them greedily. All engines
+`--chat` takes the acceptance prompts. One engine for each setting answers them greedily. All
 must give the same tokens. "Per step" is tokens a generation step; "drafts" is proposed drafts a
 step, "rate" the share of them that was accepted, "looked up" the share that SA proposed.
 """

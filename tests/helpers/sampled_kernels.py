@@ -103,8 +103,8 @@ class SampledCase:
         """Makes the drafts of all generations but one certain: likely tokens, and others."""
         memory = self.worker.draft_memory
         assert memory is not None
-        likely = self.logits[self.contexts :].view(GENERATIONS, K + 1, V)[:, :K].topk(4).indices
-        which = torch.randint(4, (GENERATIONS, K, 1), generator=torch.Generator().manual_seed(seed))
+        likely = self.logits[self.contexts :].view(GENERATIONS, K + 1, V)[:, :K].topk(2).indices
+        which = torch.randint(2, (GENERATIONS, K, 1), generator=torch.Generator().manual_seed(seed))
         found = likely.gather(2, which.to(DEVICE)).squeeze(2).to(torch.int32)
         self.drafts[1:] = torch.where(self.drafts[1:] >= 0, found[1:], -1)
         memory.are_certain[self.slots[self.contexts + 1 :]] = True
