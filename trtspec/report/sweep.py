@@ -168,7 +168,7 @@ class SweepRun:
     """How cells are measured.
 
     Args:
-        open_engines: engines by name, for so many requests at once.
+        open_engines: engines by name; its argument is how many requests run at once.
         progress: is called with what is being done.
     """
 
