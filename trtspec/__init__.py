@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .config import MTPDecodingConfig as MTPDecodingConfig
     from .config import NGramDecodingConfig as NGramDecodingConfig
     from .config import SADecodingConfig as SADecodingConfig
+    from .config import SAEnhancerConfig as SAEnhancerConfig
     from .config import SaveHiddenStatesDecodingConfig as SaveHiddenStatesDecodingConfig
     from .config import UserProvidedDecodingConfig as UserProvidedDecodingConfig
     from .errors import CheckpointError as CheckpointError
@@ -73,6 +74,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "MTPDecodingConfig",
             "NGramDecodingConfig",
             "SADecodingConfig",
+            "SAEnhancerConfig",
             "SaveHiddenStatesDecodingConfig",
             "UserProvidedDecodingConfig",
         ),

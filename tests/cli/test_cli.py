@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +50,7 @@ class FakeLLM:
     """Answers every prompt with 100, 101, 102, …"""
 
     built: list[FakeLLM] = []  # noqa: RUF012
+    configs: list = []  # noqa: RUF012
     forced = None
     bad_request = ""  # a prompt that holds this text ends with an error
     diverges_at = None  # token from which speculation differs (a fault worth reporting)
@@ -65,19 +66,24 @@ class FakeLLM:
         self.texts: dict[int, str] = {}
         self.num_tokens = 0
         self.calls: list[list] = []
+        self.salts: list = []
+        self.executor = SimpleNamespace(runtime_draft_len=self.max_draft_len)
         FakeLLM.built.append(self)
+        FakeLLM.configs.append(speculative_config)
+        self.config = speculative_config
 
     def apply_chat_template(self, messages):
         ids = [1, len(messages), len(messages[-1]["content"])]
         self.texts[id(ids)] = messages[-1]["content"]
         return ids
 
-    def generate(self, prompts, params):
+    def generate(self, prompts, params, *, cache_salt=None):
         self.calls.append(prompts)
+        self.salts.append(cache_salt)
         return [list(self.generate_stream(prompt, params))[-1] for prompt in prompts]
 
     def generate_stream(self, prompt, params):
-        text = prompt if isinstance(prompt, str) else self.texts[id(prompt)]
+        text = prompt if isinstance(prompt, str) else self.texts.get(id(prompt), "")
         if "too long" in text:
             raise RequestError("The prompt has 9 tokens, at most 8 are allowed: shorten it.")
         if "interrupt" in text:
@@ -135,6 +141,9 @@ class FakeLLM:
     def reset_stats(self):
         self.num_tokens = 0
 
+    def shutdown(self):
+        self.is_shut_down = True
+
     def reset_prefix_cache(self):
         self.num_resets = getattr(self, "num_resets", 0) + 1
 
@@ -144,6 +153,7 @@ def fake(monkeypatch, tmp_path):
     """The commands meet `FakeLLM`, and a directory `model` to load it from."""
     monkeypatch.setitem(vars(trtspec), "LLM", FakeLLM)  # setattr would load the real one
     monkeypatch.setattr(FakeLLM, "built", [])
+    monkeypatch.setattr(FakeLLM, "configs", [])
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     return FakeLLM
@@ -500,6 +510,7 @@ def test_bench_compares_both_built_in_sets(run, fake):
     assert (plain.mode.name, speculative.mode.name) == ("NONE", "NGRAM")
     assert [len(call) for call in plain.calls] == [1, 4, 4] * 2  # warm-up, then the two runs
     assert [len(call) for call in speculative.calls] == [1, 4, 4] * 2
+    assert len(set(speculative.salts)) == 6, "no run may find an earlier one's answers"
 
 
 def test_bench_json(run):
@@ -530,6 +541,134 @@ def test_bench_errors(run, fake, monkeypatch):
     monkeypatch.setattr(fake, "bad_request", "a")
     code, _, err = run("bench", "--prompt", "a")
     assert code == 1 and "the logits are NaN" in error_line(err)
+
+
+# -- bench --sweep -----------------------------------------------------------------------------
+SWEEP = ["bench", "--sweep", "--speculative", "ngram", "--max-draft-len", "3", "--max-tokens", "3"]
+
+
+def test_a_sweep_has_a_row_per_place_and_a_column_per_way(run, fake):
+    code, out, err = run(*SWEEP, "--concurrency", "1,4", "--temperatures", "0,0.7")
+    assert code == 0, err
+    for word in ("plain", "K=1", "K=2", "K=3", "auto", "sa", "auto/plain", "auto/best"):
+        assert word in out
+    assert out.count("chat") == 4 and out.count("agent") == 4
+    assert "2.50" in out and "1.00" in out and "median of 1 run(s)" in out
+    assert len(fake.built) == 8 and all(llm.is_shut_down for llm in fake.built)
+    assert {llm.options["max_batch_size"] for llm in fake.built} == {1, 4}
+    schedules = [c.draft_len_schedule for c in fake.configs if c is not None]
+    assert schedules.count("auto") == 2
+    salts = [tuple(salts) for llm in fake.built for salts in llm.salts]
+    assert len(salts) == len(set(salts)), "no run may find an earlier one's answers"
+
+
+def test_a_sweep_in_json_and_csv(run, tmp_path):
+    code, out, err = run(
+        *SWEEP, "--concurrency", "3", "--temperatures", "0.5", "--kinds", "code", "--repeat", "2",
+        "--columns", "plain,fixed,auto", "--fixed", "1,3", "--csv", "table.csv", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["mode"] == "ngram" and report["seed"] == 0 and report["repeat"] == 2
+    (cell,) = report["cells"]
+    assert cell["concurrency"] == cell["num_prompts"] == 3
+    assert cell["temperature"] == 0.5 and cell["kind"] == "code" and cell["context"] is None
+    assert list(cell["columns"]) == ["plain", "K=1", "K=3", "auto"]
+    assert cell["columns"]["auto"] == {
+        "tokens_per_second": 50.0, "tokens_per_second_runs": [50.0, 50.0], "acceptance_length": 3.0,
+    }  # fmt: skip
+    assert cell["auto_over_plain"] == 2.5 and cell["auto_over_best_fixed"] == 1.0
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0].startswith("concurrency,temperature,kind,context,column,")
+    assert lines[1:3] == ["3,0.5,code,,plain,20.0000,1.0000", "3,0.5,code,,K=1,50.0000,3.0000"]
+
+
+def test_where_auto_falls_short_is_marked(run, fake, monkeypatch):
+    real = fake.stats
+
+    def stats(self):
+        slow = self.config is not None and self.config.draft_len_schedule == "auto"
+        return replace(real(self), tokens_per_second=19.0) if slow else real(self)
+
+    monkeypatch.setattr(fake, "stats", stats)
+    _, out, _ = run(*SWEEP, "--concurrency", "1", "--temperatures", "0", "--kinds", "maths")
+    assert "0.95 !" in out and "0.38 !" in out
+
+
+def test_a_sweep_with_a_head_has_both(run, fake, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, err = run(
+        "bench", "--sweep", "--speculative", "draft_target", "--draft-model", "model",
+        "--concurrency", "1", "--temperatures", "0", "--prompt", "a", "--prompt", "b",
+        "--columns", "plain,both", "--max-tokens", "3", "--picture", "p.svg",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "draft_target+sa" in out and "given" in out and "auto" not in out
+    assert [config and config.sa_config for config in fake.configs][-1] is None  # plain's
+    assert fake.configs[0].sa_config is not None
+    picture = (tmp_path / "p.svg").read_text()
+    assert picture.startswith("<svg") and "given, T=0" in picture and "draft_target+sa" in picture
+
+
+def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
+    def template(self, messages):
+        ids = [1] * sum(len(message["content"].split()) + 3 for message in messages)
+        self.texts[id(ids)] = messages[-1]["content"]
+        return ids
+
+    monkeypatch.setattr(fake, "apply_chat_template", template)
+    monkeypatch.setattr(fake, "generate_stream", lambda self, prompt, params: self.made(prompt))
+    monkeypatch.setattr(
+        fake, "made", lambda self, ids: [self._snapshot(ids, [100], 0, False, True)], raising=False
+    )
+    code, out, err = run(
+        *SWEEP, "--concurrency", "1", "--temperatures", "0", "--kinds", "summarise",
+        "--contexts", "400", "--columns", "plain,auto",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "context" in out and "400" in out
+    assert all(len(ids) >= 400 for llm in fake.built for call in llm.calls for ids in call)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--concurrency", "0"], "'0' is not allowed. Give whole numbers"),
+        (["--kinds", "poems"], "'poems' is not one of chat"),
+        (["--kinds", ","], "names no kind of text"),
+        (["--columns", "plain,both"], "there is no such column"),
+        (["--fixed", "5"], "K is 3"),
+        (["--temperature", "1"], "takes --temperatures 0,1"),
+        (["--max-batch-size", "8"], "takes --concurrency"),
+        (["--draft-len-schedule", "auto"], "the column auto"),
+        (["--max-draft-len", "auto"], "has a column for it"),
+        (["--speculative", "none"], "nothing to compare"),
+        (["--csv", "nowhere/t.csv"], "is not there"),
+    ],
+)
+def test_what_a_sweep_refuses(run, arguments, message):
+    code, _, err = run(*SWEEP, *arguments)
+    assert code == 2 and message in error_line(err)
+
+
+def test_options_of_a_sweep_need_it(run):
+    code, _, err = run("bench", "--kinds", "code")
+    assert code == 2 and "--kinds is of --sweep" in error_line(err)
+
+
+def test_a_request_that_fails_ends_the_sweep(run, fake, monkeypatch):
+    real = fake._snapshot
+    monkeypatch.setattr(fake, "_snapshot", lambda self, p, ids, *_: real(self, p, ids, 0, 1, 1))
+    code, _, err = run(*SWEEP)
+    assert code == 1 and "the logits are NaN" in error_line(err)
+
+
+def test_lookup_beside_a_drafter():
+    options = EngineOptions(speculative="draft_target", draft_model="model", sa=True)
+    config = make_spec_config(options, lambda *_: None)
+    assert config.sa_config.threshold == 4
+    with pytest.raises(CliError, match=r"NGRAM drafts without a network.*--speculative sa"):
+        make_spec_config(EngineOptions(speculative="ngram", sa=True), lambda *_: None)
 
 
 # -- demo --------------------------------------------------------------------------------------

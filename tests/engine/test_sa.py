@@ -16,9 +16,9 @@ from tiny import tiny_model_dir
 from trtspec import LLM, KvCacheConfig, SADecodingConfig, SamplingParams
 from trtspec.executor.request import Request
 from trtspec.ops.tokens.suffix import Search
-from trtspec.workers import sa
+from trtspec.workers import lookup
+from trtspec.workers.lookup import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 from trtspec.workers.protocols import EndedText
-from trtspec.workers.sa import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 
 K, LEAST, DECAY, POOL = 4, 0.25, 0.5, 1024
 
@@ -180,7 +180,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
     executor, ring_ends = llm.executor, llm.executor.state.worker["ring_end"]
     params, prompts = SamplingParams(max_tokens=20, ignore_eos=True), random_prompts(5)
     requests = [executor.enqueue(prompt, params) for prompt in prompts]
-    real, calls = sa.add_to_ring, itertools.count()
+    real, calls = lookup.add_to_ring, itertools.count()
 
     def interrupted(ring: Any, *others: Any) -> None:
         real(ring, *others)
@@ -188,7 +188,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
             ring.owners.zero_()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sa, "add_to_ring", interrupted)
+    monkeypatch.setattr(lookup, "add_to_ring", interrupted)
     done, interrupts = [], 0
     while executor.has_work or executor.book.finished:
         try:
@@ -198,7 +198,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
     assert interrupts > 0 and sorted(r.request_id for r in done) == [r.request_id for r in requests]
     for request in requests:
         assert request.output_token_ids == oracle.extend(request.prompt_token_ids, 20)
-    assert ring_ends.item() == executor.worker._ring_end
+    assert ring_ends.item() == executor.worker.lookup._ring_end
 
 
 @pytest.mark.parametrize("rule", ["rejection", "exact_match"])

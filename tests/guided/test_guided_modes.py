@@ -13,7 +13,7 @@ from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle
 from tiny_heads import mtp_model_dir
 
-from trtspec import GuidedDecodingParams, SamplingParams
+from trtspec import GuidedDecodingParams, SAEnhancerConfig, SamplingParams
 
 K, COUNT = 3, 24
 
@@ -110,6 +110,15 @@ def test_tokens_are_those_of_brute_force(
     fields = {} if mode in ("none", "ngram", "user_provided") else {"acceptance": rule}
     config = config_of(mode, K, drafters, **fields)
     assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
+
+
+@pytest.mark.parametrize(("mode", "overlap"), [("eagle3", True), ("mtp", False), ("pard", True)])
+def test_drafts_that_are_looked_up_follow_no_grammar(
+    drafters: Drafters, outputs_of: Any, expected: list[list[int]], mode: str, overlap: bool
+) -> None:
+    """They stand in place of drafts that the host followed. The target's masks reject them."""
+    config = config_of(mode, K, drafters, sa_config=SAEnhancerConfig(threshold=1))
+    assert outputs_of(config, pool=None, overlap=overlap) == expected
 
 
 def test_the_cases_reach_what_they_are_for(cases: list[Case], expected: list[list[int]]) -> None:

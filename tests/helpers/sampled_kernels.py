@@ -99,6 +99,16 @@ class SampledCase:
         drafts[1, 2:], drafts[2, :] = -1, -1
         return drafts
 
+    def look_up(self, seed: int) -> None:
+        """Makes the drafts of all generations but one certain: likely tokens, and others."""
+        memory = self.worker.draft_memory
+        assert memory is not None
+        likely = self.logits[self.contexts :].view(GENERATIONS, K + 1, V)[:, :K].topk(2).indices
+        which = torch.randint(2, (GENERATIONS, K, 1), generator=torch.Generator().manual_seed(seed))
+        found = likely.gather(2, which.to(DEVICE)).squeeze(2).to(torch.int32)
+        self.drafts[1:] = torch.where(self.drafts[1:] >= 0, found[1:], -1)
+        memory.are_certain[self.slots[self.contexts + 1 :]] = True
+
     def spec(self) -> SpecMetadata:
         return SpecMetadata(
             max_num_requests=SLOTS, max_draft_len=K + 1, max_total_draft_tokens=K + 1,

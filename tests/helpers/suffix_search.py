@@ -92,7 +92,12 @@ class Pool:
 def vote_in_lists(
     sources: list[list[Found]], k: int, decay: Fraction, least: Fraction
 ) -> list[int]:
-    best: tuple[Fraction, list[int]] = Fraction(0), []
+    return best_in_lists(sources, k, decay, least).tokens
+
+
+def best_in_lists(sources: list[list[Found]], k: int, decay: Fraction, least: Fraction) -> Found:
+    """The drafts, -1 where there is none, and the length of the match that they follow."""
+    worth, best = Fraction(0), Found(0, [])
     for matches in sources:
         for match in matches:
             peers = [other for other in matches if other.length >= match.length]
@@ -102,6 +107,7 @@ def vote_in_lists(
                 share = Fraction(agree, len(peers))
                 chances.append(share * match.length / (match.length + decay * depth))
             taken = [c for c in chances if c >= least]
-            if sum(taken) > best[0]:
-                best = sum(taken, Fraction(0)), match.tokens[: len(taken)]
-    return best[1] + [-1] * (k - len(best[1]))
+            if sum(taken) > worth:
+                worth = sum(taken, Fraction(0))
+                best = Found(match.length, match.tokens[: len(taken)])
+    return best._replace(tokens=best.tokens + [-1] * (k - len(best.tokens)))

@@ -142,7 +142,7 @@ def test_a_vote_equals_one_in_fractions(
     own: list[Found], others: list[Found], decay: int, least: float
 ) -> None:
     sources = to_matches(own, 6, 4), to_matches(others, 7, 4)
-    (got,) = vote(sources, float(decay), least).tolist()
+    (got,) = vote(sources, float(decay), least).tokens.tolist()
     assert got == vote_in_lists([own, others], 4, Fraction(decay), Fraction(least))
 
 
@@ -158,7 +158,7 @@ def test_a_vote_equals_one_in_fractions(
 )
 def test_what_a_vote_prefers(texts: list[tuple[int, list[int]]], drafts: list[int]) -> None:
     found = [Found(*text) for text in texts]
-    assert vote((to_matches(found, 4, 2),), decay=0.5, least=0.3).tolist() == [drafts]
+    assert vote((to_matches(found, 4, 2),), decay=0.5, least=0.3).tokens.tolist() == [drafts]
 
 
 def test_texts_of_other_owners_and_hashes_that_collide_are_not_found() -> None:

@@ -80,6 +80,26 @@ def test_what_is_accepted(
         _same(case.kernels(), case.twin())
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(("filters", "has_table"), [("", True), ("p", False)])
+def test_what_is_accepted_of_certain_drafts(
+    rule: str, filters: str, has_table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are tokens that the drafter does not know. What they replaced is still remembered."""
+    _no_kernels(monkeypatch)
+    lens, differs = [], 0
+    for seed in range(30):
+        case = SampledCase(rule, seed, filters=filters, has_table=has_table)
+        case.look_up(seed)
+        twin = case.twin()
+        if seed < 2 + len(SEEDS):
+            _same(case.kernels(), twin)
+        lens += twin[1][CONTEXTS + 1 :].tolist()
+        case.worker.draft_memory.are_certain[:] = False  # type: ignore[union-attr]
+        differs += not torch.equal(twin[0], case.twin()[0])
+    assert differs > 0 and set(lens) == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_of_equal_logits_the_first_are_kept(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where top-k cuts between logits that are the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from tiny_heads import eagle3_dir
 from torch import Tensor
 
 from trtspec import (
+    LLM,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
+    SAEnhancerConfig,
     SamplingParams,
 )
 from trtspec.config import DecodingBaseConfig, SaveHiddenStatesDecodingConfig
@@ -30,6 +32,9 @@ from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.runner import StepRunner
 from trtspec.workers import DFlashWorker
+from trtspec.workers.lookup import LookupBesideNetwork
+
+NETWORKS_IN_STEP = [mode for mode in NETWORKS if not mode.endswith("two_engine")]
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +104,9 @@ def _first_p_values(folder: Path, probabilities: list[Tensor], mode: str, rule: 
 
 
 def _p_values_of(
-    folder: Path, probabilities: list[Tensor], config: DecodingBaseConfig
-) -> list[float]:
+    folder: Path, probabilities: list[Tensor], config: DecodingBaseConfig,
+    least: float | None = None, watch: Callable[[LLM], None] = lambda llm: None,
+) -> list[float]:  # fmt: skip
     """Of the tokens at output positions 1 and 2."""
     count = 2000
     llm = engine(
@@ -112,7 +118,9 @@ def _p_values_of(
         for i in range(count)
     ]
     outputs = llm.generate([PROMPT] * count, params)
-    least = 1.2 if config.acceptance in ("rejection", "block") else 1.005
+    watch(llm)
+    if least is None:
+        least = 1.2 if config.acceptance in ("rejection", "block") else 1.005
     assert llm.stats().acceptance_length > least, "too little was accepted to show anything"
     return [
         p_value([o.outputs[0].token_ids[place] for o in outputs], wanted)
@@ -138,6 +146,62 @@ def test_draft_lengths_that_change_at_every_step(
     monkeypatch.setattr(StepRunner, "num_drafts_to_verify", as_in_a_graph)
     config = replace(config_of(folder, "eagle3", rule), draft_len_schedule="auto")
     assert min(_p_values_of(folder, probabilities, config)) > CHANCE
+
+
+def _with_lookup(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:
+    """After the first hundred requests, most first tokens are in an earlier text."""
+    lookup = SAEnhancerConfig(threshold=2, min_token_prob=0.0, match_decay=0.25)
+    return replace(config_of(folder, mode, rule), sa_config=lookup)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rule"),
+    [
+        *itertools.product(NETWORKS_IN_STEP, ["rejection", "block"]),
+        *itertools.product(["eagle3", "dflash2"], ["strict", "exact_match"]),
+    ]
+    if full()
+    else [
+        ("eagle3", "rejection"), ("eagle3", "block"), ("dflash2", "block"), ("mtp", "rejection"),
+        ("pard", "strict"),
+    ],
+)  # fmt: skip
+def test_drafts_of_which_some_are_looked_up(
+    folder: Path, probabilities: list[Tensor], mode: str, rule: str
+) -> None:
+    """What was found stands in place of what was drawn, for some requests of a step."""
+    config, counts = _with_lookup(folder, mode, rule), []
+    values = _p_values_of(
+        folder, probabilities, config, least=1.0, watch=lambda llm: counts.append(llm.stats())
+    )
+    assert min(values) > CHANCE
+    assert 1000 < counts[0].num_looked_up_drafts < 6000 * K
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_that_are_not_known_as_certain_are_noticed(
+    folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that were looked up are judged as if the network had drawn its own."""
+    real = LookupBesideNetwork.override
+
+    def override(self: LookupBesideNetwork, inputs: Any, drafts: Tensor, memory: Any) -> Tensor:
+        return real(self, inputs, drafts, None)
+
+    monkeypatch.setattr(LookupBesideNetwork, "override", override)
+    config = _with_lookup(folder, "eagle3", rule)
+    assert min(_p_values_of(folder, probabilities, config, least=1.0)) < CHANCE / 10
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "mtp", "dspark"])
+def test_seeds_with_lookup_say_what_plain_decoding_does(
+    folder: Path, plain_texts: list[list[int]], mode: str
+) -> None:
+    """Under exact match, twice: the second time the pool has the texts."""
+    config = _with_lookup(folder, mode, "exact_match")
+    llm = engine(folder, config)
+    assert [texts(llm, *requests(5)) for _ in range(2)] == [plain_texts] * 2
+    assert llm.stats().num_looked_up_drafts > 20
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -32,17 +32,27 @@ from .target import sample_target_tokens
 
 @dataclass(frozen=True)
 class DraftDistributions:
-    """The distributions that a step's drafts were drawn from. Logits are before temperature."""
+    """The distributions that a step's drafts were drawn from. Logits are before temperature.
+
+    A draft that is certain has a distribution too: all of it is on the draft.
+    """
 
     logits: Tensor  # [G, K, Vd]
     log_q: Tensor  # [G, K] float32, of the drafts themselves
     target_ids: Tensor | None  # [Vd] int64; None: the same vocabulary
+    certain: Tensor  # [G, K] int64, the draft where it is certain, else -1
 
     @staticmethod
-    def of(memory: DraftMemory, slots: Tensor, num_drafts: int) -> DraftDistributions:
-        """Gathers those of the first `num_drafts` drafts in these slots [G]."""
-        logits, log_q = memory.logits[slots, :num_drafts], memory.log_q[slots, :num_drafts]
-        return DraftDistributions(logits, log_q, memory.target_ids)
+    def of(memory: DraftMemory, slots: Tensor, drafts: Tensor) -> DraftDistributions:
+        """Gathers those of drafts [G, K] int32 in these slots [G]."""
+        num_drafts, are_certain = drafts.shape[1], memory.are_certain[slots, None]
+        log_q = memory.log_q[slots, :num_drafts].masked_fill(are_certain, 0.0)
+        return DraftDistributions(
+            logits=memory.logits[slots, :num_drafts],
+            log_q=log_q,
+            target_ids=memory.target_ids,
+            certain=torch.where(are_certain, drafts.to(torch.int64), -1),
+        )
 
     def probabilities(self, temperatures: Tensor, vocab_size: int, rows: Tensor) -> Tensor:
         """Returns q of one row per request over the target's vocabulary, [G, V] float32.
@@ -52,9 +62,11 @@ class DraftDistributions:
         """
         index = torch.arange(rows.shape[0], device=rows.device)
         q = scaled_logits(self.logits[index, rows], temperatures)[0].softmax(-1)
-        if self.target_ids is None:
-            return q
-        return q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
+        if self.target_ids is not None:
+            q = q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
+        certain = self.certain[index, rows][:, None]
+        one = torch.zeros_like(q).scatter(1, certain.clamp_min(0), 1.0)
+        return torch.where(certain >= 0, one, q)
 
 
 Verdict = Callable[[Tensor, Tensor, DraftDistributions, SamplingMetadata], tuple[Tensor, Tensor]]
@@ -87,7 +99,7 @@ class Rejection(Match):
             tokens[:contexts, 0] = first
         rows = sampling.select(slice(contexts, None))
         log_p = target_log_probs(logits[contexts:], rows).view(len(drafts), num_drafts + 1, -1)
-        drawn_from = DraftDistributions.of(memory, slots[contexts:], num_drafts)
+        drawn_from = DraftDistributions.of(memory, slots[contexts:], drafts)
         count, token = self.verdict(log_p, drafts, drawn_from, rows)
         columns = torch.arange(num_drafts + 1, device=drafts.device)
         judged = torch.where(

@@ -99,6 +99,7 @@ class EngineStats:
         decode second.
     forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None.
     prefix_cache: what prompts found of earlier ones.
+    num_looked_up_drafts: drafts that suffix lookup proposed in place of a network's (`sa_config`).
     """
 
     generated_tokens: int
@@ -111,6 +112,7 @@ class EngineStats:
     num_preemptions: int
     forced_acceptance: float | None
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
+    num_looked_up_drafts: int = 0
 
 
 def acceptance_stats(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -16,6 +15,7 @@ from rich.text import Text
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts, select_prompts
 from .engine import load_llm, load_pair, parse_mode
 from .errors import CliError
+from .numbers import MAX_TEMPERATURE, parse_numbers
 from .options import AcceptanceOptions, EngineOptions, JsonOptions
 from .output import check_writable, write_json
 from .render import forced_banner, make_console
@@ -24,8 +24,6 @@ from .status import Progress
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..report import AcceptanceReport, Advice, Group
-
-MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,12 @@ class Plan:
     def of(cls, what: AcceptanceOptions) -> Plan:
         """Raises CliError, DataError where an option cannot be."""
         categories = [name.strip() for name in (what.categories or "").split(",") if name.strip()]
-        temperatures = _numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
-        contexts = [int(n) for n in _numbers("--contexts", what.contexts, 1, 2**20, whole=True)]
+        temperatures = parse_numbers("--temperatures", what.temperatures, 0, MAX_TEMPERATURE)
+        contexts = [
+            int(n) for n in parse_numbers("--contexts", what.contexts, 1, 2**20, whole=True)
+        ]
         prompts = select_prompts(load_prompts(what.prompts), categories, what.per_category)
-        return cls(prompts, temperatures, contexts)
+        return cls(prompts, temperatures, [int(n) for n in contexts])
 
 
 def run_acceptance(options: EngineOptions, what: AcceptanceOptions, output: JsonOptions) -> int:
@@ -131,26 +131,6 @@ def _advise(
         progress=progress,
     )
     return advise(step_ms, report.rates_to_advise, batch)
-
-
-def _numbers(
-    option: str, text: str | None, low: float, high: float, whole: bool = False
-) -> list[float]:
-    """Returns the numbers of `0,0.7,1`, each once."""
-    numbers = []
-    for part in (text or "").split(",") if text is not None else []:
-        try:
-            number = int(part) if whole else float(part)
-        except ValueError:
-            number = math.nan
-        if not low <= number <= high:
-            kind = "whole numbers" if whole else "numbers"
-            raise CliError(
-                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {kind} in {low:g} … "
-                f"{high:g}, separated by commas."
-            )
-        numbers.append(number)
-    return list(dict.fromkeys(numbers))
 
 
 def _mode(report: AcceptanceReport) -> str:

@@ -33,6 +33,7 @@ from .options import (
     PromptOptions,
     SamplingOptions,
     ServeOptions,
+    SweepOptions,
     TrainOptions,
 )
 from .output import in_new_spelling
@@ -110,14 +111,23 @@ def bench(
     prompts: PromptOptions,
     sampling: SamplingOptions,
     repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help="Measured runs of each engine.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            "--repeat", min=1, help="Measured runs of each engine. Default: 3, with --sweep 1."
+        ),
+    ] = None,
+    sweep: SweepOptions,
     output: JsonOptions,
 ) -> None:
     """Decode the same prompts without and with speculation, interleaved; medians."""
-    from .bench import run_bench
+    if sweep.sweep:
+        from .sweep import run_sweep
 
-    raise typer.Exit(run_bench(engine, prompts, sampling, repeat, output))
+        raise typer.Exit(run_sweep(engine, prompts, sampling, sweep, repeat or 1, output))
+    from .bench import refuse_sweep_options, run_bench
+
+    refuse_sweep_options(sweep)
+    raise typer.Exit(run_bench(engine, prompts, sampling, repeat or 3, output))
 
 
 @app.command()

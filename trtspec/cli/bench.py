@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,15 @@ from rich.text import Text
 
 from ..data.prompts import PROMPT_SETS
 from .engine import describe, load_pair, make_sampling_params
-from .errors import EXIT_FAILED, show_error
+from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import Prompt, read_prompts, to_inputs
-from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions
+from .options import (
+    EngineOptions,
+    JsonOptions,
+    PromptOptions,
+    SamplingOptions,
+    SweepOptions,
+)
 from .output import check_writable, write_json
 from .render import finite, first_difference, forced_banner, make_console, position_bars
 from .status import Progress
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
     from ..api.outputs import EngineStats
     from ..api.sampling_params import SamplingParams
     from ..llm import LLM
+
+
+_RUNS = count()
 
 
 class BenchFailed(Exception):
@@ -80,6 +90,13 @@ class SetResult:
     @property
     def is_identical(self) -> bool:
         return all(index is None for index in self.differences)
+
+
+def refuse_sweep_options(sweep: SweepOptions) -> None:
+    """Raises CliError for an option that only a sweep reads."""
+    for field_of, value in vars(sweep).items():
+        if value != getattr(SweepOptions(), field_of):
+            raise CliError(f"--{field_of} is of --sweep: give that too.")
 
 
 def run_bench(
@@ -145,7 +162,8 @@ class Measurement:
         inputs = to_inputs(llm, prompts, self.raw)
         llm.reset_prefix_cache()  # else all runs but the first would find the prompts
         llm.reset_stats()
-        outputs = llm.generate(inputs, self.params)
+        salt = f"run {next(_RUNS)}"  # else suffix lookup would find an earlier run's answers
+        outputs = llm.generate(inputs, self.params, cache_salt=salt)
         for number, output in enumerate(outputs, start=1):
             if output.outputs[0].finish_reason == "error":
                 raise BenchFailed(f"prompt {number} failed with {llm.mode.name}: {output.error}")

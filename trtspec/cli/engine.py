@@ -30,7 +30,7 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     `eagle3` and `mtp_eagle` name a drafter here: it drafts inside the step unless `--two-engine`
     asks for passes of its own.
     """
-    from ..config import CONFIG_OF_MODE, HeadDecodingConfig
+    from ..config import CONFIG_OF_MODE, HeadDecodingConfig, SAEnhancerConfig
 
     mode = parse_mode(options.speculative)
     config_class = CONFIG_OF_MODE.get(mode)
@@ -58,6 +58,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         arguments["speculative_model"] = resolve_model(options.draft_model, progress)
     if head_class is not None:
         arguments = _head_arguments(options, mode, head_class, progress) | arguments
+    if options.sa:
+        arguments["sa_config"] = SAEnhancerConfig()
     return config_class(**arguments)
 
 
@@ -107,6 +109,11 @@ def _check_companions(
         raise CliError(
             f"--two-engine was given, but {mode.name} has no two-engine form: eagle3 and mtp_eagle "
             "have."
+        )
+    if options.sa and not mode.drafts_with_network():
+        raise CliError(
+            f"--sa was given, but {mode.name} drafts without a network: it goes beside eagle3, "
+            "dflash, dspark, mtp, mtp_eagle or draft_target. Alone it is --speculative sa."
         )
     of_drafts = {
         "--acceptance": options.acceptance,

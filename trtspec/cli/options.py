@@ -88,6 +88,14 @@ class EngineOptions:
         bool,
         typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
     ] = False
+    sa: Annotated[
+        bool,
+        typer.Option(
+            "--sa",
+            help="Beside a head or a draft model: drafts from this and earlier answers, where "
+            "they repeat at least 4 tokens.",
+        ),
+    ] = False
     acceptance: Annotated[
         str | None,
         typer.Option(
@@ -220,6 +228,60 @@ class JsonOptions:
     @property
     def is_wanted(self) -> bool:
         return self.as_json or self.json_file is not None
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What `trtspec bench --sweep` goes through."""
+
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="A table: plain, each fixed K, auto, sa, and --speculative with sa, over "
+            "concurrency, temperature and kinds of text.",
+        ),
+    ] = False
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="--sweep: requests at once, like 1,8,32.")
+    ] = "1,4"
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", help="--sweep: like 0,0.7,1. 0 is greedy.")
+    ] = "0,1"
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kinds",
+            help="--sweep: of text: chat, code, maths, summarise, translate, rewrite, agent; or "
+            "all. --prompt and --prompt-file are a kind of their own.",
+        ),
+    ] = "chat,agent"
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            "--contexts",
+            help="--sweep: like 512,4096: after turns that make the prompts this long.",
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            "--columns",
+            help="--sweep: some of plain, fixed, auto, sa, both (--speculative with sa). Each has "
+            "an engine of its own. Default: all that there can be.",
+        ),
+    ] = None
+    fixed: Annotated[
+        str | None,
+        typer.Option("--fixed", help="--sweep: fixed K, like 1,2,4. Default: up to 8 all."),
+    ] = None
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", help="--sweep: draw the table to this file, as SVG."),
+    ] = None
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="--sweep: write the table to this file.")
+    ] = None
 
 
 @dataclass(frozen=True)

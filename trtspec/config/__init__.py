@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from .fields import require_int as require_int
     from .fields import require_layers as require_layers
     from .fields import require_path as require_path
+    from .suffix import SAEnhancerConfig as SAEnhancerConfig
+    from .suffix import SuffixSearchConfig as SuffixSearchConfig
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -86,5 +88,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "require_layers",
             "require_path",
         ),
+        "suffix": ("SAEnhancerConfig", "SuffixSearchConfig"),
     },
 )

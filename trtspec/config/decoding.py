@@ -17,6 +17,7 @@ from ..checks import is_int, is_number
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
 from .fields import require_bool, require_int, require_layers, require_path
+from .suffix import SAEnhancerConfig, SuffixSearchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class NGramDecodingConfig(DecodingBaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SADecodingConfig(DecodingBaseConfig):
+class SADecodingConfig(SuffixSearchConfig, DecodingBaseConfig):
     """Suffix lookup: drafts copied from the request's own text and from earlier requests' outputs.
 
     All earlier occurrences of the text's last tokens are compared, the longer ones first. The
@@ -196,12 +197,6 @@ class SADecodingConfig(DecodingBaseConfig):
     """
 
     max_draft_len: int = 16
-    max_matching_ngram_size: int = -1
-    min_matching_ngram_size: int = 1
-    min_token_prob: float = 0.1
-    match_decay: float = 1.0
-    enable_global_pool: bool = True
-    global_pool_tokens: int = 2**20
     global_pool_size: int | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.SA
@@ -210,23 +205,7 @@ class SADecodingConfig(DecodingBaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_matching_ngram_size != -1:
-            require_int(self, "max_matching_ngram_size", 1, 64)
-        require_int(self, "min_matching_ngram_size", 1, 64)
-        most = self.max_matching_ngram_size
-        if most != -1 and self.min_matching_ngram_size > most:
-            raise ConfigError(
-                f"SADecodingConfig.min_matching_ngram_size={self.min_matching_ngram_size} is above "
-                f"max_matching_ngram_size={most}: lower it."
-            )
-        for name, high in (("min_token_prob", 1.0), ("match_decay", 100.0)):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= high:
-                raise ConfigError(
-                    f"SADecodingConfig.{name}={shown(value)}: it must be in 0 … {high:g}."
-                )
-        require_bool(self, "enable_global_pool")
-        require_int(self, "global_pool_tokens", 1024, 2**28)
+        self.check_search()
         if self.global_pool_size is not None:
             require_int(self, "global_pool_size", 1, None)
             logger.warning(
@@ -246,11 +225,13 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
             None is whether its config.json has a `pard_token`.
         draft_tensor_parallel_size: ranks that the draft model is cut over: all of the target's, or
             1, where every rank has all of it and drafts the same. None is all, if it can be cut.
+        sa_config: suffix lookup beside the model (`SAEnhancerConfig`); None is without.
     """
 
     speculative_model: str | os.PathLike[str] | None = None
     parallel_drafting: bool | None = None
     draft_tensor_parallel_size: int | None = None
+    sa_config: SAEnhancerConfig | SADecodingConfig | None = None
 
     mode: ClassVar[SpeculativeDecodingMode] = SpeculativeDecodingMode.DRAFT_TARGET
     decoding_type: ClassVar[str] = "DraftTarget"
@@ -262,6 +243,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
             require_bool(self, "parallel_drafting")
         if self.draft_tensor_parallel_size is not None:
             require_int(self, "draft_tensor_parallel_size", 1, None)
+        resolve_lookup(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +270,14 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
     """Base of the configs whose drafter is a head: a network that reads the target's hidden states.
 
     The engine loads any of them alike, by what the class says of itself.
+
+    Args:
+        sa_config: suffix lookup beside the head (`SAEnhancerConfig`); None is without.
     """
 
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
+    sa_config: SAEnhancerConfig | SADecodingConfig | None = None
 
     auto_draft_len: ClassVar[int] = 0  # the head's own
     head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle", "mtp", …
@@ -343,6 +329,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
         require_path(self, "speculative_model")
         require_bool(self, "eagle3_one_model")
         require_layers(self, "eagle3_layers_to_capture")
+        resolve_lookup(self)
 
     @property
     def spec_dec_mode(self) -> SpeculativeDecodingMode:
@@ -379,6 +366,7 @@ class DFlashDecodingConfig(HeadDecodingConfig):
         require_common(self)
         require_path(self, "speculative_model")
         require_layers(self, "target_layer_ids")
+        resolve_lookup(self)
 
     @property
     def head_options(self) -> dict[str, Any]:
@@ -462,6 +450,7 @@ class MTPDecodingConfig(HeadDecodingConfig):
         if self.speculative_model is not None:
             require_path(self, "speculative_model")
         self._check_relaxed_acceptance()
+        resolve_lookup(self)
 
     def _check_relaxed_acceptance(self) -> None:
         require_int(self, "relaxed_topk", 1, 1024)
@@ -604,6 +593,41 @@ def resolve_auto(config: DecodingBaseConfig) -> None:
     for field in {name, "max_draft_len"}:
         object.__setattr__(config, field, config.auto_draft_len)
     object.__setattr__(config, "draft_len_schedule", "auto")
+
+
+def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> None:
+    """Makes `sa_config` an `SAEnhancerConfig`; None stays.
+
+    Raises:
+        ConfigError: it is none, or the config cannot have one.
+    """
+    given, name = config.sa_config, type(config).__name__
+    if given is None:
+        return
+    if isinstance(given, Mapping):
+        given = SAEnhancerConfig.from_dict(given)
+    if isinstance(given, SADecodingConfig):
+        drafting = SADecodingConfig(**given.search_fields())
+        values = {f.name: getattr(given, f.name) for f in fields(given)}
+        other = [field for field in values if values[field] != getattr(drafting, field)]
+        if other:
+            raise ConfigError(
+                f"{name}.sa_config=SADecodingConfig({other[0]}={shown(values[other[0]])}): beside "
+                f"a drafter {name} says that. Leave it out of sa_config."
+            )
+        given = SAEnhancerConfig(**given.search_fields())
+    if not isinstance(given, SAEnhancerConfig):
+        raise ConfigError(
+            f"{name}.sa_config={shown(given)}: give SAEnhancerConfig(...), a dict of its fields, "
+            "or None."
+        )
+    one_model = getattr(config, "one_model_field", None)
+    if one_model is not None and not getattr(config, one_model):
+        raise ConfigError(
+            f"{name}.sa_config looks up drafts inside the step, {one_model}=False drafts outside "
+            "it. Leave one of them out."
+        )
+    object.__setattr__(config, "sa_config", given)
 
 
 def require_common(config: DecodingBaseConfig) -> None:

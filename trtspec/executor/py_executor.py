@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -85,6 +86,7 @@ class PyExecutor:
         self.reader = StepReader(self.device)
         self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
+        self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
         self.stop_check: StopCheck | None = None
         self.record_steps = False
@@ -490,7 +492,14 @@ class PyExecutor:
             self.book.on_finish = watch.add_finished
 
     def stats(self) -> EngineStats:
-        return self.statistics.summary(self.forced_acceptance, self.kv_cache)
+        stats = self.statistics.summary(self.forced_acceptance, self.kv_cache)
+        looked_up = self._num_looked_up() - self._looked_up_before
+        return replace(stats, num_looked_up_drafts=max(0, looked_up))
 
     def reset_stats(self) -> None:
+        self._looked_up_before = self._num_looked_up()
         self.statistics.reset(self.kv_cache.num_evicted_blocks)
+
+    def _num_looked_up(self) -> int:
+        """Returns the drafts that were looked up beside a network's, 0 after the shutdown."""
+        return 0 if self._is_shut_down else self.worker.num_looked_up_drafts(self.state.worker)

@@ -14,7 +14,8 @@ from ..errors import ConfigError
 class DraftMemory:
     """S slots and one scratch slot; K drafts; Vd tokens of the drafter.
 
-    log q of draft token j is (logits[j] - best) / T - log_sum.
+    log q of draft token j is (logits[j] - best) / T - log_sum. Drafts that are certain were not
+    drawn: their q is 1, whatever the tensors hold.
     """
 
     logits: Tensor  # [S+1, K, Vd] in the drafter's dtype, before temperature
@@ -23,6 +24,7 @@ class DraftMemory:
     log_q: Tensor  # [S+1, K] float32, of the drafts themselves
     target_ids: Tensor | None  # [Vd] int64; None: the drafter's vocabulary is the target's
     draft_ids: Tensor | None  # [V] int32, the inverse, -1 where the drafter lacks the token
+    are_certain: Tensor  # [S+1] bool, whether the slot's drafts are
 
     @staticmethod
     def allocate(
@@ -52,7 +54,8 @@ class DraftMemory:
             draft_ids = torch.full(
                 (target_vocab_size,), -1, dtype=torch.int32, device=device
             ).index_copy(0, target_ids, all_draft_ids.to(torch.int32))
-        return DraftMemory(logits, best, log_sum, log_q, target_ids, draft_ids)
+        are_certain = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        return DraftMemory(logits, best, log_sum, log_q, target_ids, draft_ids, are_certain)
 
     def require_slots(self, num_slots: int) -> None:
         """Raises ConfigError if the memory has fewer slots."""

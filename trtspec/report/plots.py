@@ -69,7 +69,7 @@ def _positions(figure_class: Any, report: AcceptanceReport) -> str:
     axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.03), xticks=list(numbers))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> str:
@@ -100,7 +100,7 @@ def _bars(figure_class: Any, groups: Sequence[Group], temperatures: Sequence[flo
     axes.grid(axis="x", alpha=0.3)
     if len(temperatures) > 1:
         axes.legend(fontsize="small")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _temperatures(figure_class: Any, report: AcceptanceReport) -> str:
@@ -112,7 +112,7 @@ def _temperatures(figure_class: Any, report: AcceptanceReport) -> str:
     axes.set(xlabel="temperature", ylabel="tokens per step")
     axes.set_ylim(bottom=0.95)
     axes.grid(alpha=0.3)
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
@@ -128,7 +128,7 @@ def _speeds(figure_class: Any, report: AcceptanceReport) -> str:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _label(name: str) -> str:
@@ -146,7 +146,7 @@ def _with_errors(estimates: Sequence[Estimate]) -> tuple[list[float], list[list[
     return values, [below, above]
 
 
-def _svg(figure: Any) -> str:
+def to_svg(figure: Any) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()

@@ -35,6 +35,7 @@ from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
 from ..utils import renamed, to_device
+from .lookup import LookupBesideNetwork, SuffixLookup
 from .protocols import DraftInputs, DraftModel, EndedText, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
 
@@ -59,6 +60,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """(slots, the target's vocabulary) of the last step."""
     _guided: GuidedStep | None = None
     """Masks of this step's drafts, where a request has a grammar."""
+    lookup: SuffixLookup | None = None
+    """Drafts from texts: all of them in mode SA, those of some requests where the config has an
+    `sa_config`."""
 
     def __init__(self, config: DecodingBaseConfig | None = None):
         super().__init__(config)
@@ -68,6 +72,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
                 f"{worker.__name__} cannot draft: write draft(inputs) -> [B, K] int32, -1 where "
                 "there is no draft, or all of forward."
             )
+        lookup_config = getattr(config, "sa_config", None)
+        if lookup_config is not None:
+            self.lookup = LookupBesideNetwork(lookup_config, self.max_draft_len)
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -100,12 +107,15 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     ) -> dict[str, Tensor]:
         """Returns state by slot: tensors with a leading slot dimension, the last slot scratch.
 
-        The base returns what the acceptance rule keeps. A worker adds its tensors to that.
+        The base returns what the acceptance rule and the lookup keep. A worker adds its tensors.
 
         Args:
             hidden_size, dtype: the target's, for workers that keep hidden states.
         """
-        return self.rule.allocate_state(num_slots, device)
+        state = self.rule.allocate_state(num_slots, device)
+        if self.lookup is not None:
+            state |= self.lookup.allocate_state(num_slots, max_seq_len, device)
+        return state
 
     def admit(
         self,
@@ -122,17 +132,28 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.rule.admit(state, slot, token_ids[:split], token_ids[split:])
+        if self.lookup is not None:
+            self.lookup.admit(state, slot, token_ids)
 
     @property
     def remembers_texts(self) -> bool:
         """Whether texts of requests that ended are drafted from."""
-        return False
+        return self.lookup is not None and self.lookup.remembers_texts
 
     def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
         """Writes whose texts the request in `slot` may be drafted from, after `admit`."""
+        if self.lookup is not None:
+            self.lookup.set_salt(state, slot, salt)
 
     def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
         """Keeps a text for later requests of its salt. Called between steps; does not wait."""
+        if self.lookup is not None:
+            self.lookup.remember_text(state, text)
+
+    def num_looked_up_drafts(self, state: dict[str, Tensor]) -> int:
+        """Returns how many drafts came from texts beside a network's. Waits for the device."""
+        lookup = self.lookup
+        return lookup.num_looked_up(state) if isinstance(lookup, LookupBesideNetwork) else 0
 
     @property
     def remembers_drafts(self) -> bool:
@@ -197,7 +218,14 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             spec_metadata,
             draft_model,
         )
-        return self.outputs(logits, inputs, self.draft(inputs))
+        return self.outputs(logits, inputs, self.draft_or_look_up(inputs))
+
+    def draft_or_look_up(self, inputs: DraftInputs) -> Tensor:
+        """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
+        drafts = self.draft(inputs)
+        if isinstance(self.lookup, LookupBesideNetwork):
+            return self.lookup.override(inputs, drafts, self.draft_memory)
+        return drafts
 
     def verify(
         self,
@@ -223,7 +251,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             spec_metadata.keyed_by(positions),
             spec_metadata.step(sizes, self.max_draft_len, logits.device) as step,
         ):
-            step.require(StepNeeds(self.state_names))
+            looked_up = () if self.lookup is None else self.lookup.state_names
+            step.require(StepNeeds((*self.state_names, *looked_up)))
             accepted, lens = self.sample_and_accept_draft_tokens(
                 logits, drafts, num_contexts, batch_size, spec_metadata
             )

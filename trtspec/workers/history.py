@@ -1,4 +1,4 @@
-"""`HistoryWorker`: the base of drafters that look things up in a request's own text."""
+"""Every slot's tokens so far, and the base of drafters that look things up in them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..utils import rows_to_tensor
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
+from .texts import STATE_NAMES, add_accepted, admit_text, allocate_texts
 
 
 class HistoryWorker(SpecWorkerBase):
     """Keeps every slot's tokens so far (prompt and output) and their number."""
 
-    state_names = ("history", "history_lens")
+    state_names = STATE_NAMES
 
     def allocate_state(
         self,
@@ -26,13 +26,8 @@ class HistoryWorker(SpecWorkerBase):
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
-        # Columns past max_seq_len take tokens beyond the maximum length; the last takes the writes
-        # of masked entries. No lookup reads them.
-        columns = max_seq_len + self.max_draft_len + 2
         state = super().allocate_state(num_slots, max_seq_len, device)
-        state["history"] = torch.zeros(num_slots + 1, columns, dtype=torch.int32, device=device)
-        state["history_lens"] = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        return state
+        return state | allocate_texts(num_slots, max_seq_len, self.max_draft_len, device)
 
     def admit(
         self,
@@ -42,36 +37,8 @@ class HistoryWorker(SpecWorkerBase):
         num_prompt_tokens: int | None = None,
     ) -> None:
         super().admit(state, slot, token_ids, num_prompt_tokens)
-        device = state["history"].device
-        tokens = rows_to_tensor(list(token_ids), torch.int32, device)
-        state["history"][slot, : len(token_ids)] = tokens
-        state["history_lens"][slot : slot + 1] = rows_to_tensor(
-            [len(token_ids)], torch.int64, device
-        )
+        admit_text(state, slot, token_ids)
 
     def add_accepted(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
-        """Adds a step's accepted tokens to its requests' texts.
-
-        Returns:
-            the texts [B, L] int32, which may hold anything past their ends, and their lengths [B]
-            int64, at most L.
-        """
-        step, slots = inputs.step, inputs.step.slot_ids
-        history, history_lens = step.state["history"], step.state["history_lens"]
-        lens = history_lens[slots]
-        added = step.output_lens(inputs.num_accepted_tokens).to(torch.int64)
-        tokens = inputs.accepted_tokens  # [B, K+1]
-        trash = history.shape[1] - 1
-        offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        columns = torch.where(offsets < added[:, None], lens[:, None] + offsets, trash)
-        columns = columns.clamp(max=trash)
-        history[slots[:, None], columns] = tokens
-        lens = (lens + added).clamp(max=trash)
-        history_lens[slots] = lens
-
-        # The host's bound of the lengths, so that a short history is not searched at full width. A
-        # context's history holds its whole prompt, of which this pass may have read a part only.
-        meta, width = inputs.attn_metadata, trash
-        if meta is not None and meta.num_contexts == 0:
-            width = min(meta.max_kv_len + self.max_draft_len + 2, trash)
-        return history[slots, :width], lens
+        """Adds a step's accepted tokens to its requests' texts, and returns them."""
+        return add_accepted(inputs, self.max_draft_len)

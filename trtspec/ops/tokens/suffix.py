@@ -90,7 +90,15 @@ def matches_in_text(history: Tensor, lens: Tensor, search: Search) -> Matches:
     )
 
 
-def vote(sources: tuple[Matches, ...], decay: float, least: float) -> Tensor:
+class Continuation(NamedTuple):
+    """What is drafted for each of B texts."""
+
+    tokens: Tensor  # [B, K] int32, -1 where there is no draft
+    match_lens: Tensor  # [B] int64, tokens of the match that it follows; 0: no drafts
+    worth: Tensor  # [B] float32, how many are expected to be accepted
+
+
+def vote(sources: tuple[Matches, ...], decay: float, least: float) -> Continuation:
     """Returns the continuation that most tokens are expected to be accepted of, and no more of it.
 
     Draft k of a match of n tokens is expected to be accepted with probability
@@ -102,15 +110,15 @@ def vote(sources: tuple[Matches, ...], decay: float, least: float) -> Tensor:
 
     Args:
         sources: each in the order of preference, as the functions that find them return it.
-
-    Returns:
-        [B, K] int32, -1 where there is no draft.
     """
     chances = torch.cat([_chances(matches, decay) for matches in sources], dim=1)  # [B, C, K]
     chances = chances.masked_fill(chances < least, 0.0)
-    best = chances.sum(-1).argmax(1)[:, None, None].expand(-1, 1, chances.shape[2])
-    tokens = torch.cat([matches.tokens for matches in sources], dim=1).gather(1, best)
-    return tokens.masked_fill(chances.gather(1, best) == 0, -1).squeeze(1)
+    worth, best = chances.sum(-1).max(1)
+    chosen = best[:, None, None].expand(-1, 1, chances.shape[2])
+    tokens = torch.cat([matches.tokens for matches in sources], dim=1).gather(1, chosen)
+    tokens = tokens.masked_fill(chances.gather(1, chosen) == 0, -1).squeeze(1)
+    lens = torch.cat([matches.lens for matches in sources], dim=1).gather(1, best[:, None])
+    return Continuation(tokens, lens.squeeze(1).masked_fill(worth == 0, 0), worth)
 
 
 def _chances(matches: Matches, decay: float) -> Tensor:

@@ -46,6 +46,7 @@ class Memory(NamedTuple):
     log_sum: Tensor  # [S, K] float32
     log_q: Tensor  # [S, K] float32
     draft_ids: Tensor | None  # [V] int, the drafter's id of a target token; None: the same
+    are_certain: Tensor  # [S] bool, whether the drafts were not drawn: q is 1 on each
     depths: int  # K
     vocab: int  # Vd
 
@@ -107,6 +108,7 @@ def memory_of(memory: DraftMemory, slots: Tensor) -> Memory:
         log_sum=memory.log_sum,
         log_q=memory.log_q,
         draft_ids=memory.draft_ids,
+        are_certain=memory.are_certain,
         depths=memory.logits.shape[1],
         vocab=memory.logits.shape[2],
     )
@@ -199,8 +201,9 @@ def first_row(request, num_contexts, ROWS: tl.constexpr):
 
 
 @triton.jit
-def draft_weight(memory, at, v, vocab, temperature):
-    """q of the target's tokens v. at: slot * K + depth."""
+def draft_weight(memory, slot, depth, draft, v, vocab, temperature):
+    """q of the target's tokens v. draft: the one that was proposed at this depth."""
+    at = slot * memory.depths + depth
     if memory.draft_ids is not None:
         j = tl.load(memory.draft_ids + v, mask=v < vocab, other=-1)
         has = j >= 0
@@ -209,7 +212,9 @@ def draft_weight(memory, at, v, vocab, temperature):
         has = v < memory.vocab
     y = tl.load(memory.logits + at * memory.vocab + j, mask=has, other=float("-inf"))
     y = (clean(y) - tl.load(memory.best + at)) / temperature
-    return tl.exp(y - tl.load(memory.log_sum + at))
+    drawn = tl.exp(y - tl.load(memory.log_sum + at))
+    is_certain = tl.load(memory.are_certain + slot)
+    return tl.where(is_certain, tl.where(v == draft, 1.0, 0.0), drawn)
 
 
 @triton.jit
@@ -250,8 +255,8 @@ def _draw_kernel(
             draft = tl.load(judged, mask=is_rejected, other=-1)
             left = tl.full([CHUNK], -1.0, tl.float32)
             if draft >= 0:
-                depth = tl.load(memory.slots + item) * memory.depths + count
-                q = draft_weight(memory, depth, v, rows.vocab, temperature)
+                slot = tl.load(memory.slots + item)
+                q = draft_weight(memory, slot, count, draft, v, rows.vocab, temperature)
                 rest = tl.load(step.scales + item) * p - q
                 left = tl.where(rest > 0, rest / noise, -1.0)
             other = at + rows.chunks

@@ -133,7 +133,7 @@ def _judge(
 
 
 @triton.jit
-def _log_ratio(rows, row, draft, divisor, log_q_ptr, SIZES: tl.constexpr):
+def _log_ratio(rows, row, draft, divisor, memory, slot, depth, SIZES: tl.constexpr):
     """Returns log(p / q) of the draft that this row judges; for a draft of -1 it means nothing."""
     base, total = row_total(rows, row, divisor, SIZES.CHUNKS)
     v = tl.maximum(draft, 0)
@@ -141,7 +141,9 @@ def _log_ratio(rows, row, draft, divisor, log_q_ptr, SIZES: tl.constexpr):
     if rows.kept is not None:
         total = tl.load(rows.kept + row)
         x = filtered(rows, row, x, v, SIZES.LOW_BITS)
-    return (x - base) / divisor - tl.log(total) - tl.load(log_q_ptr)
+    log_q = tl.load(memory.log_q + slot * memory.depths + depth)
+    log_q = tl.where(tl.load(memory.are_certain + slot), 0.0, log_q)
+    return (x - base) / divisor - tl.log(total) - log_q
 
 
 @triton.jit
@@ -165,13 +167,13 @@ def _left_kernel(rows, step, memory, left_ptr, SIZES: tl.constexpr, PDL: tl.cons
         weight = 1.0
         for i in range(0, after):
             draft = tl.load(step.drafts + generation * (ROWS - 1) + i)
-            log_q_ptr = memory.log_q + slot * memory.depths + i
-            ratio = _log_ratio(rows, row + i, draft, temperature, log_q_ptr, SIZES)
+            ratio = _log_ratio(rows, row + i, draft, temperature, memory, slot, i, SIZES)
             weight = _next_weight(weight, draft, ratio)
         row += after
         v = chunk * SIZES.CHUNK + tl.arange(0, SIZES.CHUNK)
         p = probabilities(rows, row, v, temperature, SIZES)
-        q = draft_weight(memory, slot * memory.depths + after, v, rows.vocab, temperature)
+        judged = tl.load(step.drafts + generation * (ROWS - 1) + after)
+        q = draft_weight(memory, slot, after, judged, v, rows.vocab, temperature)
         rest = weight * p - q
         left = tl.sum(tl.where(rest > 0, rest, 0.0), 0)
     entry = (generation * (ROWS - 2) + after - 1) * rows.chunks + chunk
@@ -212,8 +214,7 @@ def _judge_kernel(
         if i < ROWS - 1:
             draft = tl.load(drafts_ptr + i, mask=is_generation, other=-1)
             drafts = tl.where(column == i, draft, drafts)
-            log_q_ptr = memory.log_q + slot * memory.depths + i
-            ratio = _log_ratio(rows, row, draft, divisor, log_q_ptr, SIZES)
+            ratio = _log_ratio(rows, row, draft, divisor, memory, slot, i, SIZES)
             seed, position = tl.load(rows.seeds + row), tl.load(rows.positions + row)
             stream, depth = tl.full([], _ACCEPTANCE, tl.int32), tl.full([], i, tl.int32)
             coin = uniform(seed, position, stream, depth)

@@ -1,0 +1,133 @@
+"""`SweepRun` with engines of tiny models: what is compared with what, and with whose texts."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import Drafters, config_of, cpu_engine, make_drafters
+from oracle import VOCAB
+from tiny_heads import mtp_model_dir
+
+from trtspec import LLM, SADecodingConfig, SAEnhancerConfig, SamplingParams
+from trtspec.data.acceptance_prompts import AcceptancePrompt
+from trtspec.report.sweep import Axes, Sweep, SweepRun, Way, draw_sweep
+
+K = 2
+WAYS = [
+    Way("plain", "plain"), Way("K=1", "fixed", 1), Way("K=2", "fixed", 2), Way("auto", "auto"),
+    Way("sa", "sa"), Way("mtp+sa", "both"),
+]  # fmt: skip
+KINDS = {
+    kind: [AcceptancePrompt(f"{kind}-{i}", kind, ({"role": "user", "content": f"{kind} {i}"},))
+           for i in range(2)]
+    for kind in ("short", "long")
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_model_dir(tmp_path_factory.mktemp("target"), seed=1, num_mtp_layers=K)
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
+
+
+def encoded(messages: list[dict[str, str]]) -> list[int]:
+    """The characters of a chat as tokens, with two around each message."""
+    text = "".join(f"<{message['content']}>" for message in messages)
+    return [ord(character) % VOCAB for character in text]
+
+
+def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Sweep, list[Any]]:
+    opened: list[tuple[int, dict[str, LLM]]] = []
+    mtp = config_of("mtp_eagle", K, drafters)
+    assert mtp is not None
+    configs = {
+        "plain": None,
+        "fixed": mtp,
+        "auto": replace(mtp, draft_len_schedule="auto"),
+        "sa": SADecodingConfig(max_draft_len=8, min_token_prob=0.0),
+        "both": replace(mtp, sa_config=SAEnhancerConfig(threshold=1)),
+    }
+
+    def open_engines(concurrency: int) -> dict[str, LLM]:
+        engines = {}
+        for name, config in configs.items():
+            llm = cpu_engine(
+                target_dir, config, max_batch_size=concurrency, max_seq_len=256, overlap=False
+            )
+            llm.apply_chat_template = encoded  # type: ignore[method-assign]
+            engines[name] = llm
+        opened.append((concurrency, engines))
+        return engines
+
+    given: dict[str, Any] = {"concurrencies": [1, 3], "temperatures": [0.0, 2.0], "kinds": KINDS}
+    run = SweepRun(
+        ways=WAYS, axes=Axes(**given | options),
+        params=SamplingParams(max_tokens=12, seed=0, ignore_eos=True),
+        repeat=2, open_engines=open_engines, progress=lambda *_: None,
+    )  # fmt: skip
+    return run.measure(), opened
+
+
+def test_cells_and_columns(target_dir: Path, drafters: Drafters) -> None:
+    sweep, opened = run_sweep(target_dir, drafters)
+    assert [concurrency for concurrency, _ in opened] == [1, 3]
+    places = [cell.place for cell in sweep.cells]
+    assert len(set(places)) == len(places) == 8
+    assert {(place.concurrency, place.temperature, place.kind) for place in places} == {
+        (n, t, kind) for n in (1, 3) for t in (0.0, 2.0) for kind in KINDS
+    }
+    for cell in sweep.cells:
+        assert cell.num_prompts == max(2, cell.place.concurrency)
+        assert {len(runs) for runs in cell.runs.values()} == {2}
+        assert cell.acceptance_length("plain") == 1.0
+        for runs in cell.runs.values():
+            assert all(run.generated_tokens == 12 * cell.num_prompts for run in runs)
+        for way in WAYS:
+            most = {"plain": 0, "K=1": 1, "sa": 8}.get(way.name, K)
+            assert 1 <= cell.acceptance_length(way.name) <= 1 + most
+        row = sweep.rows()[places.index(cell.place)]
+        fixed = {name: row["columns"][name]["tokens_per_second"] for name in ("K=1", "K=2")}
+        assert row["best_fixed"] == max(fixed, key=fixed.__getitem__)
+        auto = row["columns"]["auto"]["tokens_per_second"]
+        assert row["auto_over_best_fixed"] == auto / max(fixed.values())
+    lines = list(csv.DictReader(io.StringIO(sweep.to_csv())))
+    assert len(lines) == len(places) * len(WAYS)
+    assert sum(line["column"] == "mtp+sa" for line in lines) == len(places)
+
+
+def test_no_run_drafts_from_another_ones_answers(target_dir: Path, drafters: Drafters) -> None:
+    """Greedy answers are the same in each run: found again, they would be accepted as a whole.
+    With three at once the first prompt comes twice, and neither answer is found for the other."""
+    sweep, _ = run_sweep(target_dir, drafters, temperatures=[0.0])
+    for cell in sweep.cells:
+        first, second = cell.runs["sa"]
+        assert first.acceptance_length == second.acceptance_length < 3
+
+
+def test_contexts(target_dir: Path, drafters: Drafters) -> None:
+    contexts = {"contexts": [None, 120], "concurrencies": [1], "temperatures": [0.0]}
+    sweep, _ = run_sweep(target_dir, drafters, **contexts)
+    assert [cell.place.context for cell in sweep.cells] == [None, None, 120, 120]
+
+
+def test_picture(target_dir: Path, drafters: Drafters) -> None:
+    pytest.importorskip("matplotlib")
+    sweep, _ = run_sweep(target_dir, drafters, concurrencies=[2])
+    picture = draw_sweep(sweep)
+    assert picture.startswith("<svg")
+    for text in ("short, T=0", "long, T=2", "mtp+sa", "tokens/s over plain"):
+        assert text in picture

@@ -1,0 +1,325 @@
+"""`trtspec bench --sweep`: a table over concurrency, temperature, kind of text and context."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
+from ..data.agent_prompts import agent_prompts
+from .engine import load_llm, make_sampling_params, parse_draft_len, parse_mode
+from .errors import EXIT_FAILED, CliError, show_error
+from .inputs import read_prompts
+from .numbers import MAX_TEMPERATURE, parse_numbers
+from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions, SweepOptions
+from .output import check_writable, write_json
+from .render import finite, make_console
+from .status import Progress
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..report.sweep import Axes, Cell, Sweep, Way
+
+AGENT = "agent"
+COLUMNS = ("plain", "fixed", "auto", "sa", "both")
+MAX_LISTED = 8
+"""Of longer drafts not every fixed length is a column."""
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """What the command line says, read and checked."""
+
+    engine: EngineOptions
+    sampling: SamplingOptions
+    axes: Axes
+    columns: Sequence[str]
+    fixed: Sequence[int] | None  # None: by K
+
+    @classmethod
+    def of(
+        cls,
+        options: EngineOptions,
+        given: PromptOptions,
+        sampling: SamplingOptions,
+        sweep: SweepOptions,
+    ) -> SweepCommand:
+        """Raises CliError where an option cannot be."""
+        from ..report.sweep import Axes
+
+        _check_others(options, given, sampling)
+        mode = parse_mode(options.speculative)
+        can_have_both = mode.drafts_with_network() and not options.two_engine
+        possible = [name for name in COLUMNS if name != "both" or can_have_both]
+        if mode.is_sa():
+            possible.remove("sa")
+        columns = _names("--columns", sweep.columns, COLUMNS) or possible
+        wrong = [name for name in columns if name not in possible]
+        if wrong:
+            raise CliError(
+                f"--columns {wrong[0]}: with --speculative {options.speculative} there is no such "
+                f"column. Give some of {', '.join(possible)}."
+            )
+        numbers = parse_numbers("--contexts", sweep.contexts, 1, 2**20, whole=True)
+        concurrencies = parse_numbers("--concurrency", sweep.concurrency, 1, 4096, whole=True)
+        fixed = parse_numbers("--fixed", sweep.fixed, 1, 64, whole=True)
+        temperatures = parse_numbers("--temperatures", sweep.temperatures, 0, MAX_TEMPERATURE)
+        return cls(
+            engine=options,
+            sampling=replace(sampling, seed=sampling.seed or 0),
+            axes=Axes(
+                concurrencies=[int(n) for n in concurrencies],
+                temperatures=temperatures,
+                kinds=_kinds(given, sweep.kinds),
+                contexts=[int(n) for n in numbers] or [None],
+            ),
+            columns=[name for name in COLUMNS if name in columns],
+            fixed=[int(n) for n in fixed] or None,
+        )
+
+    def engine_options(self, column: str, concurrency: int) -> EngineOptions:
+        """Returns the options of a column's engine."""
+        options = replace(self.engine, max_batch_size=concurrency)
+        if column in ("plain", "sa"):
+            options = EngineOptions(
+                speculative="none" if column == "plain" else "sa",
+                **{
+                    name: getattr(options, name)
+                    for name in (
+                        "model", "dtype", "device", "max_batch_size", "tensor_parallel_size",
+                        "moe_expert_parallel_size", "no_block_reuse",
+                    )
+                },
+            )  # fmt: skip
+        if column == "auto":
+            options = replace(options, draft_len_schedule="auto")
+        return replace(options, sa=True) if column == "both" else options
+
+    def ways(self, max_draft_len: int) -> list[Way]:
+        """Returns the columns.
+
+        Args:
+            max_draft_len: K of the drafter.
+        """
+        from ..report.sweep import Way
+
+        ways = []
+        for column in self.columns:
+            if column == "fixed":
+                lengths = self.fixed or _lengths(max_draft_len)
+                too_long = [k for k in lengths if k > max_draft_len]
+                if too_long:
+                    raise CliError(f"--fixed {too_long[0]}: K is {max_draft_len}; give at most it.")
+                ways += [Way(f"K={k}", column, k) for k in lengths]
+            else:
+                name = f"{self.engine.speculative}+sa" if column == "both" else column
+                ways.append(Way(name, column))
+        return ways
+
+
+def run_sweep(
+    options: EngineOptions,
+    given: PromptOptions,
+    sampling: SamplingOptions,
+    sweep: SweepOptions,
+    repeat: int,
+    output: JsonOptions,
+) -> int:
+    """Returns the exit code: 0, or 1 when a request failed."""
+    command = SweepCommand.of(options, given, sampling, sweep)
+    files = [path for path in (sweep.picture, sweep.csv, output.json_file) if path is not None]
+    for path in files:
+        check_writable(path)
+    if sweep.picture is not None:
+        from ..report.plots import require_matplotlib
+
+        require_matplotlib()  # before minutes of measuring
+    from ..report.sweep import SweepFailed, draw_sweep
+
+    try:
+        with redirect_stdout(sys.stderr), Progress() as progress:
+            about, table = _measure(command, repeat, progress)
+    except SweepFailed as error:
+        show_error(str(error))
+        return EXIT_FAILED
+    if output.is_wanted:  # first: whatever happens to the rest, nothing is measured again
+        write_json(output, {**about, "cells": _finite(table.rows())})
+    console = make_console(stderr=output.as_json)
+    if not output.as_json:
+        _print_table(console, about, table)
+    if sweep.csv is not None:
+        sweep.csv.write_text(table.to_csv(), encoding="utf-8")
+    if sweep.picture is not None:
+        sweep.picture.write_text(draw_sweep(table), encoding="utf-8", errors="xmlcharrefreplace")
+    for path in files:
+        console.print(Text(f"written: {path}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _measure(
+    command: SweepCommand, repeat: int, progress: Progress
+) -> tuple[dict[str, Any], Sweep]:
+    """Returns what was measured with, and the table."""
+    from ..report.sweep import SweepRun
+
+    first = command.axes.concurrencies[0]
+    # The drafter's engine says K, and is the one whose options can fail.
+    drafter = next(name for name in (*command.columns, "fixed") if name not in ("plain", "sa"))
+    loaded = {drafter: load_llm(command.engine_options(drafter, first), progress)}
+    about = _about(command, loaded[drafter], repeat)
+
+    def open_engines(concurrency: int) -> dict[str, Any]:
+        options = {name: command.engine_options(name, concurrency) for name in command.columns}
+        return {
+            name: loaded.pop(name) if name in loaded else load_llm(asked, progress)
+            for name, asked in options.items()
+        }
+
+    run = SweepRun(
+        ways=command.ways(about["max_draft_len"]),
+        axes=command.axes,
+        params=make_sampling_params(command.sampling),
+        repeat=repeat,
+        open_engines=open_engines,
+        progress=progress,
+    )
+    return about, run.measure()
+
+
+def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:
+    from .engine import describe
+
+    return {
+        "model": command.engine.model,
+        "head": command.engine.head,
+        **describe(llm),
+        "max_tokens": command.sampling.max_tokens,
+        "seed": command.sampling.seed,
+        "repeat": repeat,
+    }
+
+
+def _check_others(options: EngineOptions, given: PromptOptions, sampling: SamplingOptions) -> None:
+    """Raises CliError for options of `bench` that a sweep has in another form."""
+    if parse_mode(options.speculative).is_none():
+        raise CliError("--speculative none leaves nothing to compare: name a drafting mode.")
+    others = {
+        "--temperature": (sampling.temperature != 0, "--temperatures 0,1"),
+        "--max-batch-size": (options.max_batch_size != 1, "--concurrency 1,8"),
+        "--draft-len-schedule": (options.draft_len_schedule is not None, "the column auto"),
+        "--sa": (options.sa, "the column both"),
+        "--raw": (given.raw, "prompts for the chat template"),
+    }
+    for name, (is_given, instead) in others.items():
+        if is_given:
+            raise CliError(f"{name} was given with --sweep, which takes {instead} in its place.")
+    if options.max_draft_len is not None and parse_draft_len(options.max_draft_len) == "auto":
+        raise CliError("--max-draft-len auto was given with --sweep, which has a column for it.")
+
+
+def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Returns the names of `a,b`, each once."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise CliError(f"{option} {text!r}: {name!r} is not one of {', '.join(known)}.")
+    return list(dict.fromkeys(names))
+
+
+def _kinds(given: PromptOptions, text: str) -> dict[str, list[AcceptancePrompt]]:
+    """Returns the prompts of each kind of text."""
+    prompts = read_prompts(given)
+    if prompts:
+        asked = [
+            AcceptancePrompt(f"given-{i}", "given", tuple(prompt.messages))
+            for i, prompt in enumerate(prompts)
+        ]
+        return {"given": asked}
+    known = (*CATEGORIES, AGENT)
+    names = list(known) if text == "all" else _names("--kinds", text, known)
+    if not names:
+        raise CliError(f"--kinds {text!r} names no kind of text: give some of {', '.join(known)}.")
+    built_in, agents = load_prompts(), agent_prompts()
+    tasks = len(dict.fromkeys(prompt.category for prompt in agents))
+    each = len(agents) // tasks
+    mixed = [prompt for i in range(each) for prompt in agents[i::each]]
+    return {
+        name: mixed if name == AGENT else [p for p in built_in if p.category == name]
+        for name in names
+    }
+
+
+def _lengths(max_draft_len: int) -> list[int]:
+    """Returns the fixed draft lengths to compare with."""
+    if max_draft_len <= MAX_LISTED:
+        return list(range(1, max_draft_len + 1))
+    powers = [2**i for i in range(7) if 2**i < max_draft_len]
+    return [*powers, max_draft_len]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return finite(value) if isinstance(value, float) else value
+
+
+def _print_table(console: Console, about: dict[str, Any], sweep: Sweep) -> None:
+    console.print(
+        Text(
+            f"{about['model']}, {about['mode'].upper()} K={about['max_draft_len']}, "
+            f"{about['dtype']} on {about['device']}, {about['max_tokens']} tokens; median of "
+            f"{about['repeat']} run(s). tok/s of decoding, below it the acceptance length; the "
+            "best fixed K is bold"
+        ),
+        soft_wrap=True,
+    )
+    has_contexts = any(cell.place.context is not None for cell in sweep.cells)
+    table = Table(padding=(0, 0), pad_edge=False)
+    for heading in ("at once", "T", "text", *(["context"] if has_contexts else [])):
+        table.add_column(heading, justify="left" if heading == "text" else "right")
+    for way in sweep.ways:
+        table.add_column(way.name, justify="right", no_wrap=True)
+    names = {way.name for way in sweep.ways}
+    compared = "auto" in names and ("plain" in names or any(w.is_fixed for w in sweep.ways))
+    for heading in ("auto/plain", "auto/best") if compared else ():
+        table.add_column(heading, justify="right")
+    for cell in sweep.cells:
+        place = cell.place
+        cells = [Text(str(place.concurrency)), Text(f"{place.temperature:g}"), Text(place.kind)]
+        if has_contexts:
+            cells.append(Text(str(place.context)))
+        cells += [_figures(sweep, cell, way) for way in sweep.ways]
+        table.add_row(*cells, *(_verdicts(sweep, cell) if compared else ()))
+    console.print(table)
+
+
+def _figures(sweep: Sweep, cell: Cell, way: Way) -> Text:
+    text = Text(f"{cell.speed(way.name):.1f}")
+    if way.name == sweep.best_fixed(cell):
+        text.stylize("bold")
+    return text.append(f"\n{cell.acceptance_length(way.name):.2f}", style="dim")
+
+
+def _verdicts(sweep: Sweep, cell: Cell) -> list[Text]:
+    """Returns `auto` over plain and over the best fixed K, marked where it falls short."""
+    from ..report.sweep import AUTO, NEAR_BEST, NEVER_SLOWER, PLAIN
+
+    texts = []
+    for other, least in ((PLAIN, NEVER_SLOWER), (sweep.best_fixed(cell), NEAR_BEST)):
+        ratio = sweep.over(cell, AUTO, other)
+        if ratio is None:
+            texts.append(Text("-"))
+        elif ratio >= least:
+            texts.append(Text(f"{ratio:.2f}", style="green"))
+        else:
+            texts.append(Text(f"{ratio:.2f} !", style="bold red"))
+    return texts

@@ -1,0 +1,192 @@
+"""Suffix lookup: drafts from the request's own text, and from texts of requests that have ended.
+
+`SuffixLookup` finds them. `LookupBesideNetwork` puts them in place of a network's drafts where a
+match is good enough: then a request's drafts of that step are all looked up, and none drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from ..config import SAEnhancerConfig, SuffixSearchConfig
+from ..metadata.draft_memory import DraftMemory
+from ..ops.tokens.ring import (
+    BUCKETS_PER_TOKEN,
+    OWNER_WORDS,
+    PAGE,
+    SIZES,
+    Ring,
+    add_to_ring,
+    matches_in_ring,
+    ring_pages,
+)
+from ..ops.tokens.suffix import Continuation, Matches, Search, matches_in_text, suffixes, vote
+from ..utils import rows_to_tensor, untouched_zeros
+from . import texts
+from .protocols import DraftInputs, EndedText
+
+COUNT_IN_TEXT = 16
+"""Matches in a request's own text that are compared."""
+COUNT_IN_RING = 8
+"""Matches of each n-gram size in the ring that are compared."""
+LONGEST = 32
+"""Tokens of a match that are counted, where the config names no limit."""
+
+
+class SuffixLookup:
+    """Drafts from texts.
+
+    State: every slot's tokens; by slot whose text it is; and a ring of earlier texts. The ring is
+    one for all slots (`ops/tokens/ring.py`), and changes outside of steps.
+    """
+
+    state_names: tuple[str, ...] = texts.STATE_NAMES
+
+    def __init__(self, config: SuffixSearchConfig, max_draft_len: int):
+        self.config, self.max_draft_len = config, max_draft_len
+        self._ring_end = 0  # where the next text goes
+
+    @property
+    def remembers_texts(self) -> bool:
+        return self.config.enable_global_pool
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Returns the state."""
+        state = texts.allocate_texts(num_slots, max_seq_len, self.max_draft_len, device)
+        if self.remembers_texts:
+            state["owners"] = torch.zeros(
+                num_slots + 1, OWNER_WORDS, dtype=torch.int64, device=device
+            )
+            ring = _empty_ring(self.config.global_pool_tokens // PAGE * PAGE, device)
+            state |= {f"ring_{name}": tensor for name, tensor in ring._asdict().items()}
+            self._ring_end = 0
+        return state
+
+    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+        """Writes the state of a request that enters a slot. Its salt is none."""
+        texts.admit_text(state, slot, token_ids)
+        self.set_salt(state, slot, None)
+
+    def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
+        """Writes whose texts the request in a slot may be drafted from."""
+        if self.remembers_texts:
+            state["owners"][slot] = _owner_of(salt, state["owners"].device)
+
+    def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
+        """Adds the output to the ring, after as much of the prompt as a match counts."""
+        ring = _ring_of(state)
+        size, device = ring.tokens.shape[0], ring.tokens.device
+        first = max(0, text.num_prompt_tokens - self._longest, len(text.token_ids) - size + 1)
+        tokens = text.token_ids[first:]
+        if len(tokens) <= SIZES[0]:
+            return
+        add_to_ring(
+            ring,
+            rows_to_tensor(tokens, torch.int64, device),
+            _owner_of(text.salt, device),
+            self._ring_end,
+        )
+        self._ring_end = (self._ring_end + ring_pages(len(tokens)) * PAGE) % size
+
+    def find(self, inputs: DraftInputs) -> Continuation | None:
+        """Adds the step's accepted tokens to the texts, and returns what may follow them.
+
+        None: the step proposes nothing.
+        """
+        history, lens = texts.add_accepted(inputs, self.max_draft_len)
+        if inputs.step.draft_len == 0:
+            return None
+        sources = [matches_in_text(history, lens, self._search(COUNT_IN_TEXT))]
+        if self.remembers_texts:
+            sources.append(self._matches_in_ring(inputs, suffixes(history, lens, self._longest)))
+        return vote(tuple(sources), self.config.match_decay, self.config.min_token_prob)
+
+    def _matches_in_ring(self, inputs: DraftInputs, last: Tensor) -> Matches:
+        state = inputs.step.state
+        owners = state["owners"][inputs.step.slot_ids]
+        return matches_in_ring(_ring_of(state), last, owners, self._search(COUNT_IN_RING))
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a match that are counted."""
+        asked = self.config.max_matching_ngram_size
+        return LONGEST if asked == -1 else asked
+
+    def _search(self, count: int) -> Search:
+        shortest = self.config.min_matching_ngram_size
+        return Search(self._longest, shortest, count, self.max_draft_len)
+
+
+class LookupBesideNetwork(SuffixLookup):
+    """Puts what was found in place of a network's drafts, where a match is good enough.
+
+    The choice reads accepted tokens alone, never the drafts that were drawn. So a request's drafts
+    are either certain or drawn from what the network's logits say, and every rule stays lossless.
+
+    State: the lookup's; and by slot how many drafts were looked up so far.
+    """
+
+    config: SAEnhancerConfig
+    state_names = (*SuffixLookup.state_names, "looked_up")
+
+    def allocate_state(
+        self, num_slots: int, max_seq_len: int, device: torch.device
+    ) -> dict[str, Tensor]:
+        state = super().allocate_state(num_slots, max_seq_len, device)
+        return state | {"looked_up": torch.zeros(num_slots + 1, dtype=torch.int64, device=device)}
+
+    def num_looked_up(self, state: dict[str, Tensor]) -> int:
+        """Returns how many drafts were looked up so far. Waits for the device."""
+        return int(state["looked_up"][:-1].sum())
+
+    def override(self, inputs: DraftInputs, drafts: Tensor, memory: DraftMemory | None) -> Tensor:
+        """Returns the step's drafts [B, K]: a request's are the network's or what was found.
+
+        Args:
+            drafts: [B, K] int32, the network's.
+            memory: what they were drawn from, if that is remembered. It is changed.
+        """
+        found = self.find(inputs)
+        if found is None:
+            return drafts
+        step, is_better = inputs.step, found.match_lens >= self.config.threshold
+        if memory is not None and not step.sampling.all_greedy:
+            memory.are_certain[step.slot_ids] = is_better
+        self._count(inputs, (found.tokens >= 0) & is_better[:, None])
+        return torch.where(is_better[:, None], found.tokens, drafts)
+
+    def _count(self, inputs: DraftInputs, are_looked_up: Tensor) -> None:
+        """Counts drafts [B, K] bool, but for those after parts of prompts: these are not used."""
+        step = inputs.step
+        counts = are_looked_up[:, : step.draft_len].sum(1)
+        counts = counts * (step.output_lens(inputs.num_accepted_tokens) > 0)
+        step.state["looked_up"].index_add_(0, step.slot_ids, counts)
+
+
+def _empty_ring(size: int, device: torch.device) -> Ring:
+    return Ring(
+        tokens=untouched_zeros((size,), torch.int32, device),
+        owners=untouched_zeros((size // PAGE, OWNER_WORDS), torch.int64, device),
+        newest=untouched_zeros((len(SIZES), BUCKETS_PER_TOKEN * size + 1), torch.int32, device),
+        before=untouched_zeros((len(SIZES), size), torch.int32, device),
+        end=torch.zeros(1, dtype=torch.int64, device=device),
+    )
+
+
+def _ring_of(state: dict[str, Tensor]) -> Ring:
+    return Ring(*(state[f"ring_{name}"] for name in Ring._fields))
+
+
+def _owner_of(salt: str | None, device: torch.device) -> Tensor:
+    """Returns the words that stand for a salt: 128 bits of a cryptographic hash."""
+    text = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
+    size = 8 * OWNER_WORDS
+    digest = blake2b(text, digest_size=size, person=b"trtspec texts").digest()
+    words = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, size, 8)]
+    return rows_to_tensor(words, torch.int64, device)

@@ -1,0 +1,62 @@
+"""Each slot's tokens so far, prompt and output, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..utils import rows_to_tensor
+from .protocols import DraftInputs
+
+STATE_NAMES = ("history", "history_lens")
+
+
+def allocate_texts(
+    num_slots: int, max_seq_len: int, max_draft_len: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Returns the state, the last slot scratch."""
+    # Columns past max_seq_len take tokens beyond the maximum length; the last takes the writes
+    # of masked entries. No lookup reads them.
+    columns = max_seq_len + max_draft_len + 2
+    return {
+        "history": torch.zeros(num_slots + 1, columns, dtype=torch.int32, device=device),
+        "history_lens": torch.zeros(num_slots + 1, dtype=torch.int64, device=device),
+    }
+
+
+def admit_text(state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
+    """Writes the tokens of a request that enters a slot."""
+    device = state["history"].device
+    tokens = rows_to_tensor(list(token_ids), torch.int32, device)
+    state["history"][slot, : len(token_ids)] = tokens
+    state["history_lens"][slot : slot + 1] = rows_to_tensor([len(token_ids)], torch.int64, device)
+
+
+def add_accepted(inputs: DraftInputs, max_draft_len: int) -> tuple[Tensor, Tensor]:
+    """Adds a step's accepted tokens to its requests' texts.
+
+    Returns:
+        the texts [B, L] int32, which may hold anything past their ends, and their lengths [B]
+        int64, at most L.
+    """
+    step, slots = inputs.step, inputs.step.slot_ids
+    history, history_lens = step.state["history"], step.state["history_lens"]
+    lens = history_lens[slots]
+    added = step.output_lens(inputs.num_accepted_tokens).to(torch.int64)
+    tokens = inputs.accepted_tokens  # [B, K+1]
+    trash = history.shape[1] - 1
+    offsets = torch.arange(tokens.shape[1], device=tokens.device)
+    columns = torch.where(offsets < added[:, None], lens[:, None] + offsets, trash)
+    columns = columns.clamp(max=trash)
+    history[slots[:, None], columns] = tokens
+    lens = (lens + added).clamp(max=trash)
+    history_lens[slots] = lens
+
+    # The host's bound of the lengths, so that a short history is not searched at full width. A
+    # context's history holds its whole prompt, of which this pass may have read a part only.
+    meta, width = inputs.attn_metadata, trash
+    if meta is not None and meta.num_contexts == 0:
+        width = min(meta.max_kv_len + max_draft_len + 2, trash)
+    return history[slots, :width], lens
