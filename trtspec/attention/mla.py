@@ -374,9 +374,7 @@ def _partial_kernel(
     positions = tl.load(tables.positions + row, mask=is_pair, other=0).to(tl.int32)
     q, q_rotated = _load_queries(queries, row, head, is_pair, layer, cut)
     scale, of_values = _scales(queries, cache)
-    best, total, acc = _sums(
-        q, q_rotated, positions, part.start, part.end, keys, scale, layer, cut
-    )
+    best, total, acc = _sums(q, q_rotated, positions, part.start, part.end, keys, scale, layer, cut)
     acc *= of_values
     if part.is_whole:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -175,9 +175,7 @@ def _shown_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[
     return meta.derived[key]
 
 
-def _gather(
-    cached: CachedLayer, indices: Tensor | slice, q: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gather(cached: CachedLayer, indices: Tensor | slice, q: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the keys and values at some slots, each [n * S, Hkv, D] in the queries' dtype.
 
     Values are as wide as keys, padded with zeros: torch's faster kernels take no others.

@@ -6,8 +6,8 @@
     its blocks       [ceil(out / bo), ceil(in / bi)], perhaps with a 1 after each
 
 Stacks of experts [E, out, in] have one more dimension in front (Step-3.5). Tensors of another dtype
-are what they say. Scales of activations and of the KV cache are left out: here these stay in the
-model's dtype.
+are what they say. Scales of activations are left out: here these stay in the model's dtype. Those
+of the KV cache are read in `kv_scales.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .quantization import Quantization, quantization_of
+from .quantization import Quantization, quantization_fields, quantization_of
 from .tensors import FLOATS
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
-"""Scales of what is not quantised here."""
+_OF_SERVING = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+"""Scales of what is no weight."""
 
 
 def dequantized(
@@ -46,9 +46,11 @@ def dequantized(
         CheckpointError: a scale is missing, of another shape or dtype, or of no weight.
     """
     how = quantization_of(raw, where)
-    if how is None:
+    if not quantization_fields(raw, where)[0]:
         return sources
     found = {name: s for name, s in sources.items() if not name.endswith(_OF_SERVING)}
+    if how is None:
+        return found
     for name, source in sources.items():
         if source.dtype == how.dtype:
             scale = found.pop(f"{name}{how.suffix}", None)

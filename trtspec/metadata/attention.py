@@ -25,8 +25,8 @@ class KVGroup:
     """The KV storage of layers that share one block table.
 
     `k_cache`, `v_cache`: [layers, blocks, page_size, kv_heads, head_dim], model dtype or FP8;
-    written by attention, zeroed by the executor when a request fails with NaN. With latent attention
-    `v_cache` is a narrower view of `k_cache`.
+    written by attention, zeroed by the executor when a request fails with NaN. With latent
+    attention `v_cache` is a narrower view of `k_cache`.
 
     `k_scales`, `v_scales`: [layers, kv_heads] float32, of caches in FP8 (`ops/layer/kv_codes.py`);
     all 1 if not given. Other caches have none.
