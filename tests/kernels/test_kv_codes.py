@@ -8,7 +8,7 @@ import pytest
 import torch
 from latent_pass import ROTATED, make_latent_pass
 from matrix import covering
-from test_triton_attention import make_pass
+from paged_pass import in_fp8, make_pass
 from torch import Tensor
 
 from trtspec.attention.base import AttentionBackend
@@ -131,37 +131,6 @@ def test_rope_and_write_latent(has_nan: bool) -> None:
 
 
 # -- attention ---------------------------------------------------------------------------------
-def _in_fp8(meta: AttentionMetadata) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """The pass over a cache in FP8 with a scale for each head, and over what that stands for, in
-    float64."""
-    group = meta.kv_groups[0]
-    layers, heads, value_dim = group.k_cache.shape[0], group.k_cache.shape[3], None
-    if group.v_cache.shape[-1] != group.k_cache.shape[-1]:
-        value_dim = group.v_cache.shape[-1]
-    generator = torch.Generator().manual_seed(9)
-    caches, exact, scales = [], [], []
-    for cache in (group.k_cache, group.v_cache)[: 1 if value_dim else 2]:
-        of_heads = (0.015 + 0.01 * torch.rand(layers, heads, generator=generator)).to(DEVICE)
-        codes = torch.stack([
-            encode(layer.flatten(0, 1), of_layer).view(layer.shape)
-            for layer, of_layer in zip(cache, of_heads, strict=True)
-        ])  # fmt: skip
-        caches.append(codes)
-        scales.append(of_heads)
-        exact.append(codes.double() * of_heads.double()[:, None, None, :, None])
-    if value_dim is not None:
-        caches.append(caches[0][..., :value_dim])
-        exact.append(exact[0][..., :value_dim])
-        scales.append(scales[0])
-    wide = KVGroup(*exact)
-    error = (exact[0].float() - group.k_cache).abs()
-    assert (error <= group.k_cache.abs() * 2**-4 + 2**-9 * scales[0].max()).all()
-    return (
-        replace(meta, kv_groups=(KVGroup(*caches, *scales),), derived={}),
-        replace(meta, kv_groups=(wide,), derived={}),
-    )
-
-
 def _queries(meta: AttentionMetadata, heads: int, dim: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(meta.num_tokens, heads, dim, generator=generator).to(DEVICE)
@@ -179,7 +148,7 @@ def test_generations(
     window: int | None, softcap: float | None, backend: AttentionBackend,
 ) -> None:  # fmt: skip
     meta = make_pass(lengths, rows, heads[1], dim, page, max_seq_len=4096)
-    coded, exact = _in_fp8(meta)
+    coded, exact = in_fp8(meta)
     q, how = _queries(meta, heads[0], dim), {"kv_group": 0, "window": window, "softcap": softcap}
     ours = backend.attend(q, coded, layer=0, **how)  # type: ignore[arg-type]
     twin = TorchAttention().attend(q.double(), exact, layer=0, **how)  # type: ignore[arg-type]
@@ -211,7 +180,7 @@ def test_contexts(
     heads: tuple[int, int], dim: int, window: int | None, backend: AttentionBackend
 ) -> None:
     meta = make_pass([s + n for s, n in SPANS], 1, heads[1], dim, 16, max_seq_len=4096)
-    coded, exact = _in_fp8(_prompts(meta, SPANS))
+    coded, exact = in_fp8(_prompts(meta, SPANS))
     q = _queries(coded, heads[0], dim)
     ours = backend.attend(q, coded, kv_group=0, layer=0, window=window)
     twin = TorchAttention().attend(q.double(), exact, kv_group=0, layer=0, window=window)
@@ -224,7 +193,7 @@ def test_latent(is_prompt: bool, backend: AttentionBackend) -> None:
     meta = make_latent_pass([(n, 1 if is_prompt else 4) for n in [70, 5]], 32, 8)
     if is_prompt:
         meta = _prompts(meta, [(60, 10), (0, 5)])
-    coded, exact = _in_fp8(meta)
+    coded, exact = in_fp8(meta)
     q, how = _queries(coded, 6, 32 + ROTATED), {"kv_group": 0, "window": None, "scale": 0.17}
     ours = backend.attend(q, coded, layer=1, **how)  # type: ignore[arg-type]
     twin = TorchAttention().attend(q.double(), exact, layer=1, **how)  # type: ignore[arg-type]
@@ -242,7 +211,7 @@ def test_nan_reaches_the_rows_that_see_it(
         texts, dim = make_latent_pass([(20, 1)], 32, 8), 32 + ROTATED
     else:
         texts, dim = make_pass([20], 1, 1, 16, 8, max_seq_len=4096), 16
-    coded = _in_fp8(_prompts(texts, [(2, 10)]))[0]
+    coded = in_fp8(_prompts(texts, [(2, 10)]))[0]
     group = coded.kv_groups[0]
     page = group.page_size
     slot = int(coded.block_tables[0][0, 7 // page]) * page + 7 % page

@@ -196,9 +196,12 @@ class LatentBlocks(NamedTuple):
 
 def _blocks(q: Tensor, layer: Layer, rows: int) -> LatentBlocks:
     """Returns the blocks for `rows` rows that see the same keys."""
+    block_m = _block_m(q, rows * layer.per_kv)
     block_n = 16 if q.dtype == torch.float32 else 64 if _is_hopper(q.device) else 32
+    if layer.CODES and block_m < MAX_TILE:  # or too much would spill
+        block_n = min(block_n, 32)
     return LatentBlocks(
-        BLOCK_M=_block_m(q, rows * layer.per_kv),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(layer.dim)),
         BLOCK_R=max(16, triton.next_power_of_2(layer.rotated)),
