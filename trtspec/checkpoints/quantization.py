@@ -41,6 +41,9 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
 
     Args:
         raw: config.json's content. where: its path.
+
+    Raises:
+        CheckpointError: it is no object.
     """
     config, source = raw.get("quantization_config"), f"{where}: quantization_config"
     beside = where.parent / MODELOPT_FILE
@@ -49,8 +52,16 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
         config = {"quant_method": "modelopt", **(config.get("quantization") or {})}
         source = f"{beside}: quantization"
     if config and not isinstance(config, dict):
-        return {"quant_method": config}, source
+        raise _unsupported(source, repr(config))
     return config or {}, source
+
+
+def _unsupported(source: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source} ({what}) is set, but only these are supported: float weights, FP8 (e4m3) and "
+        "INT8 weights with scales of the tensor, of rows or of blocks (quant_method "
+        f"{', '.join(map(repr, _READERS))}). Use the unquantised checkpoint, or one of these."
+    )
 
 
 def quantization_of(raw: Fields, where: Path) -> Quantization | None:
@@ -72,12 +83,7 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | None:
     found = read(fields) if read is not None else ""
     if isinstance(found, Quantization):
         return found
-    raise CheckpointError(
-        f"{source} ({method or fields!r}{found and f', {found}'}) is set, but only these are "
-        "supported: float weights, FP8 (e4m3) and INT8 weights with scales of the tensor, of rows "
-        f"or of blocks (quant_method {', '.join(map(repr, _READERS))}). Use the unquantised "
-        "checkpoint, or one of these."
-    )
+    raise _unsupported(source, f"{method or fields!r}{found and f', {found}'}")
 
 
 def _is_of_cache_alone(fields: Fields) -> bool:
