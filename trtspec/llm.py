@@ -50,7 +50,7 @@ class LLM:
         self.executor.stop_check = self._texts.hit_stop_string
         self.acceptance_of_drafts = Acceptance.of(self.executor)
         self.device = self.executor.device
-        self.dtype = self.executor.kv_cache.groups[0].k_cache.dtype
+        self.dtype = self.executor.target.norm.weight.dtype
         self.lock = threading.RLock()
 
     def shutdown(self) -> None:

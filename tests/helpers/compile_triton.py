@@ -2,7 +2,8 @@
 
 Run as a script, it prints the shared memory of kernels as JSON: without arguments, of all kernels
 of paged attention and of layers; with numbers of heads and rows, of latent attention's in
-DeepSeek-V3's sizes. It needs an environment without TRITON_INTERPRET.
+DeepSeek-V3's sizes. Those over an FP8 cache have "fp8 " before their names. It needs an environment
+without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -78,7 +79,20 @@ def _type(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
+FP8 = torch.float8_e4m3fn
+
+
+def _in_fp8(found: dict[str, Any]) -> dict[str, Any]:
+    return {f"fp8 {name}": kernel for name, kernel in found.items()}
+
+
+def _as_on_hopper(*modules: Any) -> None:
+    """Makes kernels read codes as they do on a GPU."""
+    for module in modules:
+        module.is_quick = lambda codes, dtype: dtype == torch.bfloat16
+
+
+def _latent_attention(heads: int, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     from trtspec.attention import mla as triton_mla
     from trtspec.attention.base import CachedLayer
     from trtspec.attention.split_kv import Tables
@@ -89,8 +103,10 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    q, k_slots, out = half(2 * rows, heads, 576), half(640, 1, 576), half(2 * rows, heads, 512)
-    cached = CachedLayer(k_slots, k_slots[..., :512], page_size=32, scale=0.1)
+    _as_on_hopper(triton_mla)
+    q, out = half(2 * rows, heads, 576), half(2 * rows, heads, 512)
+    k_slots, scales = half(640, 1, 576).to(dtype), torch.ones(1) if dtype == FP8 else None
+    cached = CachedLayer(k_slots, k_slots[..., :512], 32, scale=0.1, k_scales=scales)
     positions = torch.zeros(2 * rows, dtype=torch.long)
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), positions)
     tiles, tile_rows = torch.zeros(3, 3, dtype=torch.int32), max(1, 64 // heads)
@@ -106,7 +122,9 @@ def _latent_attention(heads: int, rows: int) -> dict[str, Any]:
             norm,
             rope,
             q[..., 512:],
-            CacheWrite(k_slots, k_slots[..., :512], positions, scratch_slot=3, keeps_finite=True),
+            CacheWrite(
+                k_slots, k_slots[..., :512], positions, 3, keeps_finite=True, k_scales=scales
+            ),
         ),
     }
 
@@ -142,6 +160,10 @@ def _layers() -> dict[str, Any]:
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
     tiles, cached = tables.blocks[:, :3], CachedLayer(slots, slots, 32, window=40, softcap=3.0)
     rope, to = Rope(torch.zeros(9, 64), indices(8)), CacheWrite(slots, slots, indices(8), 3, True)
+    _as_on_hopper(paged)
+    codes, scales = slots.to(FP8), torch.ones(2)
+    coded = cached._replace(k_slots=codes, v_slots=codes, k_scales=scales, v_scales=scales)
+    to_codes = to._replace(k_slots=codes, v_slots=codes, k_scales=scales, v_scales=scales)
     ends, routing = torch.zeros(8, dtype=torch.int32), {"scoring": "sigmoid", "n_group": 4}
     route = partial(experts.route, **routing, topk_group=2, normalize=True, scale=2.0)
     launches: list[tuple[Callable[..., Any], *tuple[Any, ...]]] = [
@@ -178,10 +200,21 @@ def _layers() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for launch in launches:
         found |= compiled(*launch)
+    for launch in (
+        (paged.paged_attention, q, coded, tables, 4),
+        (paged.context_attention, q, coded, tables, tiles, 4, q),
+        (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes, (norm, norm), True),
+        (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to_codes),
+    ):
+        found |= _in_fp8(compiled(*launch))
     return found
 
 
 if __name__ == "__main__":
     numbers = [int(argument) for argument in sys.argv[1:]]
-    kernels = _latent_attention(*numbers) if numbers else _layers()
+    if numbers:
+        kernels = _latent_attention(*numbers, torch.bfloat16)
+        kernels |= _in_fp8(_latent_attention(*numbers, FP8))
+    else:
+        kernels = _layers()
     json.dump({name: kernel.metadata.shared for name, kernel in kernels.items()}, sys.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from matrix import full, spread
+from paged_pass import make_pass
 
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.metadata.attention import (
     NULL_BLOCK,
-    NUM_RESERVED_BLOCKS,
-    AttentionMetadata,
     KVGroup,
 )
-from trtspec.ops.step.slots import draft_step_metadata, slot_mapping
+from trtspec.ops.step.slots import slot_mapping
 
 triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
 
@@ -40,33 +38,6 @@ GRID = [
     # more rows than one tile holds
     (65, (8, 1), 64, 16, [20, 3], 30) if WHOLE else (33, (8, 1), 64, 16, [20], 30),
 ]
-
-
-def make_pass(
-    lengths: list[int], rows: int, kv_heads: int, dim: int, page: int, max_seq_len: int
-) -> AttentionMetadata:
-    """Generation rows at the ends of texts of `lengths`, random caches, scattered blocks."""
-    generator = torch.Generator().manual_seed(len(lengths) * 31 + rows)
-    pages = [-(-(n + rows) // page) for n in lengths]
-    total = NUM_RESERVED_BLOCKS + sum(pages)
-    order = list(range(NUM_RESERVED_BLOCKS, total))
-    random.Random(0).shuffle(order)
-    table = torch.zeros(len(lengths), max(pages) + 2, dtype=torch.int32)
-    for i, count in enumerate(pages):
-        table[i, :count] = torch.tensor([order.pop() for _ in range(count)])
-    caches = [torch.randn(1, total, page, kv_heads, dim, generator=generator) for _ in range(2)]
-    for cache in caches:
-        cache[:, 0] = 0
-    positions = torch.tensor([[n + r for r in range(rows)] for n in lengths])
-    group = KVGroup(*(cache.to(DEVICE) for cache in caches))
-    meta = AttentionMetadata(
-        context_lens=(), num_generations=len(lengths), rows_per_generation=rows,
-        position_ids=positions.flatten().to(DEVICE),
-        kv_lens=(positions[:, -1] + 1).to(torch.int32).to(DEVICE),
-        max_kv_len=max(lengths) + rows, kv_groups=(group,), block_tables=(table.to(DEVICE),),
-        slot_mappings=(torch.empty(0, dtype=torch.int64),), max_seq_len=max_seq_len,
-    )  # fmt: skip
-    return draft_step_metadata(meta, positions.to(DEVICE), 0)
 
 
 @pytest.mark.parametrize(("rows", "heads", "dim", "page", "lengths", "window"), GRID)

@@ -178,10 +178,11 @@ def _shared_memory(*arguments: int) -> dict[str, int]:
 @pytest.mark.parametrize(("heads", "rows"), [(16, 4), (128, 1)])
 def test_deepseeks_sizes_compile_for_hopper(heads: int, rows: int) -> None:
     shared = _shared_memory(heads, rows)
-    assert len(shared) == 4 and max(shared.values()) > 200_000
+    assert len(shared) == 2 * 4 and max(shared.values()) > 200_000
     assert max(shared.values()) <= 227 * 1024, shared
 
 
 def test_kernels_of_other_layers_compile_for_hopper() -> None:
     shared = _shared_memory()
-    assert len(shared) == 20 and max(shared.values()) <= 227 * 1024, shared
+    assert len(shared) == 20 + 5  # over an FP8 cache
+    assert max(shared.values()) <= 227 * 1024, shared

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.attention import SCRATCH_BLOCK, AttentionMetadata
+from ..ops.layer.kv_codes import put
 
 
 class CachedLayer(NamedTuple):
@@ -21,6 +22,8 @@ class CachedLayer(NamedTuple):
     window: int | None = None  # how many of the last keys up to its own a row sees; None is all
     scale: float | None = None  # of the scores; None is 1 / sqrt(D)
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
+    k_scales: Tensor | None = None  # [Hkv] float32, of codes in FP8; None is floats
+    v_scales: Tensor | None = None
 
     @classmethod
     def of(
@@ -34,6 +37,7 @@ class CachedLayer(NamedTuple):
     ) -> CachedLayer:
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
+        k_scales, v_scales = group.scales_of(layer)
         return cls(
             k_slots=k_slots,
             v_slots=v_slots,
@@ -42,6 +46,8 @@ class CachedLayer(NamedTuple):
             window=window,
             scale=scale,
             softcap=softcap,
+            k_scales=k_scales,
+            v_scales=v_scales,
         )
 
     @property
@@ -66,6 +72,9 @@ class AttentionBackend(ABC):
 
     contexts_on_device: ClassVar[bool] = False
     """The same of contexts, with `AttentionMetadata.last_context_rows`."""
+
+    reads_fp8: ClassVar[bool] = True
+    """Keys and values may be in FP8."""
 
     @abstractmethod
     def attend(
@@ -108,8 +117,9 @@ class AttentionBackend(ABC):
         group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
         slots = torch.where(slots < 0, SCRATCH_BLOCK * group.page_size, slots)
         k_slots, v_slots = group.layer_slots[layer]
-        k_slots.index_copy_(0, slots, k)
-        v_slots.index_copy_(0, slots, v)
+        k_scales, v_scales = group.scales_of(layer)
+        put(k_slots, slots, k, k_scales)
+        put(v_slots, slots, v, v_scales)
         return self.attend(
             q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
         )

@@ -60,6 +60,7 @@ class XqaShape(NamedTuple):
 class FlashInferAttention(TritonAttention):
     name: ClassVar[str] = "flashinfer"
     contexts_on_device: ClassVar[bool] = False  # its prefill is planned on the host
+    reads_fp8: ClassVar[bool] = False
 
     def __init__(self, device: torch.device):
         """Allocates the kernels' scratch memory on `device`, before the KV cache is sized.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata, ImageRows
+from ..ops.layer.kv_codes import look_up
 from .base import AttentionBackend
 from .torch_sdpa import masked_attention
 
@@ -33,17 +34,19 @@ def attend(
     )
     if not images_both_ways:
         return out
-    k_slots, v_slots = meta.kv_groups[kv_group].layer_slots[layer]
+    group = meta.kv_groups[kv_group]
+    caches = list(zip(group.layer_slots[layer], group.scales_of(layer), strict=True))
     for image in meta.images:
         key = "image", image, kv_group, window
         if key not in meta.derived:
             meta.derived[key] = _keys(image, meta, kv_group, window)
         slots, mask = meta.derived[key]
         rows = slice(image.first_row, image.first_row + image.num_rows)
+        keys, values = (look_up(cache, slots, scales, q.dtype) for cache, scales in caches)
         attended = masked_attention(
             q[rows].transpose(0, 1)[None],
-            k_slots[slots].transpose(0, 1)[None],
-            v_slots[slots].transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             mask,
             scale,
             softcap,

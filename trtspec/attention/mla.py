@@ -21,6 +21,9 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.launch.triton import after_previous, dependent_launch
+from ..ops.layer.kv_codes import as_bytes
+from ..ops.layer.triton_fp8 import is_quick
+from ..ops.layer.triton_kv_codes import decoded, starts_with_nan
 from .base import CachedLayer
 from .split_kv import (
     JOIN_PROGRAMS,
@@ -156,10 +159,13 @@ class LatentKeys(NamedTuple):
 
     k: Tensor
     k_row: int
+    k_scale: Tensor | None  # [1], where k is codes in FP8; None is floats
 
 
 def _keys(cached: CachedLayer) -> LatentKeys:
-    return LatentKeys(k=cached.k_slots, k_row=cached.k_slots.stride(0))
+    return LatentKeys(
+        k=as_bytes(cached.k_slots), k_row=cached.k_slots.stride(0), k_scale=cached.k_scales
+    )
 
 
 def _queries(q: Tensor, cached: CachedLayer, out: Tensor) -> Queries:
@@ -174,6 +180,8 @@ def _layer(q: Tensor, cached: CachedLayer, out: Tensor) -> Layer:
         dim=out.shape[2],
         page_size=cached.page_size,
         rotated=q.shape[2] - out.shape[2],
+        CODES=cached.k_scales is not None,
+        QUICK=is_quick(cached.k_slots, q.dtype),
     )
 
 
@@ -188,9 +196,12 @@ class LatentBlocks(NamedTuple):
 
 def _blocks(q: Tensor, layer: Layer, rows: int) -> LatentBlocks:
     """Returns the blocks for `rows` rows that see the same keys."""
+    block_m = _block_m(q, rows * layer.per_kv)
     block_n = 16 if q.dtype == torch.float32 else 64 if _is_hopper(q.device) else 32
+    if layer.CODES and block_m < MAX_TILE:  # or too much would spill
+        block_n = min(block_n, 32)
     return LatentBlocks(
-        BLOCK_M=_block_m(q, rows * layer.per_kv),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(layer.dim)),
         BLOCK_R=max(16, triton.next_power_of_2(layer.rotated)),
@@ -231,6 +242,16 @@ def _load_queries(queries, row, head, is_pair, layer: tl.constexpr, blocks: tl.c
 
 
 @triton.jit
+def _scales(queries, cache):
+    """Returns what products of a query and a key are multiplied by, and what values are."""
+    scale, of_values = queries.scale, 1.0
+    if cache.k_scale is not None:
+        of_values = tl.load(cache.k_scale)
+        scale = scale * of_values
+    return scale, of_values
+
+
+@triton.jit
 def _sums(
     q,
     q_rotated,
@@ -258,11 +279,16 @@ def _sums(
         slot = block.to(tl.int64) * layer.page_size + n % layer.page_size
         key = keys.k + slot[:, None] * keys.k_row
         is_key = n[:, None] < end
-        c = tl.load(key + d[None, :], mask=is_key & (d[None, :] < layer.dim), other=0.0)
+        c = tl.load(key + d[None, :], mask=is_key & (d[None, :] < layer.dim), other=0)
         inside = is_key & (r[None, :] < layer.rotated)
-        k = tl.load(key + layer.dim + r[None, :], mask=inside, other=0.0)
+        k = tl.load(key + layer.dim + r[None, :], mask=inside, other=0)
+        if layer.CODES:
+            c, k = decoded(c, q.dtype, layer.QUICK), decoded(k, q.dtype, layer.QUICK)
         scores = tl.dot(q, tl.trans(c), input_precision="ieee")
         scores = tl.dot(q_rotated, tl.trans(k), scores, input_precision="ieee") * scale
+        if layer.CODES:
+            is_nan = starts_with_nan(keys.k + slot * keys.k_row, n < end)
+            scores = tl.where(is_nan[None, :], float("nan"), scores)
         seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
         scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -305,9 +331,11 @@ def _context_kernel(
         cache.k, cache.k, cache.k_row, cache.k_row, tables.blocks + seq * table_row, table_width
     )
     last = tl.max(tl.where(is_pair, positions, -1), 0)
+    scale, of_values = _scales(queries, cache)
     _best, total, acc = _sums(
-        q, q_rotated, positions, last * 0, last + 1, keys, queries.scale, layer, blocks
+        q, q_rotated, positions, last * 0, last + 1, keys, scale, layer, blocks
     )
+    acc *= of_values
     acc = acc / tl.where(is_pair, total, 1.0)[:, None]
     d = tl.arange(0, blocks.BLOCK_D)
     inside = is_pair[:, None] & (d[None, :] < layer.dim)
@@ -348,9 +376,9 @@ def _partial_kernel(
     row, head, is_pair = pairs_of(part.seq, tile, m, layer, cut)
     positions = tl.load(tables.positions + row, mask=is_pair, other=0).to(tl.int32)
     q, q_rotated = _load_queries(queries, row, head, is_pair, layer, cut)
-    best, total, acc = _sums(
-        q, q_rotated, positions, part.start, part.end, keys, queries.scale, layer, cut
-    )
+    scale, of_values = _scales(queries, cache)
+    best, total, acc = _sums(q, q_rotated, positions, part.start, part.end, keys, scale, layer, cut)
+    acc *= of_values
     if part.is_whole:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         inside = is_pair[:, None] & (d[None, :] < layer.dim)

@@ -23,6 +23,9 @@ from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.launch.triton import after_previous, dependent_launch
+from ..ops.layer.kv_codes import as_bytes
+from ..ops.layer.triton_fp8 import is_quick
+from ..ops.layer.triton_kv_codes import decoded, starts_with_nan
 from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
@@ -164,6 +167,8 @@ def _arguments(q: Tensor, cached: CachedLayer, out: Tensor) -> tuple[Layer, Quer
         page_size=cached.page_size,
         window=-1 if cached.window is None else cached.window,
         cap=cap,
+        CODES=cached.k_scales is not None,
+        QUICK=is_quick(cached.k_slots, q.dtype),
     )
     return layer, Queries.of(q, out, factor)
 
@@ -313,10 +318,12 @@ class Cache(NamedTuple):
     k_head: int
     v_row: int
     v_head: int
+    k_scales: Tensor | None  # [Hkv], where k and v are codes in FP8; None is floats
+    v_scales: Tensor | None
 
 
 def _cache(cached: CachedLayer) -> Cache:
-    k, v = cached.k_slots, cached.v_slots
+    k, v = as_bytes(cached.k_slots), as_bytes(cached.v_slots)
     return Cache(
         k=k,
         v=v,
@@ -324,6 +331,8 @@ def _cache(cached: CachedLayer) -> Cache:
         k_head=k.stride(1),
         v_row=v.stride(0),
         v_head=v.stride(1),
+        k_scales=cached.k_scales,
+        v_scales=cached.v_scales,
     )
 
 
@@ -332,6 +341,34 @@ def _keys_of(cache, kv_head, blocks, table_width):
     """Returns the `Keys` of a KV head."""
     k, v = cache.k + kv_head * cache.k_head, cache.v + kv_head * cache.v_head
     return Keys(k, v, cache.k_row, cache.v_row, blocks, table_width)
+
+
+@triton.jit
+def _score_scale(queries, cache, kv_head):
+    """Returns what a product of a query and a key is multiplied by."""
+    scale = queries.scale
+    if cache.k_scales is not None:
+        scale = scale * tl.load(cache.k_scales + kv_head)
+    return scale
+
+
+@triton.jit
+def _as_values(acc, cache, kv_head):
+    """Returns sums of weighted values as what the values stand for."""
+    if cache.v_scales is not None:
+        acc = acc * tl.load(cache.v_scales + kv_head)
+    return acc
+
+
+@triton.jit
+def _own_is_nan(positions, is_row, keys, layer: tl.constexpr):
+    """Whether the key or value at a row's own position is NaN."""
+    page = positions // layer.page_size
+    inside = is_row & (page < keys.table_width)
+    block = tl.load(keys.blocks + page, mask=inside, other=0)
+    slot = block.to(tl.int64) * layer.page_size + positions % layer.page_size
+    of_key = starts_with_nan(keys.k + slot * keys.k_row, inside)
+    return of_key | starts_with_nan(keys.v + slot * keys.v_row, inside)
 
 
 @triton.jit
@@ -346,6 +383,7 @@ def _sums(
     layer: tl.constexpr,
     blocks: tl.constexpr,
     MASKED: tl.constexpr,
+    FINDS_NAN: tl.constexpr,
 ):
     """Returns softmax sums with the keys at positions start … end - 1 added.
 
@@ -354,6 +392,7 @@ def _sums(
 
     Args:
         blocks: a `Cut` or `ContextBlocks`.
+        FINDS_NAN: keys and values that are NaN count where they are codes too.
     """
     best, total, acc = sums
     d = tl.arange(0, blocks.BLOCK_D)
@@ -367,14 +406,21 @@ def _sums(
             block = tl.load(keys.blocks + page)
         slot = block.to(tl.int64) * layer.page_size + n % layer.page_size
         if MASKED or layer.dim < blocks.BLOCK_D:
-            k = tl.load(keys.k + slot[:, None] * keys.k_row + d[None, :], mask=inside, other=0.0)
-            v = tl.load(keys.v + slot[:, None] * keys.v_row + d[None, :], mask=inside, other=0.0)
+            k = tl.load(keys.k + slot[:, None] * keys.k_row + d[None, :], mask=inside, other=0)
+            v = tl.load(keys.v + slot[:, None] * keys.v_row + d[None, :], mask=inside, other=0)
         else:
             k = tl.load(keys.k + slot[:, None] * keys.k_row + d[None, :])
             v = tl.load(keys.v + slot[:, None] * keys.v_row + d[None, :])
+        if layer.CODES:
+            k = decoded(k, q.dtype, layer.QUICK)
+            v = decoded(v, q.dtype, layer.QUICK)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if layer.cap > 0:  # tanh(x / 2) = 1 - 2 / (exp(x) + 1)
             scores = layer.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if FINDS_NAN and layer.CODES:
+            is_nan = starts_with_nan(keys.k + slot * keys.k_row, n < end)
+            is_nan = is_nan | starts_with_nan(keys.v + slot * keys.v_row, n < end)
+            scores = tl.where(is_nan[None, :], float("nan"), scores)
         if MASKED:
             seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
             if layer.window > 0:
@@ -420,7 +466,7 @@ def _context_kernel(
     inside = is_row[:, None] & (d[None, :] < layer.dim)
     q = load_heads(queries, row, head, d, inside)
     keys = _keys_of(cache, kv_head, tables.blocks + seq * table_row, table_width)
-    scale = queries.scale
+    scale = _score_scale(queries, cache, kv_head)
     sums = no_sums(blocks.BLOCK_M, blocks.BLOCK_D)
     if blocks.SPLIT:
         # From here on there are keys that some row does not see yet.
@@ -430,11 +476,13 @@ def _context_kernel(
             last = tl.max(tl.where(is_row, positions, 0), 0) + 1
             clear = tl.cdiv(tl.maximum(last - layer.window, 0), blocks.BLOCK_N) * blocks.BLOCK_N
             clear = tl.maximum(tl.minimum(clear, end), start)
-            sums = _sums(sums, q, positions, start, clear, keys, scale, layer, blocks, True)
+            sums = _sums(sums, q, positions, start, clear, keys, scale, layer, blocks, True, True)
             start = clear
-        sums = _sums(sums, q, positions, start, partly, keys, scale, layer, blocks, False)
+        sums = _sums(sums, q, positions, start, partly, keys, scale, layer, blocks, False, True)
         start = tl.maximum(start, partly)
-    best, total, acc = _sums(sums, q, positions, start, end, keys, scale, layer, blocks, True)
+    sums = _sums(sums, q, positions, start, end, keys, scale, layer, blocks, True, True)
+    best, total, acc = sums
+    acc = _as_values(acc, cache, kv_head)
     is_whole = True
     if blocks.PARTS > 1:
         is_whole = used == 1
@@ -550,10 +598,15 @@ def _partial_kernel(
     inside = is_row[:, None] & (d[None, :] < layer.dim)
     q = load_heads(queries, row, head, d, inside)
     sums = no_sums(cut.BLOCK_M, cut.BLOCK_D)
-    scale = queries.scale
+    scale = _score_scale(queries, cache, kv_head)
     best, total, acc = _sums(
-        sums, q, positions, part.start, part.end, keys, scale, layer, cut, True
+        sums, q, positions, part.start, part.end, keys, scale, layer, cut, True, False
     )
+    acc = _as_values(acc, cache, kv_head)
+    if layer.CODES:
+        # NaN in earlier rows was found when their pass ran: in a prompt's attention, or in logits.
+        own = _own_is_nan(positions, is_row, keys, layer)
+        acc = tl.where(own[:, None], float("nan"), acc)
     if part.is_whole:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)

@@ -85,6 +85,8 @@ class Layer(NamedTuple):
     window: int = -1  # how many keys a row sees; -1 is all up to its own
     cap: float = 0.0  # of scores in base 2; 0 is none
     rotated: int = 0  # further numbers of a latent key that its value does not have
+    CODES: bool = False  # keys and values are in FP8
+    QUICK: bool = False  # and are read as of `triton_fp8.codes_to`
 
 
 class Cut(NamedTuple):

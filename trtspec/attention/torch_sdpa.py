@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
+from ..ops.layer.kv_codes import look_up
 from .base import AttentionBackend, CachedLayer
 
 _ALIGNED_GROUP = 8
@@ -69,8 +70,8 @@ class TorchAttention(AttentionBackend):
             indices, length = _gather_indices(meta, cached.kv_group, slice(index, index + 1))
             meta.derived[key] = indices, _mask(positions, length, cached.window, q.dtype)
         indices, mask = meta.derived[key]
-        keys = _gather(cached.k_slots, indices).transpose(0, 1)[None]  # [1, Hkv, S, D]
-        values = _padded(_gather(cached.v_slots, indices), q.shape[2]).transpose(0, 1)[None]
+        keys, values = _gather(cached, indices, q)
+        keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, Hkv, S, D]
         out = masked_attention(
             q.transpose(0, 1)[None], keys, values, mask[None, None], cached.scale, cached.softcap
         )
@@ -96,9 +97,10 @@ class TorchAttention(AttentionBackend):
                 mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
             meta.derived[key] = indices, mask
         indices, mask = meta.derived[key]
-        keys = _gather(cached.k_slots, indices).view(num_seqs, -1, kv_heads, dim)
-        values = _padded(_gather(cached.v_slots, indices), dim).view(num_seqs, -1, kv_heads, dim)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [G, Hkv, S, D]
+        keys, values = (
+            x.view(num_seqs, -1, kv_heads, dim).transpose(1, 2)  # [G, Hkv, S, D]
+            for x in _gather(cached, indices, q)
+        )
         scale, softcap = cached.scale, cached.softcap
         if one_by_one:
             keys, values = (
@@ -173,14 +175,15 @@ def _shown_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[
     return meta.derived[key]
 
 
-def _gather(slots: Tensor, indices: Tensor | slice) -> Tensor:
-    """Returns the keys or values at some slots, [n * S, Hkv, D]; of a slice a view."""
-    return slots[indices] if isinstance(indices, slice) else slots.index_select(0, indices)
+def _gather(cached: CachedLayer, indices: Tensor | slice, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values at some slots, each [n * S, Hkv, D] in the queries' dtype.
 
-
-def _padded(values: Tensor, dim: int) -> Tensor:
-    """Returns values as wide as keys, padded with zeros: torch's faster kernels take no others."""
-    return values if values.shape[-1] == dim else F.pad(values, (0, dim - values.shape[-1]))
+    Values are as wide as keys, padded with zeros: torch's faster kernels take no others.
+    """
+    keys = look_up(cached.k_slots, indices, cached.k_scales, q.dtype)
+    values = look_up(cached.v_slots, indices, cached.v_scales, q.dtype)
+    missing = keys.shape[-1] - values.shape[-1]
+    return keys, F.pad(values, (0, missing)) if missing else values
 
 
 def _gather_indices(

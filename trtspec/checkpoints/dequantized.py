@@ -6,8 +6,8 @@
     its blocks       [ceil(out / bo), ceil(in / bi)], perhaps with a 1 after each
 
 Stacks of experts [E, out, in] have one more dimension in front (Step-3.5). Tensors of another dtype
-are what they say. Scales of activations and of the KV cache are left out: here these stay in the
-model's dtype.
+are what they say. Scales of activations are left out: here these stay in the model's dtype. Those
+of the KV cache are read in `kv_scales.py`.
 
 To most readers such a tensor is a float32 one. A product may keep the numbers: they are in
 `TensorSource.scaled`.
@@ -26,14 +26,16 @@ from torch import Tensor
 from ..distributed.parallel import Cut
 from ..errors import CheckpointError
 from ..ops.layer.fp8 import Fp8Weight, dequantize
-from .quantization import FP8, Quantization, quantization_of
+from .quantization import FP8, Quantization, quantization_fields, quantization_of
 from .tensors import FLOATS
 
 if TYPE_CHECKING:
     from .tensors import TensorSource
 
-_OF_SERVING = tuple(f".{what}_scale" for what in ("input", "activation", "output", "q", "k", "v"))
-"""Scales of what is not quantised here."""
+_OF_SERVING = tuple(
+    f".{what}_scale" for what in ("input", "activation", "output", "q", "k", "v", "kv")
+)
+"""Scales of what is no weight."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,11 @@ def dequantized(
         CheckpointError: a scale is missing, of another shape or dtype, or of no weight.
     """
     how = quantization_of(raw, where)
-    if how is None:
+    if not quantization_fields(raw, where)[0]:
         return sources
     found = {name: s for name, s in sources.items() if not name.endswith(_OF_SERVING)}
+    if how is None:
+        return found
     for name, source in sources.items():
         if source.dtype == how.dtype:
             scales = [found.pop(f"{name}{suffix}", None) for suffix in how.suffixes]

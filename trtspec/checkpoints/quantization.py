@@ -36,14 +36,14 @@ class Quantization:
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None is more of it
 
 
-def quantization_of(raw: Fields, where: Path) -> Quantization | None:
-    """Returns how the weights beside a config are quantised; None if they are not.
+def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
+    """Returns what the config says of quantisation, nothing if all is float; and where it does.
 
     Args:
         raw: config.json's content. where: its path.
 
     Raises:
-        CheckpointError: a quantisation that is not read.
+        CheckpointError: it is no object.
     """
     config, source = raw.get("quantization_config"), f"{where}: quantization_config"
     beside = where.parent / MODELOPT_FILE
@@ -51,9 +51,31 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | None:
         config = read_json_object(beside, "Copy it again from the checkpoint's source.")
         config = {"quant_method": "modelopt", **(config.get("quantization") or {})}
         source = f"{beside}: quantization"
-    if not config:
+    if config and not isinstance(config, dict):
+        raise _unsupported(source, repr(config))
+    return config or {}, source
+
+
+def _unsupported(source: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source} ({what}) is set, but only these are supported: float weights, FP8 (e4m3) and "
+        "INT8 weights with scales of the tensor, of rows or of blocks (quant_method "
+        f"{', '.join(map(repr, _READERS))}). Use the unquantised checkpoint, or one of these."
+    )
+
+
+def quantization_of(raw: Fields, where: Path) -> Quantization | None:
+    """Returns how the weights beside a config are quantised; None if they are not.
+
+    Args:
+        raw, where: as of `quantization_fields`.
+
+    Raises:
+        CheckpointError: a quantisation that is not read.
+    """
+    fields, source = quantization_fields(raw, where)
+    if not fields or _is_of_cache_alone(fields):
         return None
-    fields = config if isinstance(config, dict) else {}
     method = fields.get("quant_method")
     if method is None and isinstance(fields.get("quant_algo"), str):
         method = "modelopt"
@@ -61,12 +83,17 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | None:
     found = read(fields) if read is not None else ""
     if isinstance(found, Quantization):
         return found
-    raise CheckpointError(
-        f"{source} ({method or config!r}{found and f', {found}'}) is set, but only these are "
-        "supported: float weights, FP8 (e4m3) and INT8 weights with scales of the tensor, of rows "
-        f"or of blocks (quant_method {', '.join(map(repr, _READERS))}). Use the unquantised "
-        "checkpoint, or one of these."
-    )
+    raise _unsupported(source, f"{method or fields!r}{found and f', {found}'}")
+
+
+def _is_of_cache_alone(fields: Fields) -> bool:
+    """Whether the weights are floats, and the KV cache alone is quantised."""
+    if not fields.get("kv_cache_scheme") and not fields.get("kv_cache_quant_algo"):
+        return False
+    method = fields.get("quant_method", "modelopt")
+    if method == "compressed-tensors":
+        return not fields.get("config_groups")
+    return method == "modelopt" and fields.get("quant_algo") is None
 
 
 # Each returns what is read, or a text that names what is not.

@@ -186,7 +186,9 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         max_batch_size=options.max_batch_size,
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
-        kv_cache_config=trtspec.KvCacheConfig(enable_block_reuse=not options.no_block_reuse),
+        kv_cache_config=trtspec.KvCacheConfig(
+            enable_block_reuse=not options.no_block_reuse, dtype=options.kv_cache_dtype
+        ),
         **more,
     )
 
@@ -204,6 +206,7 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
         max_batch_size=options.max_batch_size,
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
+        kv_cache_dtype=options.kv_cache_dtype,
         no_block_reuse=options.no_block_reuse,
     )
     return load_llm(plain, progress), with_speculation

@@ -110,6 +110,15 @@ class EngineOptions:
     max_batch_size: MaxBatchSize = 8
     tensor_parallel_size: TensorParallelSize = None
     moe_expert_parallel_size: Annotated[int, _engine_option("moe_expert_parallel_size", "--ep")] = 1
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-cache-dtype",
+            metavar="auto|fp8",
+            help="How the target's keys and values are kept: fp8 holds twice as many tokens as "
+            "bfloat16; auto is fp8 if the checkpoint was made for it.",
+        ),
+    ] = "auto"
     no_block_reuse: Annotated[
         bool,
         typer.Option("--no-block-reuse", help="Compute every prompt anew: no prefix cache."),

@@ -25,6 +25,7 @@ MAX_BATCH_SIZE = 2**20
 MAX_RANKS = 1024
 RANK_BACKENDS = ("mp", "ray", "torchrun")
 QUANTS = ("fp8",)
+KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "flashinfer")
 
 
@@ -43,6 +44,9 @@ class KvCacheConfig:
             with the same tokens (docs/prefix_cache.md).
         enable_partial_reuse: a block that is shared in part is copied, and computed from where
             the two differ.
+        dtype: how the target's keys and values are kept. "fp8" (e4m3, with the checkpoint's scales)
+            holds twice as many tokens as bfloat16. "auto" is FP8 if the checkpoint was made for it,
+            else the model's dtype (docs/kv_cache.md).
     """
 
     max_tokens: int | None = None
@@ -50,6 +54,7 @@ class KvCacheConfig:
     tokens_per_block: int = 32
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = True
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -57,6 +62,8 @@ class KvCacheConfig:
         require_int(self, "tokens_per_block", 1, 1024)
         require_bool(self, "enable_block_reuse")
         require_bool(self, "enable_partial_reuse")
+        if self.dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"KvCacheConfig.dtype={shown(self.dtype)}: use 'auto' or 'fp8'.")
         share = self.free_gpu_memory_fraction
         if not is_number(share) or not 0.0 < share <= 1.0:
             raise ConfigError(

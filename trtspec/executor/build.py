@@ -14,6 +14,7 @@ import torch
 
 from ..attention.base import AttentionBackend
 from ..checkpoints.hf_config import load_config
+from ..checkpoints.kv_scales import load_kv_scales, says_fp8
 from ..checkpoints.place import weight_form
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_model
@@ -29,12 +30,14 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.clustered_head import ClusteredHead
+from ..models.kv_layout import with_scales
+from ..ops.layer.fp8 import FP8
 from ..state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
 from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
-from .device import attention_backend, resolve_device, resolve_dtype
+from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache
 from .py_executor import PyExecutor
@@ -240,10 +243,26 @@ def _load(
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
     )
-    models = [target.model] if drafter.model is None else [target.model, drafter.model]
-    specs = [spec for model in models for spec in model.kv_group_specs(target.dtype)]
+    specs = _target_specs(engine, target)
+    if drafter.model is not None:
+        specs += drafter.model.kv_group_specs(target.dtype)
     num_blocks = size_cache(engine.kv_cache, specs, needs, device)
     return _Loaded(target, drafter, worker, needs, specs, num_blocks)
+
+
+def _target_specs(engine: EngineConfig, target: LoadedTarget) -> list[KVGroupSpec]:
+    """Returns the target's KV groups, with their dtype and scales. Draft layers keep the model's
+    dtype."""
+    config, directory = target.model.config, target.directory
+    dtype = kv_cache_dtype(
+        engine.kv_cache.dtype,
+        says_fp8(config, directory),
+        target.dtype,
+        target.backend,
+        target.device,
+    )
+    specs = target.model.kv_group_specs(dtype)
+    return with_scales(specs, config, load_kv_scales(config, directory)) if dtype == FP8 else specs
 
 
 def _without_host_code(engine: EngineConfig) -> EngineConfig:

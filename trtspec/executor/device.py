@@ -11,6 +11,7 @@ from ..attention.base import AttentionBackend
 from ..attention.torch_sdpa import TorchAttention
 from ..errors import ConfigError
 from ..models.config import DecoderConfig
+from ..ops.layer.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,41 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
 
         return FlashInferAttention(device)
     return TritonAttention()
+
+
+def kv_cache_dtype(
+    asked: str, says_fp8: bool, dtype: torch.dtype, backend: AttentionBackend, device: torch.device
+) -> torch.dtype:
+    """Returns the dtype of the target's keys and values.
+
+    Args:
+        asked: `KvCacheConfig.dtype`; "auto" is FP8 if the checkpoint says so and it can be had.
+        says_fp8: whether the checkpoint was made for FP8.
+        dtype: the model's.
+
+    Raises:
+        ConfigError: "fp8", which cannot be had here.
+    """
+    refusal = None
+    if not backend.reads_fp8:
+        refusal = f"attn_backend={backend.name!r} reads none: use 'triton' or 'torch'"
+    elif device.type == "cuda" and backend.name == "triton":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            refusal = (
+                f"Triton needs a GPU of compute capability 8.9, and this one has "
+                f"{capability[0]}.{capability[1]}: use attn_backend='torch', or dtype='auto'"
+            )
+    if refusal is None:
+        return FP8 if says_fp8 or asked == "fp8" else dtype
+    if asked == "fp8":
+        raise ConfigError(f"KvCacheConfig.dtype='fp8': {refusal}.")
+    if says_fp8:
+        name = str(dtype).removeprefix("torch.")
+        logger.warning(
+            "The checkpoint was made for a KV cache in FP8, but %s. It is %s.", refusal, name
+        )
+    return dtype
 
 
 def _multiplies_bfloat16() -> bool:

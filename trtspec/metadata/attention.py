@@ -24,19 +24,34 @@ NUM_RESERVED_BLOCKS = 2
 class KVGroup:
     """The KV storage of layers that share one block table.
 
-    `k_cache`, `v_cache`: [layers, blocks, page_size, kv_heads, head_dim], model dtype; written by
-    attention, zeroed by the executor when a request fails with NaN. With latent attention `v_cache`
-    is a narrower view of `k_cache`.
+    `k_cache`, `v_cache`: [layers, blocks, page_size, kv_heads, head_dim], model dtype or FP8;
+    written by attention, zeroed by the executor when a request fails with NaN. With latent
+    attention `v_cache` is a narrower view of `k_cache`.
+
+    `k_scales`, `v_scales`: [layers, kv_heads] float32, of caches in FP8 (`ops/layer/kv_codes.py`);
+    all 1 if not given. Other caches have none.
     """
 
     k_cache: Tensor
     v_cache: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
     layer_slots: tuple[tuple[Tensor, Tensor], ...] = field(init=False, repr=False)
     """Per layer, K and V as [blocks * page_size, kv_heads, head_dim]: views, indexed by slot."""
 
     def __post_init__(self) -> None:
         views = zip(self.k_cache.flatten(1, 2), self.v_cache.flatten(1, 2), strict=True)
         object.__setattr__(self, "layer_slots", tuple(views))
+        if self.k_cache.dtype == torch.float8_e4m3fn and self.k_scales is None:
+            layers, _, _, heads, _ = self.k_cache.shape
+            ones = torch.ones(layers, heads, device=self.k_cache.device)
+            object.__setattr__(self, "k_scales", ones)
+            object.__setattr__(self, "v_scales", ones)
+
+    def scales_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Returns a layer's scales of K and V, each [kv_heads]; None where numbers are floats."""
+        k, v = self.k_scales, self.v_scales
+        return None if k is None else k[layer], None if v is None else v[layer]
 
     @property
     def page_size(self) -> int:

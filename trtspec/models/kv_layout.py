@@ -7,9 +7,11 @@ another's keys and values has that one's location, and so no memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..state.kv_cache import KVGroupSpec
 from ..utils import renamed
@@ -54,6 +56,29 @@ def kv_group_specs(config: DecoderConfig, dtype: torch.dtype) -> list[KVGroupSpe
             KVGroupSpec(count, kv_heads, head_dim, dtype, window=window, value_dim=value_dim)
         )
     return specs
+
+
+def with_scales(
+    specs: Sequence[KVGroupSpec],
+    config: DecoderConfig,
+    scales: Sequence[tuple[Tensor, Tensor]],
+) -> list[KVGroupSpec]:
+    """Returns groups in FP8 with the scales of their layers.
+
+    Args:
+        scales: of every layer of the model, of keys and of values, each [Hkv] float32.
+    """
+    locations, found = kv_locations(config), []
+    for group, spec in enumerate(specs):
+        of_group = {
+            location.index: scales[layer]
+            for layer, location in enumerate(locations)
+            if location.group == group and config.kv_layer(layer) == layer
+        }
+        k, v = (torch.stack([of_group[i][side] for i in range(spec.num_layers)]) for side in (0, 1))
+        # The values of latent attention are part of the keys.
+        found.append(replace(spec, k_scales=k, v_scales=v if spec.value_dim is None else k))
+    return found
 
 
 def _kind(config: DecoderConfig, layer: int) -> tuple[int | None, int, int, int | None]:

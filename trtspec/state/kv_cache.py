@@ -40,13 +40,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
+from ..ops.layer.kv_codes import as_bytes
 from ..utils import rows_to_tensor, untouched_zeros
 from .blocks import BlockPool
 from .lookup import Lookup, Sought
@@ -72,6 +73,8 @@ class KVGroupSpec:
     dtype: torch.dtype
     window: int | None = None  # no layer of the group sees further back; None is no limit
     value_dim: int | None = None  # values are keys[..., :value_dim]; None: stored separately
+    k_scales: Tensor | None = field(default=None, compare=False)  # [layers, Hkv] as of `KVGroup`
+    v_scales: Tensor | None = field(default=None, compare=False)
 
     def bytes_per_token(self) -> int:
         sides = 2 if self.value_dim is None else 1
@@ -82,8 +85,14 @@ class KVGroupSpec:
         shape = self.num_layers, num_blocks, page_size, self.num_kv_heads, self.head_dim
         keys = untouched_zeros(shape, self.dtype, device)
         if self.value_dim is None:
-            return KVGroup(keys, untouched_zeros(shape, self.dtype, device))
-        return KVGroup(keys, keys[..., : self.value_dim])
+            values = untouched_zeros(shape, self.dtype, device)
+        else:
+            values = keys[..., : self.value_dim]
+        k_scales, v_scales = (
+            None if scales is None else scales.to(device, torch.float32)
+            for scales in (self.k_scales, self.v_scales)
+        )
+        return KVGroup(keys, values, k_scales, v_scales)
 
 
 class KVCacheManager:
@@ -261,8 +270,8 @@ class KVCacheManager:
         """Zeroes blocks of a group."""
         if blocks:
             index = rows_to_tensor(blocks, torch.int64, self.device)
-            self.groups[group].k_cache.index_fill_(1, index, 0)
-            self.groups[group].v_cache.index_fill_(1, index, 0)
+            for cache in (self.groups[group].k_cache, self.groups[group].v_cache):
+                as_bytes(cache).index_fill_(1, index, 0)
 
     def block_tables(self, request_ids: list[int]) -> list[Tensor]:
         """Returns per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's

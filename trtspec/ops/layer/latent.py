@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..launch.dispatch import twin
 from ..launch.machine import INVARIANT_ROWS
+from .kv_codes import put
 from .norm import Norm, rms_norm
 from .rope import CacheWrite, Rope, apply_rope
 
@@ -32,7 +33,7 @@ def rope_and_write_latent(
     key = latent_key(latent, norm, rotation, q.shape[2])
     if to.keeps_finite:
         key = torch.nan_to_num(key, 0.0, 0.0, 0.0)
-    to.k_slots.index_copy_(0, to.written_slots(), key)
+    put(to.k_slots, to.written_slots(), key, to.k_scales)
 
 
 def latent_key(latent: Tensor, norm: Norm, rotation: tuple[Tensor, Tensor], size: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...metadata.attention import SCRATCH_BLOCK, AttentionMetadata
 from ..launch.dispatch import twin
+from .kv_codes import put
 from .norm import Norm, rms_norm
 
 
@@ -49,6 +50,8 @@ class CacheWrite(NamedTuple):
     slots: Tensor  # [T] int64, -1 is `scratch_slot`
     scratch_slot: int
     keeps_finite: bool = False  # NaN and infinities enter the cache as 0
+    k_scales: Tensor | None = None  # [Hkv] float32, of a cache in FP8; None is floats
+    v_scales: Tensor | None = None
 
     @classmethod
     def of(
@@ -56,12 +59,15 @@ class CacheWrite(NamedTuple):
     ) -> CacheWrite:
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
+        k_scales, v_scales = group.scales_of(layer)
         return cls(
             k_slots=k_slots,
             v_slots=v_slots,
             slots=meta.slot_mappings[kv_group],
             scratch_slot=SCRATCH_BLOCK * group.page_size,
             keeps_finite=keeps_finite,
+            k_scales=k_scales,
+            v_scales=v_scales,
         )
 
     def written_slots(self) -> Tensor:
@@ -100,12 +106,12 @@ def rope_and_write(
     if to.keeps_finite:  # a rotation may overflow too
         qk = torch.nan_to_num(qk, 0.0, 0.0, 0.0)
     slots = to.written_slots()
-    to.k_slots.index_copy_(0, slots, qk[:, q_heads:])
+    put(to.k_slots, slots, qk[:, q_heads:], to.k_scales)
     values = qkv[:, q_heads + kv_heads :]
     if norms_values:
         assert qk_norms is not None
         values = F.rms_norm(values, values.shape[-1:], eps=qk_norms[1].eps)
-    to.v_slots.index_copy_(0, slots, values)
+    put(to.v_slots, slots, values, to.v_scales)
     return qk[:, :q_heads]
 
 

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
+from .kv_codes import as_bytes
+from .triton_kv_codes import encoded
 from .triton_norm import NormWeight, Rows
 from .triton_rope import Heads, Rotation
 
@@ -27,6 +29,7 @@ class LatentSlots(NamedTuple):
     scratch_slot: int
     k: Tensor  # [slots, 1, L + R]
     k_row: int
+    k_scale: Tensor | None  # [1], where k is codes in FP8; None is floats
 
 
 class LatentSizes(NamedTuple):
@@ -53,7 +56,11 @@ def rope_and_write_latent(
         BLOCK_R=triton.next_power_of_2(size),
     )
     cache = LatentSlots(
-        slots=to.slots, scratch_slot=to.scratch_slot, k=to.k_slots, k_row=to.k_slots.stride(0)
+        slots=to.slots,
+        scratch_slot=to.scratch_slot,
+        k=as_bytes(to.k_slots),
+        k_row=to.k_slots.stride(0),
+        k_scale=to.k_scales,
     )
     _rope_and_write_latent_kernel[(rows, 1 + triton.cdiv(heads, HEADS))](
         Heads.of(q),
@@ -87,15 +94,21 @@ def _rope_and_write_latent_kernel(
         x = tl.load(latent.x + row * latent.row + d, mask=d < rank, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / rank + norm.eps)
         weight = tl.load(norm.weight + d, mask=d < rank, other=0.0).to(tl.float32)
-        value = (x * scale * weight).to(cache.k.dtype.element_ty)
+        value = (x * scale * weight).to(latent.x.dtype.element_ty)
         if sizes.KEEPS_FINITE:
             value = tl.where(tl.abs(value.to(tl.float32)) < float("inf"), value, 0.0)
-        tl.store(cache.k + slot * cache.k_row + d, value, mask=d < rank)
         one = tl.zeros([1], tl.int64)
         key_ptr = latent.x + row * latent.row + rank + one
         key = _rotated(key_ptr, one == 0, table, size, sizes.BLOCK_R)
         if sizes.KEEPS_FINITE:
             key = tl.where(tl.abs(key.to(tl.float32)) < float("inf"), key, 0.0)
+        if cache.k_scale is not None:
+            has_nan = tl.max((value != value).to(tl.int32), 0)
+            has_nan += tl.max(tl.max((key != key).to(tl.int32), 1), 0)
+            by = tl.load(cache.k_scale)
+            value = tl.where(has_nan > 0, 0x7F, encoded(value.to(tl.float32), by)).to(tl.uint8)
+            key = tl.where(has_nan > 0, 0x7F, encoded(key.to(tl.float32), by)).to(tl.uint8)
+        tl.store(cache.k + slot * cache.k_row + d, value, mask=d < rank)
         tl.store(cache.k + slot * cache.k_row + rank + one[:, None] + r, key, mask=r < size)
     else:
         head = (tl.program_id(1) - 1) * sizes.HEADS + tl.arange(0, sizes.HEADS)

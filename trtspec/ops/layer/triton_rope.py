@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
+from .kv_codes import as_bytes
+from .triton_kv_codes import codes_of_heads
 
 if TYPE_CHECKING:
     from .norm import Norm
@@ -51,18 +53,22 @@ class CacheSlots(NamedTuple):
     v: Tensor
     v_row: int
     v_head: int
+    k_scales: Tensor | None = None  # [Hkv], where k and v are codes in FP8; None is floats
+    v_scales: Tensor | None = None
 
     @classmethod
     def of(cls, to: CacheWrite) -> CacheSlots:
         return cls(
             slots=to.slots,
             scratch_slot=to.scratch_slot,
-            k=to.k_slots,
+            k=as_bytes(to.k_slots),
             k_row=to.k_slots.stride(0),
             k_head=to.k_slots.stride(1),
-            v=to.v_slots,
+            v=as_bytes(to.v_slots),
             v_row=to.v_slots.stride(0),
             v_head=to.v_slots.stride(1),
+            k_scales=to.k_scales,
+            v_scales=to.v_scales,
         )
 
 
@@ -169,10 +175,11 @@ def _rope_and_write_kernel(
     kind = out.dtype.element_ty
     half: tl.constexpr = sizes.dim // 2
     qk_heads: tl.constexpr = sizes.q_heads + sizes.kv_heads
+    all_heads: tl.constexpr = qk_heads + sizes.kv_heads
     d = tl.arange(0, sizes.BLOCK)[None, :]
     is_q, is_value = head < sizes.q_heads, head >= qk_heads
     in_dim = d < sizes.dim
-    inside = in_dim & (head < qk_heads + sizes.kv_heads)
+    inside = in_dim & (head < all_heads)
     opposite = (d + half) % sizes.dim
     slot = tl.load(cache.slots + row, cache_modifier=".cg")
     slot = tl.where(slot < 0, cache.scratch_slot, slot)
@@ -195,7 +202,13 @@ def _rope_and_write_kernel(
     if norms.q is not None:
         scale = tl.rsqrt(tl.sum(value * value, 1) / sizes.dim + norms.eps)[:, None]
     stored = (value * scale).to(kind) if sizes.NORMS_VALUES else x
-    tl.store(pointer + d, stored.to(cache.v.dtype.element_ty), mask=inside & is_value)
+    if cache.v_scales is None:
+        stored = stored.to(cache.v.dtype.element_ty)
+    else:
+        stored = codes_of_heads(
+            stored, cache.v_scales, head - qk_heads, is_value & (head < all_heads), in_dim
+        )
+    tl.store(pointer + d, stored, mask=inside & is_value)
     if norms.q is not None:
         q_weight = tl.load(norms.q + d, mask=in_dim, other=0.0)
         k_weight = tl.load(norms.k + d, mask=in_dim, other=0.0)
@@ -211,4 +224,7 @@ def _rope_and_write_kernel(
         rotated = tl.where(tl.abs(rotated.to(tl.float32)) < float("inf"), rotated, 0.0)
     tl.store(out + (row * sizes.q_heads + head) * sizes.dim + d, rotated, mask=inside & is_q)
     pointer = cache.k + slot * cache.k_row + (head - sizes.q_heads) * cache.k_head
-    tl.store(pointer + d, rotated, mask=inside & ~is_q & ~is_value)
+    is_key = ~is_q & ~is_value
+    if cache.k_scales is not None:
+        rotated = codes_of_heads(rotated, cache.k_scales, head - sizes.q_heads, is_key, in_dim)
+    tl.store(pointer + d, rotated, mask=inside & is_key)
