@@ -139,7 +139,8 @@ def _layers() -> dict[str, Any]:
     from trtspec.ops.experts import triton_fp8 as fp8_experts
     from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm, triton_rope
     from trtspec.ops.layer import triton_fp8 as fp8
-    from trtspec.ops.layer.fp8 import FP8, Fp8Weight
+    from trtspec.ops.layer import triton_fp8_rows as fp8_rows
+    from trtspec.ops.layer.fp8 import FP8, Fp8Weight, Rescaling
     from trtspec.ops.layer.rope import CacheWrite, Rope
     from trtspec.ops.layer.triton_convolution import convolve_blocks
     from trtspec.ops.tokens.triton_soft_cross_entropy import draft_loss_
@@ -150,10 +151,11 @@ def _layers() -> dict[str, Any]:
     def indices(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
-    def codes(group: int, *shape: int) -> Fp8Weight:
+    def fp8_weight(group: int, *shape: int) -> Fp8Weight:
         scales = torch.zeros(*shape[:-1], -(-shape[-1] // group))
         return Fp8Weight(torch.zeros(shape).to(FP8), scales, group)
 
+    by = Rescaling(torch.zeros(8), torch.zeros(256), half(256))
     for module in (fp8, fp8_experts):  # as on the GPU that these tensors are not on
         vars(module)["is_quick"] = lambda codes, dtype: dtype == torch.bfloat16
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
@@ -185,14 +187,18 @@ def _layers() -> dict[str, Any]:
         (experts.sort_by_expert, indices(4, 2), 8),
         (experts.grouped_matmul, half(8, 64), half(8, 64, 64), ends, 1.0),
         *(
-            (fp8_experts.grouped_matmul, x, codes(group, 8, 64, 256), ends, average)
+            (fp8_experts.grouped_matmul, x, fp8_weight(group, 8, 64, 256), ends, average)
             for x in (half(8, 256), half(8, 256).half(), half(8, 256).float())
             for group in (128, 256)
             for average in (1.0, 200.0)
         ),
-        (fp8.multiply, half(8, 256), codes(128, 64, 256)),
-        (fp8.multiply, half(8, 256), codes(256, 64, 256), half(8, 64)),
-        (fp8.dequantize, codes(128, 64, 256), torch.bfloat16),
+        *((fp8.multiply_floats, half(n, 256), fp8_weight(128, 64, 256)) for n in (8, 40, 128)),
+        (fp8.multiply_floats, half(8, 256), fp8_weight(128, 64, 256), half(8, 64)),
+        (fp8_rows.quantize_rows, half(8, 14336), None),
+        (fp8_rows.quantize_rows, half(8, 256), norm),
+        (fp8_rows.rescale, half(8, 256), by, torch.bfloat16, half(8, 256)),
+        (fp8_rows.rescaled_swiglu, half(8, 256), by),
+        (fp8.dequantize, fp8_weight(128, 64, 256), torch.bfloat16),
         (experts.combine, half(8, 64), indices(8), torch.zeros(4, 2)),
         (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.0),
         (draft_loss_, half(4, 300), half(4, 300), indices(4), indices(4) > 0, 0.9),
