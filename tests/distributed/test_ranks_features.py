@@ -16,6 +16,7 @@ from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
 from tiny_gemma_assistant import assistant_config
 from tiny_heads import eagle3_dir, mtp_model_dir
+from tiny_kv_scales import COMPRESSED, scaled_dir
 
 from trtspec import (
     LLM,
@@ -220,3 +221,23 @@ def test_grammars(target_dir: Path, eagle3: Any) -> None:
 
     one, two = on_both(target_dir, eagle3, run)
     assert one == two
+
+
+def test_an_fp8_cache_with_scales_of_heads(tmp_path: Path) -> None:
+    k, v = torch.tensor([[0.2, 0.01]]).expand(3, 2), torch.tensor([[0.02, 0.1]]).expand(3, 2)
+    path = scaled_dir(tmp_path, "k_scale v_scale", COMPRESSED, k, v)
+    texts = []
+    for size in (1, 2):
+        config = config_of("ngram", 3, Drafters())
+        with cpu_engine(path, config, tensor_parallel_size=size) as llm:
+            group = llm.executor.kv_cache.groups[0]
+            assert group.k_cache.dtype == torch.float8_e4m3fn
+            assert group.k_scales is not None and group.v_scales is not None
+            heads = 2 // size  # of rank 0
+            assert torch.equal(group.k_scales, k[:, :heads])
+            assert torch.equal(group.v_scales, v[:, :heads])
+            outputs = llm.generate(
+                random_prompts(4), SamplingParams(max_tokens=16, ignore_eos=True)
+            )
+            texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]

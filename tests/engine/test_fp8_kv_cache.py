@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +12,10 @@ import pytest
 import torch
 from matrix import Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import random_prompts
-from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 from tiny_gemma import gemma_dir
 from tiny_heads import mtp_model_dir
+from tiny_kv_scales import COMPRESSED, scaled_dir
 from torch import Tensor
 
 from trtspec import LLM, CheckpointError, ConfigError, KvCacheConfig, SamplingParams
@@ -35,10 +34,6 @@ from trtspec.ops.layer.fp8 import FP8
 from trtspec.ops.layer.kv_codes import decode, encode
 
 CPU = torch.device("cpu")
-COMPRESSED = {
-    "quant_method": "compressed-tensors", "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
-}  # fmt: skip
 
 
 def fp8(pool: int | None = None, **fields: Any) -> KvCacheConfig:
@@ -178,30 +173,6 @@ def test_twice_the_tokens_of_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # -- scales ------------------------------------------------------------------------------------
-def _scaled_dir(
-    folder: Path, form: str, config: dict[str, Any], k: Tensor, v: Tensor
-) -> Path:  # fmt: skip
-    """A tiny model (3 layers of 2 KV heads) with scales for its KV cache.
-
-    Args:
-        form: names of the tensors of k and v, below self_attn.
-        config: quantization_config, or with "quantization" hf_quant_config.json.
-        k, v: [3, …] by layer.
-    """
-    path = tiny_model_dir(folder)
-    tensors = load_file(path / "model.safetensors")
-    for name, scales in zip(form.split(), (k, v), strict=True):
-        for layer, scale in enumerate(scales):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = scale.clone()
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    if "quantization" in config:
-        (path / "hf_quant_config.json").write_text(json.dumps(config))
-    elif config:
-        raw = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    return path
-
-
 K, V = torch.tensor([0.5, 0.02, 3.0]), torch.tensor([0.25, 0.03, 1.5])
 
 
@@ -218,7 +189,7 @@ def test_a_checkpoint_that_says_fp8(
     tmp_path: Path, form: str, config: dict[str, Any], shape: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    path = _scaled_dir(tmp_path, form, config, K.view(shape), V.view(shape))
+    path = scaled_dir(tmp_path, form, config, K.view(shape), V.view(shape))
     with caplog.at_level(logging.WARNING):
         llm = cpu_engine(path, None)
     assert "scales" not in caplog.text
@@ -255,7 +226,7 @@ def _written_as(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def test_scales_of_heads(tmp_path: Path) -> None:
     k, v = torch.rand(3, 2, 1) + 0.01, torch.rand(3, 2, 1) + 0.01
-    path = _scaled_dir(tmp_path, "k_scale v_scale", COMPRESSED, k, v)
+    path = scaled_dir(tmp_path, "k_scale v_scale", COMPRESSED, k, v)
     (group,) = cpu_engine(path, None).executor.kv_cache.groups
     assert torch.equal(group.k_scales, k[..., 0]) and torch.equal(group.v_scales, v[..., 0])
     config = load_config(path)
@@ -284,7 +255,7 @@ def test_auto_is_the_models_dtype(tmp_path: Path) -> None:
     """Of a checkpoint that says nothing, or something that is not read."""
     for scheme in (None, {"num_bits": 8, "type": "int"}):
         config = {**COMPRESSED, "kv_cache_scheme": scheme} if scheme else {}
-        path = _scaled_dir(tmp_path, "k_scale v_scale", config, K[:0], V[:0])
+        path = scaled_dir(tmp_path, "k_scale v_scale", config, K[:0], V[:0])
         assert cpu_engine(path, None).executor.kv_cache.groups[0].k_cache.dtype == torch.float32
 
 
@@ -295,7 +266,7 @@ def test_auto_is_the_models_dtype(tmp_path: Path) -> None:
     (torch.ones(3, 1).to(FP8), "dtype F8_E4M3"),
 ])  # fmt: skip
 def test_bad_scales_are_named(tmp_path: Path, k: Tensor, said: str) -> None:
-    path = _scaled_dir(tmp_path, "k_scale v_scale", COMPRESSED, k, torch.ones(3, 1))
+    path = scaled_dir(tmp_path, "k_scale v_scale", COMPRESSED, k, torch.ones(3, 1))
     with pytest.raises(CheckpointError, match=said):
         cpu_engine(path, None)
 

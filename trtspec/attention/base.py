@@ -37,7 +37,7 @@ class CachedLayer(NamedTuple):
     ) -> CachedLayer:
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
-        k_scales, v_scales = group.scales_of(layer)
+        k_scales, v_scales = group.layer_scales[layer]
         return cls(
             k_slots=k_slots,
             v_slots=v_slots,
@@ -117,7 +117,7 @@ class AttentionBackend(ABC):
         group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
         slots = torch.where(slots < 0, SCRATCH_BLOCK * group.page_size, slots)
         k_slots, v_slots = group.layer_slots[layer]
-        k_scales, v_scales = group.scales_of(layer)
+        k_scales, v_scales = group.layer_scales[layer]
         put(k_slots, slots, k, k_scales)
         put(v_slots, slots, v, v_scales)
         return self.attend(

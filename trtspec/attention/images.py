@@ -35,7 +35,7 @@ def attend(
     if not images_both_ways:
         return out
     group = meta.kv_groups[kv_group]
-    caches = list(zip(group.layer_slots[layer], group.scales_of(layer), strict=True))
+    caches = list(zip(group.layer_slots[layer], group.layer_scales[layer], strict=True))
     for image in meta.images:
         key = "image", image, kv_group, window
         if key not in meta.derived:

@@ -38,6 +38,8 @@ class KVGroup:
     v_scales: Tensor | None = None
     layer_slots: tuple[tuple[Tensor, Tensor], ...] = field(init=False, repr=False)
     """Per layer, K and V as [blocks * page_size, kv_heads, head_dim]: views, indexed by slot."""
+    layer_scales: tuple[tuple[Tensor | None, Tensor | None], ...] = field(init=False, repr=False)
+    """Per layer, the scales of K and V, each [kv_heads]; None where numbers are floats."""
 
     def __post_init__(self) -> None:
         views = zip(self.k_cache.flatten(1, 2), self.v_cache.flatten(1, 2), strict=True)
@@ -47,11 +49,13 @@ class KVGroup:
             ones = torch.ones(layers, heads, device=self.k_cache.device)
             object.__setattr__(self, "k_scales", ones)
             object.__setattr__(self, "v_scales", ones)
-
-    def scales_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Returns a layer's scales of K and V, each [kv_heads]; None where numbers are floats."""
-        k, v = self.k_scales, self.v_scales
-        return None if k is None else k[layer], None if v is None else v[layer]
+        none = [None] * len(self.k_cache)
+        scales = zip(
+            none if self.k_scales is None else self.k_scales,
+            none if self.v_scales is None else self.v_scales,
+            strict=True,
+        )
+        object.__setattr__(self, "layer_scales", tuple(scales))
 
     @property
     def page_size(self) -> int:

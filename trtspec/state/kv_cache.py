@@ -376,8 +376,8 @@ class KVCacheManager:
         Later rows are another request's, and may hold NaN.
         """
         kv = self.groups[group]
-        kv.k_cache[:, target, :num_rows].copy_(kv.k_cache[:, source, :num_rows])
-        kv.v_cache[:, target, :num_rows].copy_(kv.v_cache[:, source, :num_rows])
+        for cache in (as_bytes(kv.k_cache), as_bytes(kv.v_cache)):
+            cache[:, target, :num_rows].copy_(cache[:, source, :num_rows])
 
     @property
     def num_known_blocks(self) -> int:

@@ -59,7 +59,7 @@ class CacheWrite(NamedTuple):
     ) -> CacheWrite:
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
-        k_scales, v_scales = group.scales_of(layer)
+        k_scales, v_scales = group.layer_scales[layer]
         return cls(
             k_slots=k_slots,
             v_slots=v_slots,
