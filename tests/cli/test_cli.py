@@ -67,7 +67,9 @@ class FakeLLM:
         self.num_tokens = 0
         self.calls: list[list] = []
         self.salts: list = []
-        self.executor = SimpleNamespace(runtime_draft_len=self.max_draft_len)
+        self.executor = SimpleNamespace(
+            runtime_draft_len=self.max_draft_len, config=SimpleNamespace(max_seq_len=8192)
+        )
         FakeLLM.built.append(self)
         FakeLLM.configs.append(speculative_config)
         self.config = speculative_config
@@ -554,8 +556,10 @@ def test_a_sweep_has_a_row_per_place_and_a_column_per_way(run, fake):
         assert word in out
     assert out.count("chat") == 4 and out.count("agent") == 4
     assert "2.50" in out and "1.00" in out and "median of 1 run(s)" in out
-    assert len(fake.built) == 8 and all(llm.is_shut_down for llm in fake.built)
-    assert {llm.options["max_batch_size"] for llm in fake.built} == {1, 4}
+    assert len(fake.built) == 9 and all(llm.is_shut_down for llm in fake.built)
+    assert {llm.options["max_batch_size"] for llm in fake.built[1:]} == {1, 4}
+    sizes = {llm.options["kv_cache_config"].max_tokens for llm in fake.built[1:]}
+    assert max(sizes) < 2000, "each engine leaves memory for the others"
     schedules = [c.draft_len_schedule for c in fake.configs if c is not None]
     assert schedules.count("auto") == 2
     salts = [tuple(salts) for llm in fake.built for salts in llm.salts]
@@ -604,8 +608,7 @@ def test_a_sweep_with_a_head_has_both(run, fake, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     assert "draft_target+sa" in out and "given" in out and "auto" not in out
-    assert [config and config.sa_config for config in fake.configs][-1] is None  # plain's
-    assert fake.configs[0].sa_config is not None
+    assert fake.configs[1] is None and fake.configs[2].sa_config is not None
     picture = (tmp_path / "p.svg").read_text()
     assert picture.startswith("<svg") and "given, T=0" in picture and "draft_target+sa" in picture
 
@@ -644,6 +647,7 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
         (["--max-draft-len", "auto"], "has a column for it"),
         (["--speculative", "none"], "nothing to compare"),
         (["--csv", "nowhere/t.csv"], "is not there"),
+        (["--max-tokens", "8192"], "more than the model's 8192"),
     ],
 )
 def test_what_a_sweep_refuses(run, arguments, message):

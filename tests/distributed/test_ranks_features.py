@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trtspec import (
     LLM,
     GuidedDecodingParams,
     MTPDecodingConfig,
+    SAEnhancerConfig,
     SamplingParams,
     SaveHiddenStatesDecodingConfig,
 )
@@ -73,6 +75,25 @@ def test_shaped_logits_and_log_probabilities(target_dir: Path, eagle3: Any) -> N
         assert entry.keys() == other.keys()
         for token in entry:
             assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:
+    """Every rank keeps the texts, and chooses alike."""
+    config = replace(eagle3, sa_config=SAEnhancerConfig(threshold=2))
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(4)
+    ]
+
+    def run(llm: LLM) -> Any:
+        said = [
+            [o.outputs[0].token_ids for o in llm.generate(random_prompts(4), params)]
+            for _ in range(2)
+        ]
+        return said, llm.stats().num_looked_up_drafts, llm.stats().acceptance_length
+
+    one, two = on_both(target_dir, config, run)
+    assert one == two and one[1] > 50 and one[2] > 1.2
 
 
 @in_test_all

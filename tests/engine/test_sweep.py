@@ -15,7 +15,7 @@ from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, SADecodingConfig, SAEnhancerConfig, SamplingParams
 from trtspec.data.acceptance_prompts import AcceptancePrompt
-from trtspec.report.sweep import Axes, Sweep, SweepRun, Way, draw_sweep
+from trtspec.report.sweep import Axes, Sweep, SweepRun, Way, draw_sweep, encode_prompts
 
 K = 2
 WAYS = [
@@ -65,17 +65,16 @@ def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Swe
     def open_engines(concurrency: int) -> dict[str, LLM]:
         engines = {}
         for name, config in configs.items():
-            llm = cpu_engine(
+            engines[name] = cpu_engine(
                 target_dir, config, max_batch_size=concurrency, max_seq_len=256, overlap=False
             )
-            llm.apply_chat_template = encoded  # type: ignore[method-assign]
-            engines[name] = llm
         opened.append((concurrency, engines))
         return engines
 
     given: dict[str, Any] = {"concurrencies": [1, 3], "temperatures": [0.0, 2.0], "kinds": KINDS}
+    axes = Axes(**given | options)
     run = SweepRun(
-        ways=WAYS, axes=Axes(**given | options),
+        ways=WAYS, axes=axes, prompts=encode_prompts(axes, encoded),
         params=SamplingParams(max_tokens=12, seed=0, ignore_eos=True),
         repeat=2, open_engines=open_engines, progress=lambda *_: None,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from .status import Progress
 if TYPE_CHECKING:
     from ..api.guided_decoding import GuidedDecodingParams
     from ..api.sampling_params import SamplingParams
-    from ..config import DecodingBaseConfig, HeadDecodingConfig
+    from ..config import DecodingBaseConfig, HeadDecodingConfig, KvCacheConfig
     from ..llm import LLM
     from ..metadata.mode import SpeculativeDecodingMode
 
@@ -186,11 +186,29 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         max_batch_size=options.max_batch_size,
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
-        kv_cache_config=trtspec.KvCacheConfig(
-            enable_block_reuse=not options.no_block_reuse, dtype=options.kv_cache_dtype
-        ),
-        **more,
+        **{"kv_cache_config": _cache_config(options)} | more,
     )
+
+
+def _cache_config(options: EngineOptions, max_tokens: int | None = None) -> KvCacheConfig:
+    import trtspec
+
+    return trtspec.KvCacheConfig(
+        max_tokens=max_tokens,
+        enable_block_reuse=not options.no_block_reuse,
+        dtype=options.kv_cache_dtype,
+    )
+
+
+def load_small_llm(options: EngineOptions, length: int, progress: Progress, **more: Any) -> LLM:
+    """Returns an engine that leaves memory for others.
+
+    Args:
+        length: tokens of a prompt and its answer for which `max_batch_size` requests have room.
+    """
+    rows = 64 * -(-(length + 64) // 64)  # and what is drafted beyond, in blocks
+    cache = _cache_config(options, options.max_batch_size * (rows + 64))
+    return load_llm(options, progress, kv_cache_config=cache, **more)
 
 
 def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
 from ..data.agent_prompts import agent_prompts
-from .engine import load_llm, make_sampling_params, parse_draft_len, parse_mode
+from .engine import load_small_llm, make_sampling_params, parse_draft_len, parse_mode
 from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_numbers
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 AGENT = "agent"
 COLUMNS = ("plain", "fixed", "auto", "sa", "both")
+SCOUT_LENGTH = 8192
+"""Tokens of a sequence in the engine that is loaded first, to ask it about the model."""
 MAX_LISTED = 8
 """Of longer drafts not every fixed length is a column."""
 
@@ -167,24 +169,36 @@ def _measure(
     command: SweepCommand, repeat: int, progress: Progress
 ) -> tuple[dict[str, Any], Sweep]:
     """Returns what was measured with, and the table."""
-    from ..report.sweep import SweepRun
+    from ..report.sweep import SweepRun, encode_prompts
 
-    first = command.axes.concurrencies[0]
+    axes, answer = command.axes, command.sampling.max_tokens
     # The drafter's engine says K, and is the one whose options can fail.
     drafter = next(name for name in (*command.columns, "fixed") if name not in ("plain", "sa"))
-    loaded = {drafter: load_llm(command.engine_options(drafter, first), progress)}
-    about = _about(command, loaded[drafter], repeat)
+    scout = load_small_llm(command.engine_options(drafter, 1), SCOUT_LENGTH, progress)
+    about, ways = _about(command, scout, repeat), command.ways(scout.max_draft_len)
+    prompts, most = (
+        encode_prompts(axes, scout.apply_chat_template),
+        scout.executor.config.max_seq_len,
+    )
+    scout.shutdown()
+    length = answer + max(len(ids) for some in prompts.values() for ids in some)
+    if length > most:
+        raise CliError(
+            f"Prompts and answers have up to {length} tokens, more than the model's {most}: give "
+            "fewer --max-tokens or shorter --contexts."
+        )
 
     def open_engines(concurrency: int) -> dict[str, Any]:
         options = {name: command.engine_options(name, concurrency) for name in command.columns}
         return {
-            name: loaded.pop(name) if name in loaded else load_llm(asked, progress)
+            name: load_small_llm(asked, length, progress, max_seq_len=min(most, length + 64))
             for name, asked in options.items()
         }
 
     run = SweepRun(
-        ways=command.ways(about["max_draft_len"]),
-        axes=command.axes,
+        ways=ways,
+        axes=axes,
+        prompts=prompts,
         params=make_sampling_params(command.sampling),
         repeat=repeat,
         open_engines=open_engines,

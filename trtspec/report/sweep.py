@@ -14,7 +14,7 @@ from ..api.outputs import EngineStats
 from ..api.sampling_params import SamplingParams
 from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import TrtspecError
-from .contexts import pad_prompt, padding_texts
+from .contexts import Encode, pad_prompt, padding_texts
 from .plots import require_matplotlib, to_svg
 
 PLAIN, AUTO = "plain", "auto"
@@ -35,8 +35,6 @@ class Engine(Protocol):
     def executor(self) -> Any: ...
 
     device: Any
-
-    def apply_chat_template(self, messages: Any) -> list[int]: ...
 
     def generate(self, prompts: Any, params: Any, *, cache_salt: Any = None) -> Any: ...
 
@@ -163,6 +161,25 @@ class Sweep:
         return buffer.getvalue()
 
 
+Prompts = dict[tuple[str, int | None], list[list[int]]]
+"""Token ids by kind of text and context."""
+
+
+def encode_prompts(axes: Axes, encode: Encode) -> Prompts:
+    """Returns as many prompts of each kind and context as a cell needs, or as there are."""
+    most = max(LEAST_PROMPTS, *axes.concurrencies)
+    everything = [prompt for prompts in axes.kinds.values() for prompt in prompts]
+    encoded: Prompts = {}
+    for (kind, given), context in product(axes.kinds.items(), axes.contexts):
+        encoded[kind, context] = [
+            encode(list(prompt.messages))
+            if context is None
+            else pad_prompt(prompt, padding_texts(everything, prompt, i), context, encode)
+            for i, prompt in enumerate(given[:most])
+        ]
+    return encoded
+
+
 @dataclass(frozen=True)
 class SweepRun:
     """How cells are measured.
@@ -174,9 +191,10 @@ class SweepRun:
 
     ways: Sequence[Way]
     axes: Axes
+    prompts: Prompts
     params: SamplingParams
     repeat: int
-    open_engines: Callable[[int], dict[str, Engine]]
+    open_engines: Callable[[int], Mapping[str, Engine]]
     progress: Callable[..., None]
 
     def measure(self) -> Sweep:
@@ -202,16 +220,17 @@ class SweepRun:
         return Sweep(self.ways, cells)
 
     def _cell(
-        self, engines: dict[str, Engine], place: Place, salts: Iterator[int], *, is_first: bool
+        self, engines: Mapping[str, Engine], place: Place, salts: Iterator[int], *, is_first: bool
     ) -> Cell:
         """Runs the ways in turns, each turn beginning with another one."""
-        one = next(iter(engines.values()))
-        prompts = self._prompts(one, place)
+        given = self.prompts[place.kind, place.context]
+        prompts = [given[i % len(given)] for i in range(max(place.concurrency, LEAST_PROMPTS))]
+        is_cuda = any(str(engine.device).startswith("cuda") for engine in engines.values())
         cell = Cell(place, len(prompts))
         for way in self.ways:
             if is_first or way.name == AUTO:
                 # On CUDA each number of requests has a graph, captured when it first comes up.
-                is_whole = way.name == AUTO or str(one.device).startswith("cuda")
+                is_whole = way.name == AUTO or is_cuda
                 some = prompts if is_whole else prompts[:1]
                 self._run(engines, way, place, some, next(salts))
         for turn in range(self.repeat):
@@ -221,28 +240,9 @@ class SweepRun:
                 cell.runs.setdefault(way.name, []).append(stats)
         return cell
 
-    def _prompts(self, engine: Engine, place: Place) -> list[list[int]]:
-        """Returns the token ids of a cell's prompts. A kind with fewer prompts repeats them."""
-        given = self.axes.kinds[place.kind]
-        wanted = max(place.concurrency, LEAST_PROMPTS)
-        if place.context is None:
-            ids = [engine.apply_chat_template(list(prompt.messages)) for prompt in given[:wanted]]
-        else:
-            everything = [prompt for prompts in self.axes.kinds.values() for prompt in prompts]
-            ids = [
-                pad_prompt(
-                    prompt,
-                    padding_texts(everything, prompt, i),
-                    place.context,
-                    engine.apply_chat_template,
-                )
-                for i, prompt in enumerate(given[:wanted])
-            ]
-        return [ids[i % len(ids)] for i in range(wanted)]
-
     def _run(
         self,
-        engines: dict[str, Engine],
+        engines: Mapping[str, Engine],
         way: Way,
         place: Place,
         prompts: Sequence[Sequence[int]],
@@ -252,7 +252,7 @@ class SweepRun:
         engine = engines[way.engine]
         if way.draft_len is not None:
             engine.executor.runtime_draft_len = way.draft_len
-        distinct = len(self.axes.kinds[place.kind])
+        distinct = len(self.prompts[place.kind, place.context])
         salts = [f"{salt}-{i // distinct}" for i in range(len(prompts))]
         engine.reset_prefix_cache()
         engine.reset_stats()

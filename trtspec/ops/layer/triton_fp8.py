@@ -51,6 +51,23 @@ def codes_to(codes, dtype: tl.constexpr, QUICK: tl.constexpr):
     return codes.to(tl.float32).to(dtype)
 
 
+@triton.jit
+def nearest_codes(y):
+    """float32 numbers as codes, int32: to nearest, even in ties, cut off at ±448; NaN stays.
+
+    (Triton's own rounding under its interpreter loses the carry from mantissa to exponent.)
+    """
+    magnitude = tl.minimum(tl.abs(y), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # A float32 has 20 bits of mantissa more, and an exponent that is 120 larger.
+    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, which is the last bit of a float32 at 2^14.
+    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0.015625, small, code)
+    code = code | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where(y != y, 0x7F, code)
+
+
 def is_quick(codes: Tensor, dtype: torch.dtype) -> bool:
     """Whether `codes_to` may move bits for codes on this device."""
     return (

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..launch.triton import after_previous, dependent_launch
 from .fp8 import FP8, LARGEST, Fp8Rows, Rescaling
 from .norm import Norm
+from .triton_fp8 import nearest_codes
 
 _LARGEST = tl.constexpr(LARGEST)
 
@@ -90,29 +91,14 @@ def _warps(size: int) -> int:
 
 
 @triton.jit
-def nearest_codes(y):
-    """float32 numbers as codes, uint8: to nearest, even in ties, cut off at ±448; NaN stays.
-
-    (Triton's own rounding under its interpreter loses the carry from mantissa to exponent.)
-    """
-    magnitude = tl.minimum(tl.abs(y), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # A float32 has 20 bits of mantissa more, and an exponent that is 120 larger.
-    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9, which is the last bit of a float32 at 2^14.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0.015625, small, code)
-    code = code | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(y != y, 0x7F, code).to(tl.uint8)
-
-
-@triton.jit
 def _store_codes(y, scale, inside, out, row, size, d):
     """A row y [BLOCK] float32, rounded, and its scale times `scale`."""
     largest = tl.max(tl.abs(y), 0)
     to_codes = tl.where(largest == 0.0, 0.0, tl.div_rn(_LARGEST, largest))
     codes = nearest_codes(y * to_codes)
-    tl.store(out.codes + row * size + d, codes.to(tl.float8e4nv, bitcast=True), mask=inside)
+    tl.store(
+        out.codes + row * size + d, codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside
+    )
     tl.store(out.scales + row, largest / _LARGEST * scale)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_fp8 import codes_to
+from .triton_fp8 import codes_to, nearest_codes
 
 
 @triton.jit
@@ -31,16 +31,7 @@ def starts_with_nan(pointers, mask):
 @triton.jit
 def encoded(x, scale):
     """Returns the codes of float32 numbers: to nearest, even in ties, cut off at ±448 scales."""
-    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    magnitude = tl.minimum(tl.abs(scaled), 448.0)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    # A float32 has 20 bits of mantissa more, and an exponent that is 120 larger.
-    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9, which is the last bit of a float32 at 2^14.
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    code = tl.where(magnitude < 0.015625, small, code)
-    code = code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(scaled != scaled, 0x7F, code)
+    return nearest_codes(tl.div_rn(x, tl.broadcast_to(scale, x.shape)))
 
 
 @triton.jit
