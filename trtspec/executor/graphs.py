@@ -50,6 +50,7 @@ class GraphKey(NamedTuple):
     num_logprobs: int | None = None
     shapes_logits: bool = False
     is_guided: bool = False
+    reads_missed: bool = False  # no step: the pass over rows that the head has missed
 
 
 class _Part(NamedTuple):
@@ -61,7 +62,7 @@ class _Part(NamedTuple):
 
 class _Captured(NamedTuple):
     parts: list[_Part]  # of the step; in two-engine modes also of each draft pass
-    outputs: StepOutputs
+    outputs: StepOutputs | None  # None: of no step
 
 
 class CudaGraphs:
@@ -112,7 +113,12 @@ class CudaGraphs:
         key = _key_of(plan, batch_size=bucket)
         if key not in self._graphs:
             self._graphs[key] = self._capture(key)
+        missed = GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+        if plan.reads_missed and missed not in self._graphs:
+            self._graphs[missed] = self._capture(missed)
         self._send(requests, bucket)
+        if plan.reads_missed:
+            self._launch(missed, None)
         return self._replay(key, len(requests), plan.reach)
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
@@ -148,13 +154,17 @@ class CudaGraphs:
     def _replay(
         self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
     ) -> StepOutputs:
+        outputs = self._launch(key, reach)
+        assert outputs is not None
+        return first_rows(outputs, num_requests, 1 if key.context_tokens else key.num_drafts + 1)
+
+    def _launch(self, key: GraphKey, reach: Callable[[Point], None] | None) -> StepOutputs | None:
         captured = self._graphs[key]
         for graph, point in captured.parts:
             graph.replay()
             if point is not None and reach is not None:
                 reach(point)
-        rows = 1 if key.context_tokens else key.num_drafts + 1
-        return first_rows(captured.outputs, num_requests, rows)
+        return captured.outputs
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -235,7 +245,7 @@ class CudaGraphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
-                num_passes = sum(1 for _ in self.step.draft_passes(self._run_step(key)))
+                num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         recorder = _Recorder(self._pool, self._stream)
         self._reach = recorder.cut
@@ -243,7 +253,7 @@ class CudaGraphs:
             with _no_garbage_collection():
                 with recorder.recording():
                     outputs = self._run_step(key)
-                passes = self.step.draft_passes(outputs)
+                passes = self._draft_passes(outputs)
                 for _ in range(num_passes):
                     with recorder.recording():
                         next(passes)
@@ -251,10 +261,16 @@ class CudaGraphs:
             self._reach = None
         return _Captured(parts=recorder.parts, outputs=outputs)
 
-    def _run_step(self, key: GraphKey) -> StepOutputs:
+    def _draft_passes(self, outputs: StepOutputs | None) -> Iterator[None]:
+        return iter(()) if outputs is None else self.step.draft_passes(outputs)
+
+    def _run_step(self, key: GraphKey) -> StepOutputs | None:
         # The scratch slot's length would grow with every step.
         self.step.state.past_lens[self.scratch_slot :].zero_()
         inputs = replace(self._step_inputs(key), is_cuda_graph=True)
+        if key.reads_missed:
+            self.step.read_missed(inputs.slot_ids, inputs.block_tables)
+            return None
         if key.is_guided:
             assert self.masks is not None
             inputs = replace(inputs, guided=self.masks.step(self._reach, key.draft_len))

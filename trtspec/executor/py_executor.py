@@ -370,6 +370,7 @@ class PyExecutor:
             draft_len=draft_len,
             reach=None if guided is None else guided.reach,
         )
+        plan = self.runner.with_missed(plan)
         num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
         outputs = self.runner.run(plan)
         drafts = None

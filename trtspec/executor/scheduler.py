@@ -252,6 +252,8 @@ class Scheduler:
         if request.is_generation:
             computed = max(computed, request.num_tokens - 1)
         final = min(computed + 1 - max(chain.ahead, 1), settled)
+        if request.num_missed:  # the head has no keys of these rows yet
+            final = min(final, request.first_missed)
         if final // chain.page_size > chain.num_published:
             chain.extend(request.tokens_between, request.num_tokens)
             self.kv_cache.publish(request.request_id, chain, final)
@@ -295,7 +297,7 @@ class Scheduler:
         self._leave(request)
         self.release_blocks(request)
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
-        request.num_reused = 0
+        request.num_reused = request.num_missed = 0
         self.waiting.appendleft(request)
 
     def start_over(self, requests: list[Request]) -> None:

@@ -55,6 +55,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """What `draft` reads of the tensors that `allocate_state` makes."""
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
+    can_read_late: ClassVar[bool] = False
+    """Whether rows may wait in `StepContext.missed` where nothing is drafted."""
     _memory_sizes = 0, 0
     """(slots, the target's vocabulary) of the last step."""
     _guided: GuidedStep | None = None
