@@ -21,6 +21,7 @@ from drafting import (
     make_case,
     run_random_schedule,
     run_with_changing_draft_len,
+    run_with_rests,
 )
 from matrix import spread, thinned
 from oracle import VOCAB, Oracle
@@ -39,6 +40,7 @@ from trtspec import (
 )
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
+from trtspec.metadata.missed import CAPACITY
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,17 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
 )
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     run_with_changing_draft_len(make_case(name, target_dir, tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3", *thinned(["eagle3_two_engine", "eagle3_flags", "eagle1", "mtp_eagle", "mimo", "glm",
+     "qwen3_next", "deepseek_v3"], 3)],
+)  # fmt: skip
+def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
+    read = run_with_rests(make_case(name, target_dir, tmp_path, 3))
+    assert max(read) == CAPACITY, "a rest was longer than there is room"
+    assert len(read) > 5
 
 
 def test_runtime_draft_len_is_checked(target_dir: Path, tmp_path: Path) -> None:

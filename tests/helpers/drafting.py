@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,62 @@ def run_with_changing_draft_len(case: Case, script_type: type[Script] = Script) 
     assert lens == {0, 1, 2, 3}
     for request in requests:
         assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, 40)
+
+
+def run_with_rests(case: Case, seed: int = 0) -> Counter[int]:
+    """Drafting rests for a while, and resumes at full strength: the head reads late what it missed.
+
+    Requests join at any time, in chunks; later prompts hold earlier texts, whose blocks they find.
+    A small cache preempts. Returns how often a pass read so many rows of a request.
+    """
+    k, rng = 3, random.Random(seed)
+    llm = LLM(
+        case.target, replace(case.config, draft_len_schedule={64: k}), device="cpu",
+        dtype="float32", max_batch_size=3, max_seq_len=128, max_num_tokens=20,
+        enable_chunked_prefill=True, disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(max_tokens=200, tokens_per_block=4),
+    )  # fmt: skip
+    script, executor = Script(llm, case, seed), llm.executor
+    read: Counter[int] = Counter()
+    run, requests, texts = executor.runner.run, [], []
+
+    def counted(plan: Any) -> Any:
+        if plan.reads_missed:
+            read.update(request.num_missed for request in plan.batch.generations)
+        return run(plan)
+
+    executor.runner.run = counted  # type: ignore[method-assign]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(4)]
+    case.foresee(prompts, 110)
+    left, until, compared = 12, 0, 0
+    for number in range(10_000):
+        if not (left or executor.has_work):
+            break
+        if left and rng.random() < 0.1:
+            left -= 1
+            prompt = rng.choice([*prompts, *texts])
+            params = SamplingParams(max_tokens=rng.randint(10, 40), ignore_eos=True)
+            requests.append(executor.enqueue(prompt, params))
+            script.requests[requests[-1].request_id] = requests[-1]
+        if number >= until:
+            executor.runtime_draft_len = wanted = rng.choice([0, 0, 1, 3])
+            until = number + (rng.choice([1, 2, 9, 25]) if wanted == 0 else rng.randint(1, 4))
+        script.logits = {}
+        executor.step()
+        for i, logits in script.logits.items():
+            request = script.requests[i]
+            if not request.is_generation or not logits:
+                continue
+            text, proposals = request.token_ids, script.proposals[i][: len(logits)]
+            expected = case.naive.chain(text, case.hidden(text[:-1]), proposals)
+            for ours, naive in zip(logits, expected, strict=True):
+                torch.testing.assert_close(ours, naive, atol=1e-4, rtol=2e-5)
+                compared += 1
+        texts = [r.token_ids for r in requests if r.is_finished and len(r.token_ids) < 60]
+    assert compared > 60
+    assert any(request.cached_tokens for request in requests)
+    for request in requests:
+        n = len(request.output_token_ids)
+        assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, n)
+    executor.kv_cache.check_integrity()
+    return read
