@@ -20,6 +20,7 @@ from drafting import (
     cases_by_k,
     make_case,
     run_random_schedule,
+    run_after_a_rest,
     run_with_changing_draft_len,
     run_with_rests,
 )
@@ -86,6 +87,10 @@ def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name
     read = run_with_rests(make_case(name, target_dir, tmp_path, 3))
     assert max(read) == CAPACITY, "a rest was longer than there is room"
     assert len(read) > 5
+
+
+def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:
+    run_after_a_rest(make_case("eagle3", target_dir, tmp_path, 3))
 
 
 def test_runtime_draft_len_is_checked(target_dir: Path, tmp_path: Path) -> None:
