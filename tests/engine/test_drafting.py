@@ -193,6 +193,36 @@ def test_a_perfect_head_is_always_accepted(
         assert output.spec_stats.num_steps == 6
 
 
+@pytest.mark.parametrize("mode", ["eagle3", "mtp_eagle"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_perfect_head_is_accepted_after_rests(tmp_path: Path, mode: str, overlap: bool) -> None:
+    """What the head reads late is what it would have read at once."""
+    target, k = one_layer_target(tmp_path), 3
+    options: dict[str, Any] = {"draft_len_schedule": {8: k}}
+    if mode == "eagle3":
+        head = perfect_eagle3(tmp_path, target)
+        config: Any = EagleDecodingConfig(max_draft_len=k, speculative_model=head, **options)
+    else:
+        add_perfect_mtp(target, k)
+        config = MTPDecodingConfig(num_nextn_predict_layers=k, **options)
+    llm = LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256,
+        max_num_tokens=36, enable_chunked_prefill=True, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor, rng = llm.executor, random.Random(0)
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(16, 50))] for _ in range(5)]
+    requests = [executor.enqueue(prompt, params) for prompt in prompts]
+    while executor.has_work:
+        executor.runtime_draft_len = rng.choice([0, 0, k])
+        for _ in range(rng.choice([1, 2, 7, 20])):
+            executor.step()
+    for request in requests:
+        accepted, cut = request.accepted_lens, request.accepted_lens[1] + request.accepted_lens[2]
+        assert accepted[0] > 20 and accepted[k] > 5 and cut == 0, "all or none"
+        assert request.num_draft_tokens == k * accepted[k]
+
+
 # -- a loop that is not ours -------------------------------------------------------------------
 def test_the_example_of_a_foreign_loop(tmp_path: Path, target_dir: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

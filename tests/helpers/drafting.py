@@ -315,20 +315,20 @@ def check_drafts(script: Script, case: Case, request: Any) -> int:
     return len(logits)
 
 
-def run_with_rests(case: Case, seed: int = 0) -> Counter[int]:
+def run_with_rests(case: Case, script_type: type[Script] = Script) -> Counter[int]:
     """Drafting rests for a while, and resumes at full strength: the head reads late what it missed.
 
     Requests join at any time, in chunks; later prompts hold earlier texts, whose blocks they find.
     A small cache preempts. Returns how often a pass read so many rows of a request.
     """
-    k, rng = 3, random.Random(seed)
+    k, rng = 3, random.Random(0)
     llm = LLM(
         case.target, replace(case.config, draft_len_schedule={64: k}), device="cpu",
         dtype="float32", max_batch_size=3, max_seq_len=128, max_num_tokens=20,
         enable_chunked_prefill=True, disable_overlap_scheduler=True,
         kv_cache_config=KvCacheConfig(max_tokens=200, tokens_per_block=4),
     )  # fmt: skip
-    script, executor = Script(llm, case, seed), llm.executor
+    script, executor = script_type(llm, case, 0), llm.executor
     read: Counter[int] = Counter()
     run, requests, texts = executor.runner.run, [], []
 
