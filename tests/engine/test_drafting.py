@@ -19,8 +19,8 @@ from drafting import (
     LAYERS,
     cases_by_k,
     make_case,
-    run_random_schedule,
     run_after_a_rest,
+    run_random_schedule,
     run_with_changing_draft_len,
     run_with_rests,
 )

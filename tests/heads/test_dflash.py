@@ -33,9 +33,9 @@ from trtspec import LLM, DFlashDecodingConfig, EagleDecodingConfig, SamplingPara
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
-from trtspec.metadata.missed import CAPACITY
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.metadata.missed import CAPACITY
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
 from trtspec.ops.tokens.walk import PathCandidates, candidate_scores

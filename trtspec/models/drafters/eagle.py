@@ -58,7 +58,6 @@ class Eagle3Layer(nn.Module):
         hidden = self.self_attn((embeddings, hidden), norms, residual, rope, meta, in_place=False)
         return self.mlp(hidden, self.post_attention_layernorm)
 
-
     def write_kv(
         self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
     ) -> None:
