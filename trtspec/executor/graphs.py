@@ -38,6 +38,10 @@ from .request import ContextChunk, Request, StepPlan
 logger = logging.getLogger(__name__)
 
 
+class GraphMemoryError(ConfigError):
+    """GPU memory ran out while a graph was captured."""
+
+
 class GraphKey(NamedTuple):
     """What a graph is captured for."""
 
@@ -93,6 +97,9 @@ class CudaGraphs:
             for n in graph_config.context_sizes(config.max_num_tokens, most_worth)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
+        self.may_lose_graphs = False
+        """Whether a step runs eagerly where there is no memory for its graph, and not again."""
+        self._lost: set[GraphKey] = set()
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
@@ -105,21 +112,44 @@ class CudaGraphs:
         return size if self.enable_padding or size == batch_size else None
 
     def run(self, plan: StepPlan) -> StepOutputs | None:
-        """Runs one step of generations alone. Returns None if no bucket holds them."""
+        """Runs one step of generations alone. Returns None if no graph holds them."""
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
         key = _key_of(plan, batch_size=bucket)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
         missed = GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
-        if plan.reads_missed and missed not in self._graphs:
-            self._graphs[missed] = self._capture(missed)
+        if not self._is_there(key) or (plan.reads_missed and not self._is_there(missed)):
+            return None
         self._send(requests, bucket)
         if plan.reads_missed:
             self._launch(missed, None)
         return self._replay(key, len(requests), plan.reach)
+
+    def _is_there(self, key: GraphKey) -> bool:
+        """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
+        if key in self._graphs or key in self._lost:
+            return key in self._graphs
+        try:
+            self._graphs[key] = self._capture(key)
+        except GraphMemoryError as error:
+            # The other ranks would not know.
+            if not self.may_lose_graphs or self.step.target.config.parallel.size > 1:
+                raise
+            if not self._lost:
+                logger.warning("No more draft lengths are captured where memory ends: %s", error)
+            self._lost.add(key)
+            return False
+        return True
+
+    def is_lost(self, size: int, draft_len: int, *, all_greedy: bool, is_guided: bool) -> bool:
+        """Whether a graph of this size and draft length found no memory."""
+        sought = size, draft_len, all_greedy, is_guided
+        return any(
+            sought == (key.batch_size, key.draft_len, key.all_greedy, key.is_guided)
+            for key in self._lost
+            if not key.reads_missed
+        )
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
@@ -179,15 +209,15 @@ class CudaGraphs:
 
     def replay_seconds(
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
-    ) -> float:
+    ) -> float | None:
         """Returns what a step takes that verifies and proposes K drafts. All rows are inert.
 
-        It waits for the device, and captures the graph first if need be.
+        It waits for the device, and captures the graph first if need be. None: it is lost.
         """
         keys = _keys_at_start(draft_len, batch_size=size)
         key = next(key for key in keys if key.all_greedy == all_greedy)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+        if not self._is_there(key):
+            return None
         self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
         self.send_again()
         times = []
@@ -228,7 +258,7 @@ class CudaGraphs:
             with cublaslt.tuning(self.enable_autotuner):
                 captured = self._capture_inert(key)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
+            raise GraphMemoryError(
                 f"GPU memory ran out while the graph for batch size {key.batch_size} was captured: "
                 "lower KvCacheConfig.free_gpu_memory_fraction or max_batch_size, or name fewer "
                 "CudaGraphConfig.batch_sizes or context_tokens."

@@ -76,7 +76,12 @@ class PyExecutor:
         target, worker = runner.step.target, runner.step.worker
         extra_kv, rewritten = worker.num_extra_kv_tokens, worker.num_rewritten_tokens
         self.scheduler = Scheduler(
-            config, self.kv_cache, self.max_draft_len, extra_kv=extra_kv, rewritten=rewritten
+            config,
+            self.kv_cache,
+            self.max_draft_len,
+            extra_kv=extra_kv,
+            rewritten=rewritten,
+            extra_kv_at_rest=worker.num_extra_kv_tokens_at_rest,
         )
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
@@ -86,6 +91,7 @@ class PyExecutor:
         self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._draft_len = draft_len_of(runner)
+        self.scheduler.may_rest = self._draft_len.is_exact
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -322,8 +328,10 @@ class PyExecutor:
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
         while True:
+            self.scheduler.most_drafts = self._draft_len.bound()
             batch, victims = self.scheduler.schedule()
             if not victims:
+                self._draft_len.limit = self.scheduler.most_drafts
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:

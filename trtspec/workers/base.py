@@ -77,6 +77,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         return 0
 
     @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        """`num_extra_kv_tokens` of a step that drafts nothing."""
+        return self.num_extra_kv_tokens
+
+    @property
     def num_rewritten_tokens(self) -> int:
         """KV rows per request that drafting computes again, before the step's first one."""
         return 0

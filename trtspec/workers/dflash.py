@@ -47,6 +47,10 @@ class DFlashWorker(MaskedWorker):
         return self.max_draft_len + 1
 
     @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        return 0
+
+    @property
     def num_tokens_ahead(self) -> int:
         return 0  # a context row reads the target's state at its own token
 

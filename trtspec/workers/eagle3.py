@@ -59,6 +59,10 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         return self.max_draft_len - 1
 
     @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        return 0
+
+    @property
     def num_tokens_ahead(self) -> int:
         return 1  # a row reads the token after its own
 

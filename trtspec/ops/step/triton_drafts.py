@@ -322,5 +322,5 @@ def _keep_missed_kernel(kept, missed, capacity, width, BLOCK: tl.constexpr):
     if tl.program_id(1) == 0:
         token = tl.load(kept.tokens + seq * kept.token_stride)
         tl.store(missed.tokens + place, token.to(tl.int64))
-        is_kept = tl.load(kept.kv_slots + seq) >= 0
-        tl.store(missed.positions + place, tl.where(is_kept, position, -1))
+        is_written = tl.load(kept.kv_slots + seq) >= 0
+        tl.store(missed.positions + place, tl.where(is_written, position, -1))
