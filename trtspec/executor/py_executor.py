@@ -345,8 +345,8 @@ class PyExecutor:
     def runtime_draft_len(self) -> int:
         """Drafts to propose per step from now on, 0 … K; K at first.
 
-        0 decodes plainly. The drafter's KV is written all the same, so that drafting can resume at
-        any step.
+        0 decodes plainly. The drafter's KV is written all the same, at once or before drafting
+        resumes, which it can at any step.
         """
         return self._draft_len.runtime
 

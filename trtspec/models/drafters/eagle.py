@@ -111,7 +111,9 @@ class Eagle3Head(DraftHead):
         meta: AttentionMetadata,
         inputs_embeds: RowEmbeds | None,
     ) -> None:
-        self.layers[0].write_kv(self.embed(input_ids, inputs_embeds), hidden, rope, meta)
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        layer.write_kv(self.embed(input_ids, inputs_embeds), hidden, rope, meta)
 
     def forward(
         self,
@@ -157,8 +159,9 @@ class EagleHead(DraftHead):
         meta: AttentionMetadata,
         inputs_embeds: RowEmbeds | None,
     ) -> None:
-        inputs = self.embed(input_ids, inputs_embeds), hidden
-        self.layers[0].write_kv(linear(inputs, self.fc), rope, meta)
+        layer, inputs = self.layers[0], (self.embed(input_ids, inputs_embeds), hidden)
+        assert isinstance(layer, DecoderLayer)
+        layer.write_kv(linear(inputs, self.fc), rope, meta)
 
     def forward(
         self,
