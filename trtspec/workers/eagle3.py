@@ -12,7 +12,8 @@ Pass 0 reads the last accepted token with the target's hidden state before it; l
 above. All of them see the target's KV up to p + n - 1 and nothing later, so they share metadata.
 
 Pass 0 rewrites the KV that drafting wrote from its feedback. So the head's KV is computed from the
-target's hidden state as soon as that is known (docs/architecture.md has a worked trace).
+target's hidden state as soon as that is known (docs/architecture.md has a worked trace). A step
+that drafts nothing has no pass: it writes keys and values alone, or leaves them for later.
 """
 
 from __future__ import annotations
