@@ -29,6 +29,7 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.data.hidden_states import SavedHiddenStates
+from trtspec.metadata.missed import CAPACITY
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,26 @@ def test_draft_lengths_change_while_running(target_dir: Path, eagle3: Any) -> No
         return tokens
 
     one, two = on_both(target_dir, eagle3, run)
+    assert one == two
+
+
+def test_a_head_reads_late_on_every_rank(target_dir: Path, eagle3: Any) -> None:
+    """Each rank has a part of the head's keys: what one lacks changes the drafts."""
+
+    def run(llm: LLM) -> Any:
+        executor, drafts = llm.executor, []
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        requests = [executor.enqueue(prompt, params) for prompt in random_prompts(3)]
+        for number in range(200):
+            executor.runtime_draft_len = 0 if number % 30 < 23 else 3
+            executor.step()
+            drafts.append(executor.state.next_tokens.tolist())
+            rests.add(max((r.num_missed for r in requests), default=0))
+        return [request.output_token_ids for request in requests], drafts
+
+    rests: set[int] = set()
+    one, two = on_both(target_dir, replace(eagle3, draft_len_schedule={8: 3}), run)
+    assert max(rests) == CAPACITY and len(one[0][0]) == 40
     assert one == two
 
 

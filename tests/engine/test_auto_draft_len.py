@@ -20,12 +20,14 @@ from trtspec import (
     LLM,
     ConfigError,
     EagleDecodingConfig,
+    KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     SamplingParams,
 )
 from trtspec.executor import auto_draft_len
 from trtspec.executor.auto_draft_len import AutoDraftLen, RunningAcceptance
+from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.step_costs import StepCosts, StepShape
 
 K = 6
@@ -269,6 +271,45 @@ def test_steps_that_were_asked_for_less_say_nothing_of_the_rest() -> None:
     assert tokens[3] > 3.9  # like the first
 
 
+def test_a_length_whose_graph_found_no_memory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = {0, 4}
+    engine = Engine(monkeypatch, of_gpu)
+    engine.auto._is_lost = lambda shape, k: shape.size == 32 and k in lost
+    engine.run(1000, [0.9] * K, 32)
+    engine.run(1000, [0.01] * K, 32)
+    assert engine.auto.chosen == 1
+    assert not lost & set(engine.lengths)
+    lost |= set(range(K + 1))
+    engine.lengths.clear()
+    engine.run(10, [0.9] * K, 32)
+    assert set(engine.lengths) == {0}, "it runs without a graph"
+    engine.run(100, [0.9] * K, 16)
+    assert engine.auto.chosen > 1
+
+
+def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    graphs: Any = object.__new__(CudaGraphs)
+    tried: list[GraphKey] = []
+
+    def capture(key: GraphKey) -> Any:
+        tried.append(key)
+        raise GraphMemoryError("no memory")
+
+    graphs._graphs, graphs._lost, graphs._capture = {}, set(), capture
+    config = SimpleNamespace(parallel=SimpleNamespace(size=1))
+    graphs.step = SimpleNamespace(target=SimpleNamespace(config=config))
+    key, other = (GraphKey(4, k, k, all_greedy=True, has_filters=False) for k in (2, 3))
+    graphs.may_lose_graphs = False
+    with pytest.raises(ConfigError, match="no memory"):
+        graphs._is_there(key)
+    graphs.may_lose_graphs = True
+    assert not any(graphs._is_there(key) for key in (key, key, other))
+    assert tried == [key, key, other] and len(caplog.records) == 1
+    assert graphs.is_lost(4, 2, all_greedy=True, is_guided=False)
+    assert not graphs.is_lost(4, 1, all_greedy=True, is_guided=False)
+    assert not graphs.is_lost(4, 2, all_greedy=False, is_guided=False)
+
+
 # -- times -------------------------------------------------------------------------------------
 def test_times_in_between_are_derived() -> None:
     costs = StepCosts()
@@ -395,6 +436,41 @@ def test_tokens_stay_those_of_plain_decoding(
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert set(seen) == {0, 1, 2, 3}
     llm.executor.kv_cache.check_integrity()
+
+
+def test_a_step_that_drafts_nothing_reserves_one_row(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another length is given up rather than a request: the cache holds four at rest, not with
+    their drafts."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    wanted, counts = [0], Counter[int]()
+
+    def fixed(self: AutoDraftLen, shape: StepShape) -> None:
+        self.chosen, self._until = wanted[0], self._steps + 4
+
+    monkeypatch.setattr(AutoDraftLen, "_decide", fixed)
+    monkeypatch.setattr(AutoDraftLen, "_begin", fixed)
+    config = replace(make_case("eagle3", target_dir, tmp_path, 3).config, draft_len_schedule="auto")
+    cache = KvCacheConfig(max_tokens=4 * 24, tokens_per_block=2, enable_block_reuse=False)
+    engine: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 64}
+    llm = LLM(target_dir, config, max_batch_size=4, kv_cache_config=cache, **engine)
+    executor, params = llm.executor, SamplingParams(max_tokens=20, ignore_eos=True)
+    requests = [executor.enqueue([3, 4, 5 + i], params) for i in range(4)]
+    while executor.has_work:
+        executor.step()
+        counts[executor.last_draft_len] += 1
+        if executor.scheduler.running and executor.scheduler.running[0].num_tokens > 12:
+            wanted[0] = 3
+    assert counts[0] > 10 and counts[3] > 1
+    assert executor.stats().num_preemptions == 0
+    plain = LLM(target_dir, **engine)
+    expected = [
+        o.outputs[0].token_ids
+        for o in plain.generate([r.prompt_token_ids for r in requests], params)
+    ]
+    assert [request.output_token_ids for request in requests] == expected
+    executor.kv_cache.check_integrity()
 
 
 def test_times_are_kept_for_the_next_engine(

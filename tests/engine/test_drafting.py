@@ -19,8 +19,10 @@ from drafting import (
     LAYERS,
     cases_by_k,
     make_case,
+    run_after_a_rest,
     run_random_schedule,
     run_with_changing_draft_len,
+    run_with_rests,
 )
 from matrix import spread, thinned
 from oracle import VOCAB, Oracle
@@ -39,6 +41,7 @@ from trtspec import (
 )
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
+from trtspec.metadata.missed import CAPACITY
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,21 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
 )
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     run_with_changing_draft_len(make_case(name, target_dir, tmp_path, 3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eagle3", *thinned(["eagle3_two_engine", "eagle3_flags", "eagle1", "mtp_eagle", "mimo", "glm",
+     "qwen3_next", "deepseek_v3"], 3)],
+)  # fmt: skip
+def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
+    read = run_with_rests(make_case(name, target_dir, tmp_path, 3))
+    assert max(read) == CAPACITY, "a rest was longer than there is room"
+    assert len(read) > 5
+
+
+def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:
+    run_after_a_rest(make_case("eagle3", target_dir, tmp_path, 3))
 
 
 def test_runtime_draft_len_is_checked(target_dir: Path, tmp_path: Path) -> None:
@@ -173,6 +191,36 @@ def test_a_perfect_head_is_always_accepted(
         assert output.spec_stats.acceptance_length == k + 1
         assert output.spec_stats.acceptance_per_position == [1.0] * k
         assert output.spec_stats.num_steps == 6
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "mtp_eagle"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_perfect_head_is_accepted_after_rests(tmp_path: Path, mode: str, overlap: bool) -> None:
+    """What the head reads late is what it would have read at once."""
+    target, k = one_layer_target(tmp_path), 3
+    options: dict[str, Any] = {"draft_len_schedule": {8: k}}
+    if mode == "eagle3":
+        head = perfect_eagle3(tmp_path, target)
+        config: Any = EagleDecodingConfig(max_draft_len=k, speculative_model=head, **options)
+    else:
+        add_perfect_mtp(target, k)
+        config = MTPDecodingConfig(num_nextn_predict_layers=k, **options)
+    llm = LLM(
+        target, config, device="cpu", dtype="float32", max_batch_size=3, max_seq_len=256,
+        max_num_tokens=36, enable_chunked_prefill=True, disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor, rng = llm.executor, random.Random(0)
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(16, 50))] for _ in range(5)]
+    requests = [executor.enqueue(prompt, params) for prompt in prompts]
+    while executor.has_work:
+        executor.runtime_draft_len = rng.choice([0, 0, k])
+        for _ in range(rng.choice([1, 2, 7, 20])):
+            executor.step()
+    for request in requests:
+        accepted, cut = request.accepted_lens, request.accepted_lens[1] + request.accepted_lens[2]
+        assert accepted[0] > 20 and accepted[k] > 5 and cut == 0, "all or none"
+        assert request.num_draft_tokens == k * accepted[k]
 
 
 # -- a loop that is not ours -------------------------------------------------------------------

@@ -17,8 +17,9 @@ import pytest
 from interrupts import OUTSIDE, PACKAGE, RaiseAtLine, begin, check, finish
 from matrix import full, thinned
 from tiny import tiny_model_dir
+from tiny_heads import eagle3_dir
 
-from trtspec import LLM, KvCacheConfig, NGramDecodingConfig, SamplingParams
+from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, NGramDecodingConfig, SamplingParams
 from trtspec.config import UserProvidedDecodingConfig
 from trtspec.executor.request import Request
 
@@ -38,12 +39,18 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("target"))
+    return tiny_model_dir(tmp_path_factory.mktemp("target"), num_hidden_layers=6)
 
 
 def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
+    config = CONFIGS.get(mode)
+    if mode == "eagle3_rests":  # with more than two requests
+        head = eagle3_dir(target_dir.parent)
+        config = EagleDecodingConfig(
+            max_draft_len=2, speculative_model=head, draft_len_schedule={2: 2}
+        )
     return LLM(
-        target_dir, CONFIGS[mode], device="cpu", dtype="float32", max_batch_size=4,
+        target_dir, config, device="cpu", dtype="float32", max_batch_size=4,
         max_seq_len=64, max_num_tokens=16, enable_chunked_prefill=True,
         disable_overlap_scheduler=not overlap,
         kv_cache_config=KvCacheConfig(max_tokens=192, tokens_per_block=4),
@@ -52,9 +59,19 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
 
 @pytest.mark.parametrize(
     ("mode", "overlap", "every"),
-    [("ngram", True, 1), ("ngram", False, 3), ("user_provided", False, 3)]
+    [
+        ("ngram", True, 1),
+        ("ngram", False, 3),
+        ("user_provided", False, 3),
+        ("eagle3_rests", True, 3),
+    ]
     if full()
-    else [("ngram", True, 6), ("ngram", False, 11), ("user_provided", False, 11)],
+    else [
+        ("ngram", True, 6),
+        ("ngram", False, 11),
+        ("user_provided", False, 11),
+        ("eagle3_rests", True, 29),
+    ],
 )
 def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
     target_dir: Path, mode: str, overlap: bool, every: int

@@ -5,17 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from matrix import Drafters, config_of, make_drafters
+from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny_heads import mtp_model_dir
 
-from trtspec import LLM, CudaGraphConfig, SamplingParams
+from trtspec import (
+    LLM,
+    CudaGraphConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    SamplingParams,
+)
+from trtspec.executor import runner
 from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.graphs import CudaGraphs, GraphKey
 from trtspec.executor.request import ScheduledBatch
+from trtspec.metadata.missed import CAPACITY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,8 +83,9 @@ def test_tokens_stay_while_lengths_change_at_every_step(
     assert _tokens(llm, prompts, params) == expected
     assert seen >= {0, 1, 2, 3}
     # A graph for each size, length and kind of sampling: greedy, sampled; and those of prompts.
+    # At two sizes the head reads late what it missed.
     graphs = llm.executor.graphs
-    assert graphs.num_graphs <= 2 * 4 * 2 + 2 * 2 * len(graphs.contexts)
+    assert graphs.num_graphs <= 2 * 4 * 2 + 2 * 2 * len(graphs.contexts) + 2
 
 
 def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, cache: Path) -> None:
@@ -88,6 +100,69 @@ def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, c
     assert llm.executor.graphs.num_graphs == len(rows)
     again = LLM(target_dir, config, **ENGINE)
     assert again.executor.graphs.num_graphs == 0  # the times are known
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle"])
+def test_a_head_reads_late_what_it_missed(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting rests longer than there is room, and resumes. The head is perfect, so that anything
+    that it lacks costs acceptance."""
+    lengths = [3] * 4 + [0] * (CAPACITY + 5) + [3] * 6 + [0] * 3 + [3] * 40
+    target, options = one_layer_target(tmp_path), {"draft_len_schedule": "auto"}
+    if mode == "mtp_eagle":
+        add_perfect_mtp(target, 3)
+        config: Any = MTPDecodingConfig(num_nextn_predict_layers=3, **options)
+    else:
+        head, fused = perfect_eagle3(tmp_path, target), mode == "eagle3"
+        config = EagleDecodingConfig(
+            max_draft_len=3, speculative_model=head, eagle3_one_model=fused, **options
+        )
+    prompts = [[(3 + i * j) % 97 for j in range(20 + i)] for i in range(1, 5)]
+    params = [SamplingParams(max_tokens=90, ignore_eos=True)] * 4
+    expected = _tokens(LLM(target, **ENGINE), prompts, params)
+    accepted = []
+    for reads_late in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(AutoDraftLen, "_choose", _in_turn(lengths))
+            if not reads_late:
+                patch.setattr(runner, "_may_read_late", lambda parts: False)
+            llm = LLM(target, config, **ENGINE)
+            graphs = llm.executor.graphs
+            assert _tokens(llm, prompts, params) == expected
+        late = [key for key in graphs._graphs if key.reads_missed]
+        assert bool(late) is reads_late
+        accepted.append(llm.executor.statistics.accepted_lens)
+    assert accepted[0] == accepted[1]
+    assert set(accepted[0]) == {0, 3}
+
+
+def test_a_length_whose_graph_finds_no_memory_is_given_up(
+    target_dir: Path, drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on, and the step itself runs eagerly."""
+    capture = CudaGraphs._capture_inert
+
+    def capture_some(self: CudaGraphs, key: GraphKey) -> Any:
+        if key.draft_len == 2 and not key.context_tokens:
+            raise torch.OutOfMemoryError("no memory")
+        return capture(self, key)
+
+    monkeypatch.setattr(CudaGraphs, "_capture_inert", capture_some)
+    config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
+    llm = LLM(target_dir, config, **ENGINE)
+    auto = llm.executor._draft_len
+    auto.chosen = 2
+    params = [SamplingParams(max_tokens=90, ignore_eos=True)] * 2
+    prompts = [[3, 5], [7, 9, 4]]
+    expected = _tokens(LLM(target_dir, **ENGINE), prompts, params)
+    assert _tokens(llm, prompts, params) == expected
+    assert 2 not in auto._allowed and auto.chosen != 2
+
+
+def _in_turn(lengths: list[int]) -> Callable[..., int]:
+    turn = itertools.cycle(lengths)
+    return lambda self, batch, most: next(turn)
 
 
 def _tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:

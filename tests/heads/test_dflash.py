@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from dflash_cases import DFLASH_CASES, make_dflash_case
-from drafting import cases_by_k, run_random_schedule, run_with_changing_draft_len
+from drafting import (
+    cases_by_k,
+    run_random_schedule,
+    run_with_changing_draft_len,
+    run_with_rests,
+)
 from masked import MaskedScript
 from oracle import VOCAB
 from safetensors.torch import load_file
@@ -30,6 +35,7 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.checkpoints.weights import load_decoder
 from trtspec.errors import CheckpointError, ConfigError
+from trtspec.metadata.missed import CAPACITY
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
 from trtspec.ops.tokens.walk import PathCandidates, candidate_scores
@@ -174,6 +180,14 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     case = make_dflash_case(name, target_dir, tmp_path, 3)
     run_with_changing_draft_len(case, MaskedScript)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash_windows"])
+def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
+    """Its windows are shorter than what it may miss."""
+    read = run_with_rests(make_dflash_case(name, target_dir, tmp_path, 3), MaskedScript)
+    assert max(read) == CAPACITY, "a rest was longer than there is room"
+    assert len(read) > 5
 
 
 def test_a_generation_step_has_one_draft_pass(target_dir: Path, tmp_path: Path) -> None:

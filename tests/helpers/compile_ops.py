@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from trtspec.metadata.attention import AttentionMetadata, KVGroup
 from trtspec.metadata.draft_memory import DraftMemory
+from trtspec.metadata.missed import MissedRows
 from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
@@ -112,6 +113,7 @@ def step() -> dict[str, Any]:
     accepted, lens, certain = ints(GENERATIONS, K + 1), ints(GENERATIONS), longs(GENERATIONS)
     sampling, past = SlotSampling.neutral(SLOTS, CPU), longs(SLOTS)
     states = torch.zeros(8, 48), torch.zeros(8, 80)
+    missed = MissedRows.allocate(SLOTS, 48, torch.float32, CPU)
     unary = torch.zeros(K, GENERATIONS, 16, dtype=torch.bfloat16)
     projected = torch.zeros(K, GENERATIONS, 256, dtype=torch.bfloat16)
     candidates = PathCandidates(longs(K, GENERATIONS, 16), unary, projected)
@@ -126,6 +128,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
+        (triton_drafts.keep_missed, certain, certain, certain, states[0], lens, missed),
         (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
         (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trtspec import LLM, EagleDecodingConfig, KvCacheConfig, MTPDecodingConfig, SamplingParams
 from trtspec.config import DecodingBaseConfig
+from trtspec.metadata.missed import CAPACITY
 
 LAYERS = 8  # of the EAGLE-3 target: its default capture is after layers 1, 3 and 4
 
@@ -273,3 +275,96 @@ def run_with_changing_draft_len(case: Case, script_type: type[Script] = Script) 
     assert lens == {0, 1, 2, 3}
     for request in requests:
         assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, 40)
+
+
+def run_after_a_rest(case: Case) -> None:
+    """A request ends while its head has rows to read. The next one goes on with its text, whose
+    blocks it finds in the cache as far as the head has read them."""
+    llm = LLM(
+        case.target, replace(case.config, draft_len_schedule={64: 3}), device="cpu",
+        dtype="float32", max_seq_len=96, disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(tokens_per_block=4),
+    )  # fmt: skip
+    script, executor = Script(llm, case, seed=0), llm.executor
+    prompt = [5, 6, 7, 8, 9]
+    case.foresee([prompt], 60)
+    for draft_len, count in ((0, CAPACITY - 2), (3, 20)):
+        executor.runtime_draft_len = draft_len
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        request = executor.enqueue(prompt, params)
+        script.requests[request.request_id] = request
+        while executor.has_work:
+            script.logits = {}
+            executor.step()
+            if request.is_generation and draft_len:
+                check_drafts(script, case, request)
+        assert request.output_token_ids == case.oracle.extend(prompt, count)
+        if draft_len == 0:
+            assert request.num_missed == count - 1, "its rows were left to the head"
+            prompt = request.token_ids
+    assert request.cached_tokens == 4, "what the head has read of the prompt"
+
+
+def check_drafts(script: Script, case: Case, request: Any) -> int:
+    """Compares the request's last draft logits with the oracle's. Returns how many there are."""
+    text, logits = request.token_ids, script.logits[request.request_id]
+    proposals = script.proposals[request.request_id][: len(logits)]
+    expected = case.naive.chain(text, case.hidden(text[:-1]), proposals)
+    for ours, naive in zip(logits, expected, strict=True):
+        torch.testing.assert_close(ours, naive, atol=1e-4, rtol=2e-5)
+    return len(logits)
+
+
+def run_with_rests(case: Case, script_type: type[Script] = Script) -> Counter[int]:
+    """Drafting rests for a while, and resumes at full strength: the head reads late what it missed.
+
+    Requests join at any time, in chunks; later prompts hold earlier texts, whose blocks they find.
+    A small cache preempts. Returns how often a pass read so many rows of a request.
+    """
+    k, rng = 3, random.Random(0)
+    llm = LLM(
+        case.target, replace(case.config, draft_len_schedule={64: k}), device="cpu",
+        dtype="float32", max_batch_size=3, max_seq_len=128, max_num_tokens=20,
+        enable_chunked_prefill=True, disable_overlap_scheduler=True,
+        kv_cache_config=KvCacheConfig(max_tokens=200, tokens_per_block=4),
+    )  # fmt: skip
+    script, executor = script_type(llm, case, 0), llm.executor
+    read: Counter[int] = Counter()
+    run, requests, texts = executor.runner.run, [], []
+
+    def counted(plan: Any) -> Any:
+        if plan.reads_missed:
+            read.update(request.num_missed for request in plan.batch.generations)
+        return run(plan)
+
+    executor.runner.run = counted  # type: ignore[method-assign]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(4)]
+    case.foresee(prompts, 110)
+    left, until, compared = 12, 0, 0
+    for number in range(10_000):
+        if not (left or executor.has_work):
+            break
+        if left and rng.random() < 0.1:
+            left -= 1
+            prompt = rng.choice([*prompts, *texts])
+            params = SamplingParams(max_tokens=rng.randint(10, 40), ignore_eos=True)
+            requests.append(executor.enqueue(prompt, params))
+            script.requests[requests[-1].request_id] = requests[-1]
+        if number >= until:
+            executor.runtime_draft_len = wanted = rng.choice([0, 0, 1, 3])
+            until = number + (rng.choice([1, 2, 9, 25]) if wanted == 0 else rng.randint(1, 4))
+        script.logits = {}
+        executor.step()
+        for i, logits in script.logits.items():
+            request = script.requests[i]
+            if not request.is_generation or not logits:
+                continue
+            compared += check_drafts(script, case, request)
+        texts = [r.token_ids for r in requests if r.is_finished and len(r.token_ids) < 60]
+    assert compared > 60
+    assert any(request.cached_tokens for request in requests)
+    for request in requests:
+        n = len(request.output_token_ids)
+        assert request.output_token_ids == case.oracle.extend(request.prompt_token_ids, n)
+    executor.kv_cache.check_integrity()
+    return read

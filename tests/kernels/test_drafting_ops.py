@@ -31,6 +31,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.metadata.attention import NULL_BLOCK, AttentionMetadata, KVGroup
+from trtspec.metadata.missed import CAPACITY, MissedRows
 from trtspec.metadata.sampling import SlotSampling
 from trtspec.ops.launch import dispatch
 from trtspec.ops.padded import torch as padded
@@ -501,6 +502,34 @@ def test_gather_rows(dtype: torch.dtype) -> None:
                 for out, state in zip(outs, chosen, strict=True)
                 for i, row in enumerate(rows)
             )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 2500])
+def test_keep_missed(dtype: torch.dtype, width: int) -> None:
+    slots, positions = torch.tensor([4, 0, 3]), torch.tensor([37, 0, 15])
+    kv_slots = torch.tensor([9, 4, -1])
+    states, tokens = torch.randn(3, 3000).to(dtype)[:, :width], torch.randint(90, (3, 4)).int()
+    rows = MissedRows.allocate(6, width, dtype, states.device)
+    filled = MissedRows(*(torch.full_like(tensor, -7) for tensor in rows))
+
+    both = []
+    for device in ("cpu", DEVICE):
+        missed = MissedRows(*(tensor.clone().to(device) for tensor in filled))
+        args = [tensor.to(device) for tensor in (slots, positions, kv_slots, states, tokens)]
+        with kernels() if both else no_kernels():  # the twin first
+            step_rows.keep_missed(*args[:4], args[4][:, 0], missed)
+        both.append(missed)
+    assert _plain(both[0]) == _plain(both[1])
+    missed = both[0]
+    for row, (slot, place) in enumerate([(4, 5), (0, 0), (3, 15)]):
+        assert torch.equal(missed.hidden[slot, place], states[row])
+        assert missed.tokens[slot, place] == tokens[row, 0]
+        missed.hidden[slot, place] = missed.tokens[slot, place] = -7
+    assert missed.positions[4, 5] == 37 and missed.positions[0, 0] == 0
+    assert missed.positions[3, 15] == -1, "it has no place in the cache"
+    assert (missed.hidden == -7).all() and (missed.tokens == -7).all()
+    assert (missed.positions == -7).sum() == 6 * CAPACITY - 3
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 200])

@@ -88,6 +88,7 @@ class AutoDraftLen(DraftLen):
         runs_at_launch: the host computes a step when it launches it, as on the CPU.
         tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
             would make requests wait: there they are tried with the neighbours, more rarely.
+        is_lost: whether a length cannot be used with a shape: its graph found no memory.
     """
 
     is_exact = True
@@ -101,10 +102,12 @@ class AutoDraftLen(DraftLen):
         *,
         runs_at_launch: bool,
         tries_unknown: bool = True,
+        is_lost: Callable[[StepShape, int], bool] = lambda shape, draft_len: False,
     ):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
-        self._tries_unknown = tries_unknown
+        self._tries_unknown, self._is_lost = tries_unknown, is_lost
+        self._is_held_down = False  # whether the last step drafted less than was chosen
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
         self.chosen = min(START, max_draft_len)
         self._allowed = self.lengths  # those within the limits of this step
@@ -125,7 +128,15 @@ class AutoDraftLen(DraftLen):
         if not part.generations:
             # Prompts draft as many as any step may verify, so that one graph serves them.
             return most
-        return self._choose(part, most)
+        chosen = self._choose(part, most)
+        self._is_held_down = chosen > self.limit
+        return min(chosen, self.limit)
+
+    def bound(self) -> int:
+        """Returns 0 while drafting rests and the next step decides nothing, else K."""
+        decides = self._steps + 1 >= self._until
+        is_resting = self.chosen == 0 and not (decides or self._is_held_down)
+        return 0 if is_resting else self.max_draft_len
 
     def close(self) -> None:
         self.costs.save()
@@ -172,12 +183,13 @@ class AutoDraftLen(DraftLen):
     def _choose(self, batch: ScheduledBatch, most: int) -> int:
         shape, self._steps = self.shape_of(batch), self._steps + 1
         self._share_sampled = batch.num_sampled / len(batch.generations)
-        self._allowed = tuple(k for k in self.lengths if k <= most)
+        usable = (k for k in self.lengths if k <= most and not self._is_lost(shape, k))
+        self._allowed = tuple(usable) or (0,)
         if self._steps - self._folded >= REST:
             self._folded = self._steps
             for acceptance in self._acceptance.values():
                 acceptance.fold()
-        if shape != self._shape or self.chosen > most:
+        if shape != self._shape or self.chosen not in self._allowed:
             self._begin(shape)
         elif self._steps >= self._until:
             self._decide(shape)
@@ -236,13 +248,13 @@ class AutoDraftLen(DraftLen):
         if place == 0:
             drafting = self._allowed[1:]
             return [self._fastest(shape, drafting)] if drafting else []
-        beside = {0, *self._allowed[place - 1 : place + 2]} - {self.chosen}
+        beside = {self._allowed[0], *self._allowed[place - 1 : place + 2]} - {self.chosen}
         return sorted(beside)
 
     def _best(self, shape: StepShape) -> int:
         """Returns the fastest length. What was chosen before the trials stays at a tie."""
         kept = self.chosen if self._before_trials is None else self._before_trials
-        kept = min(kept, self._allowed[-1])
+        kept = max((k for k in self._allowed if k <= kept), default=self._allowed[0])
         fastest = self._fastest(shape, self._allowed)
         speed = self._speeds(shape, (kept, fastest))
         needed = BETTER if fastest > kept else 1.0

@@ -30,7 +30,10 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         lambda count: _bucket(runner, count),
         runs_at_launch=runner.device.type == "cpu",
         tries_unknown=runner.graphs is None,
+        is_lost=lambda shape, draft_len: _is_lost(runner, shape, draft_len),
     )
+    if runner.graphs is not None:
+        runner.graphs.may_lose_graphs = True
     # Over several ranks a replay of one rank alone would hang.
     if runner.graphs is not None and runner.step.target.config.parallel.size == 1:
         _measure(runner.graphs, auto)
@@ -42,6 +45,13 @@ def _bucket(runner: StepRunner, count: int) -> int:
     return 1 << (count - 1).bit_length() if size is None else size
 
 
+def _is_lost(runner: StepRunner, shape: StepShape, draft_len: int) -> bool:
+    """Whether there was no memory for the graph of a step."""
+    return runner.graphs is not None and runner.graphs.is_lost(
+        shape.size, draft_len, all_greedy=shape.all_greedy, is_guided=shape.is_guided
+    )
+
+
 def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest."""
     sizes = [size for size in graphs.batch_sizes if size & (size - 1) == 0]
@@ -50,7 +60,8 @@ def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
             for draft_len in auto.lengths:
                 if not auto.costs.is_known(shape, draft_len):
                     seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
-                    auto.costs.set(shape, draft_len, seconds)
+                    if seconds is not None:
+                        auto.costs.set(shape, draft_len, seconds)
     auto.costs.save()
 
 

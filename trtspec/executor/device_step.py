@@ -8,12 +8,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..metadata.attention import AttentionMetadata
 from ..models.decoder import Decoder
+from ..ops.step.slots import slot_mapping
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
@@ -54,6 +58,42 @@ class DeviceStep:
         if outputs.draft_inputs is None:
             self.worker.forget_step()
         return outputs
+
+    @torch.inference_mode()
+    def read_missed(self, slot_ids: Tensor, block_tables: Sequence[Tensor]) -> None:
+        """Lets the head read what earlier steps left of these requests.
+
+        Args:
+            slot_ids: [B] int64. block_tables: per KV group [B, M] int32.
+        """
+        state, cache = self.state, self.kv_cache
+        assert state.missed is not None
+        write: Any = getattr(self.draft_model, "write_kv", None)
+        hidden, tokens, positions = state.missed.take(slot_ids)
+        inside, positions = positions >= 0, positions.clamp_min(0)
+        rotary = positions
+        if state.rope_deltas is not None:
+            rotary = (positions + state.rope_deltas[slot_ids][:, None]).clamp_min(0)
+        slots = [slot_mapping(t, positions, inside, cache.page_size) for t in block_tables]
+        rows = [tensor.flatten(0, 1) for tensor in (hidden, tokens, positions, rotary, *slots)]
+        if tokens.device.type == "cpu":  # elsewhere a graph computes them all
+            rows = [tensor[inside.flatten()] for tensor in rows]
+        hidden, tokens, positions, rotary, *slots = rows
+        # Each row stands for itself: it attends to nothing.
+        meta = AttentionMetadata(
+            context_lens=(),
+            num_generations=tokens.shape[0],
+            rows_per_generation=1,
+            position_ids=positions,
+            rope_position_ids=None if state.rope_deltas is None else rotary,
+            kv_lens=(positions + 1).to(torch.int32),
+            max_kv_len=self.shape.max_seq_len,
+            kv_groups=cache.groups,
+            block_tables=(),
+            slot_mappings=tuple(slots),
+            max_seq_len=self.shape.max_seq_len,
+        )
+        write(tokens, positions, hidden, meta)
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:

@@ -28,6 +28,7 @@ class DraftLen:
         self._schedule = sorted(schedule.items()) if isinstance(schedule, Mapping) else None
         self._runtime = max_draft_len
         self.last = max_draft_len  # proposed by the last step of generations
+        self.limit = max_draft_len  # of the step that is scheduled; read where `is_exact`
 
     @property
     def runtime(self) -> int:
@@ -42,6 +43,10 @@ class DraftLen:
                 f"runtime_draft_len={value}: it must be in 0 … max_draft_len={self.max_draft_len}."
             )
         self._runtime = value
+
+    def bound(self) -> int:
+        """Returns how many drafts the next step may verify or propose at most."""
+        return self.max_draft_len
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         """Returns how many drafts a launch proposes, of a part of a batch or of all of it."""

@@ -16,9 +16,14 @@ def draft_in_passes(
     """Runs the one-model worker's draft passes, one per item. The last writes the proposals to the
     slots."""
     assert isinstance(worker, Eagle3OneModelWorker)
-    step, count = inputs.step, worker.num_passes(inputs)
+    step = inputs.step
+    if step.draft_len == 0:
+        worker.skip_passes(inputs)
+        state.next_tokens[step.slot_ids, 1:] = -1
+        yield
+        return
     chain = worker.first_pass(inputs)
-    for _ in range(1, count):
+    for _ in range(1, step.draft_len):
         yield
         chain = worker.next_pass(chain)
     drafts = chain.draft_tokens(worker.max_draft_len)

@@ -38,6 +38,10 @@ from .request import ContextChunk, Request, StepPlan
 logger = logging.getLogger(__name__)
 
 
+class GraphMemoryError(ConfigError):
+    """GPU memory ran out while a graph was captured."""
+
+
 class GraphKey(NamedTuple):
     """What a graph is captured for."""
 
@@ -50,6 +54,7 @@ class GraphKey(NamedTuple):
     num_logprobs: int | None = None
     shapes_logits: bool = False
     is_guided: bool = False
+    reads_missed: bool = False  # no step: the pass over rows that the head has missed
 
 
 class _Part(NamedTuple):
@@ -61,7 +66,7 @@ class _Part(NamedTuple):
 
 class _Captured(NamedTuple):
     parts: list[_Part]  # of the step; in two-engine modes also of each draft pass
-    outputs: StepOutputs
+    outputs: StepOutputs | None  # None: of no step
 
 
 class CudaGraphs:
@@ -92,6 +97,9 @@ class CudaGraphs:
             for n in graph_config.context_sizes(config.max_num_tokens, most_worth)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
+        self.may_lose_graphs = False
+        """Whether a step runs eagerly where there is no memory for its graph, and not again."""
+        self._lost: set[GraphKey] = set()
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
@@ -104,16 +112,44 @@ class CudaGraphs:
         return size if self.enable_padding or size == batch_size else None
 
     def run(self, plan: StepPlan) -> StepOutputs | None:
-        """Runs one step of generations alone. Returns None if no bucket holds them."""
+        """Runs one step of generations alone. Returns None if no graph holds them."""
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
         key = _key_of(plan, batch_size=bucket)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+        missed = GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+        if not self._is_there(key) or (plan.reads_missed and not self._is_there(missed)):
+            return None
         self._send(requests, bucket)
+        if plan.reads_missed:
+            self._launch(missed, None)
         return self._replay(key, len(requests), plan.reach)
+
+    def _is_there(self, key: GraphKey) -> bool:
+        """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
+        if key in self._graphs or key in self._lost:
+            return key in self._graphs
+        try:
+            self._graphs[key] = self._capture(key)
+        except GraphMemoryError as error:
+            # The other ranks would not know.
+            if not self.may_lose_graphs or self.step.target.config.parallel.size > 1:
+                raise
+            if not self._lost:
+                logger.warning("No more draft lengths are captured where memory ends: %s", error)
+            self._lost.add(key)
+            return False
+        return True
+
+    def is_lost(self, size: int, draft_len: int, *, all_greedy: bool, is_guided: bool) -> bool:
+        """Whether a graph of this size and draft length found no memory."""
+        sought = size, draft_len, all_greedy, is_guided
+        return any(
+            sought == (key.batch_size, key.draft_len, key.all_greedy, key.is_guided)
+            for key in self._lost
+            if not key.reads_missed
+        )
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
@@ -148,13 +184,17 @@ class CudaGraphs:
     def _replay(
         self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
     ) -> StepOutputs:
+        outputs = self._launch(key, reach)
+        assert outputs is not None
+        return first_rows(outputs, num_requests, 1 if key.context_tokens else key.num_drafts + 1)
+
+    def _launch(self, key: GraphKey, reach: Callable[[Point], None] | None) -> StepOutputs | None:
         captured = self._graphs[key]
         for graph, point in captured.parts:
             graph.replay()
             if point is not None and reach is not None:
                 reach(point)
-        rows = 1 if key.context_tokens else key.num_drafts + 1
-        return first_rows(captured.outputs, num_requests, rows)
+        return captured.outputs
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -169,15 +209,15 @@ class CudaGraphs:
 
     def replay_seconds(
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
-    ) -> float:
+    ) -> float | None:
         """Returns what a step takes that verifies and proposes K drafts. All rows are inert.
 
-        It waits for the device, and captures the graph first if need be.
+        It waits for the device, and captures the graph first if need be. None: it is lost.
         """
         keys = _keys_at_start(draft_len, batch_size=size)
         key = next(key for key in keys if key.all_greedy == all_greedy)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+        if not self._is_there(key):
+            return None
         self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
         self.send_again()
         times = []
@@ -218,7 +258,7 @@ class CudaGraphs:
             with cublaslt.tuning(self.enable_autotuner):
                 captured = self._capture_inert(key)
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
+            raise GraphMemoryError(
                 f"GPU memory ran out while the graph for batch size {key.batch_size} was captured: "
                 "lower KvCacheConfig.free_gpu_memory_fraction or max_batch_size, or name fewer "
                 "CudaGraphConfig.batch_sizes or context_tokens."
@@ -235,7 +275,7 @@ class CudaGraphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
-                num_passes = sum(1 for _ in self.step.draft_passes(self._run_step(key)))
+                num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         recorder = _Recorder(self._pool, self._stream)
         self._reach = recorder.cut
@@ -243,7 +283,7 @@ class CudaGraphs:
             with _no_garbage_collection():
                 with recorder.recording():
                     outputs = self._run_step(key)
-                passes = self.step.draft_passes(outputs)
+                passes = self._draft_passes(outputs)
                 for _ in range(num_passes):
                     with recorder.recording():
                         next(passes)
@@ -251,10 +291,16 @@ class CudaGraphs:
             self._reach = None
         return _Captured(parts=recorder.parts, outputs=outputs)
 
-    def _run_step(self, key: GraphKey) -> StepOutputs:
+    def _draft_passes(self, outputs: StepOutputs | None) -> Iterator[None]:
+        return iter(()) if outputs is None else self.step.draft_passes(outputs)
+
+    def _run_step(self, key: GraphKey) -> StepOutputs | None:
         # The scratch slot's length would grow with every step.
         self.step.state.past_lens[self.scratch_slot :].zero_()
         inputs = replace(self._step_inputs(key), is_cuda_graph=True)
+        if key.reads_missed:
+            self.step.read_missed(inputs.slot_ids, inputs.block_tables)
+            return None
         if key.is_guided:
             assert self.masks is not None
             inputs = replace(inputs, guided=self.masks.step(self._reach, key.draft_len))

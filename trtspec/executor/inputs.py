@@ -84,6 +84,10 @@ class StepInputs:
     is_cuda_graph: bool = False
     guided: GuidedStep | None = None  # where a request has a grammar
 
+    def drafts_nothing(self, draft_len: int) -> bool:
+        """Whether it neither verifies nor proposes drafts, and reads no prompt (`StepPlan`)."""
+        return not (self.contexts.lens or self.num_drafts or draft_len)
+
 
 @dataclass(frozen=True)
 class EngineShape:
@@ -185,6 +189,7 @@ def assemble(
     prompts, rows = inputs.contexts, inputs.num_drafts + 1
     contexts = len(prompts.lens)
     max_seq_len = engine.max_seq_len
+    proposed = engine.max_draft_len if runtime_draft_len is None else runtime_draft_len
     step, drafts = gather_step_inputs(
         inputs.slot_ids[contexts:],
         state.next_tokens,
@@ -255,6 +260,7 @@ def assemble(
         captured=state.captured,
         logits_state=state.logits if inputs.shapes_logits else None,
         guided=inputs.guided,
+        missed=state.missed if inputs.drafts_nothing(proposed) else None,
         runtime_draft_len=runtime_draft_len,
         state=state.worker,
         device=inputs.slot_ids.device,

@@ -77,7 +77,12 @@ class PyExecutor:
         target, worker = runner.step.target, runner.step.worker
         extra_kv, rewritten = worker.num_extra_kv_tokens, worker.num_rewritten_tokens
         self.scheduler = Scheduler(
-            config, self.kv_cache, self.max_draft_len, extra_kv=extra_kv, rewritten=rewritten
+            config,
+            self.kv_cache,
+            self.max_draft_len,
+            extra_kv=extra_kv,
+            rewritten=rewritten,
+            extra_kv_at_rest=worker.num_extra_kv_tokens_at_rest,
         )
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
@@ -88,6 +93,7 @@ class PyExecutor:
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
+        self.scheduler.may_rest = self._draft_len.is_exact
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -324,8 +330,10 @@ class PyExecutor:
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
         while True:
+            self.scheduler.most_drafts = self._draft_len.bound()
             batch, victims = self.scheduler.schedule()
             if not victims:
+                self._draft_len.limit = self.scheduler.most_drafts
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:
@@ -339,8 +347,8 @@ class PyExecutor:
     def runtime_draft_len(self) -> int:
         """Drafts to propose per step from now on, 0 … K; K at first.
 
-        0 decodes plainly. The drafter's KV is written all the same, so that drafting can resume at
-        any step.
+        0 decodes plainly. The drafter's KV is written all the same, at once or before drafting
+        resumes, which it can at any step.
         """
         return self._draft_len.runtime
 
@@ -372,6 +380,7 @@ class PyExecutor:
             draft_len=draft_len,
             reach=None if guided is None else guided.reach,
         )
+        plan = self.runner.with_missed(plan)
         num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
         outputs = self.runner.run(plan)
         drafts = None

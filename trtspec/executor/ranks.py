@@ -57,6 +57,7 @@ class StepMessage:
     generations: list[tuple[int, int]]  # slot, past_upper
     num_drafts: int
     draft_len: int
+    reads_missed: bool
     tables: dict[int, CopiedTables]  # of requests whose tables changed
 
 
@@ -112,6 +113,7 @@ class LeadingRunner(StepRunner):
             generations=[(request.slot, request.past_upper) for request in batch.generations],
             num_drafts=plan.num_drafts,
             draft_len=plan.draft_len,
+            reads_missed=plan.reads_missed,
             tables=tables,
         )
 
@@ -180,7 +182,9 @@ class Follower:
             self._requests[slot].past_upper = past_upper
             generations.append(self._requests[slot])
         batch = ScheduledBatch(contexts, generations)
-        return StepPlan(batch, message.num_drafts, message.draft_len)
+        return StepPlan(
+            batch, message.num_drafts, message.draft_len, reads_missed=message.reads_missed
+        )
 
     def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
         self.kv_cache.zero_own(group, blocks, owner)

@@ -53,6 +53,8 @@ class Request:
     prefix: PrefixChain | None = None  # keys of its blocks, if it may share them
     past_upper: int = 0  # upper bound of valid KV tokens; exact when nothing is in flight
     num_drafts: int = 0  # drafts its last launched step was asked for
+    num_missed: int = 0  # rows that the head reads later (`metadata/missed.py`)
+    first_missed: int = 0  # a lower bound of the first one's position
     num_in_flight: int = 0  # launched steps whose tokens the host has not read
     finish_reason: str | None = None
     error: str | None = None
@@ -126,7 +128,7 @@ class Request:
         self.text, self.error, self.is_poisoned = None, None, False
         self.state, self.slot = RequestState.WAITING, -1
         self.num_computed = self.past_upper = self.num_drafts = self.num_in_flight = 0
-        self.num_reused, self.prefix = 0, None
+        self.num_reused, self.num_missed, self.prefix = 0, 0, None
 
     def end(self) -> None:
         """Forgets slot, positions and steps in flight."""
@@ -237,6 +239,8 @@ class StepPlan(NamedTuple):
     num_drafts: int  # K', drafts that each generation verifies
     draft_len: int  # drafts to propose for the next step
     reach: Callable[[Point], None] | None = None  # does the host's part, where there are grammars
+    reads_missed: bool = False  # the head reads first what it has missed of these requests
+    leaves_head: bool = False  # it drafts nothing, and leaves the head's work for later
 
     def count_as_launched(self) -> None:
         """Updates the requests' upper bounds for a step that is launched."""
@@ -247,6 +251,12 @@ class StepPlan(NamedTuple):
                 request.state = RequestState.GENERATION
         for request in self.batch.generations:
             request.past_upper += self.num_drafts + 1
+            if self.reads_missed:
+                request.num_missed = 0
+            if self.leaves_head:
+                if not request.num_missed:
+                    request.first_missed = request.num_tokens - 1
+                request.num_missed += 1
         for request in self.batch.requests:
             request.num_drafts = self.draft_len
             request.num_in_flight += 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import ExecutorConfig
 from ..metadata.logits import LogitsState
+from ..metadata.missed import CAPACITY, MissedRows
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import RequestSampling
 from ..metadata.spec import CapturedHiddenStates
@@ -211,6 +212,10 @@ class StepRunner:
         inputs = build_inputs(
             plan.batch, self.kv_cache, plan.num_drafts, self.device, worker.num_rewritten_tokens
         )
+        if plan.reads_missed:
+            first = len(plan.batch.contexts)
+            tables = [table[first:] for table in inputs.block_tables]
+            self.step.read_missed(inputs.slot_ids[first:], tables)
         if plan.batch.is_guided:
             inputs = replace(inputs, guided=self.masks.step(plan.reach, plan.draft_len))
         outputs = self.step.run(inputs, plan.draft_len)
@@ -236,6 +241,20 @@ class StepRunner:
         if any(chunk.request.embeds is not None for chunk in chunks):
             return None
         return self.graphs.shape_for(chunks)
+
+    def with_missed(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan with what the head does beside it: nothing, or what it missed before.
+
+        A step that drafts nothing leaves the head its row for later, while there is room. Any other
+        step is preceded by a pass over the rows that its requests have left.
+        """
+        if self.step.state.missed is None:
+            return plan
+        batch = plan.batch
+        most = max((request.num_missed for request in batch.generations), default=0)
+        leaves = not (batch.contexts or plan.num_drafts or plan.draft_len)
+        reads = most > 0 and (not leaves or most >= CAPACITY)
+        return plan._replace(reads_missed=reads, leaves_head=leaves)
 
     @property
     def _can_replay(self) -> bool:
@@ -280,8 +299,20 @@ def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
     state.worker = worker.allocate_state(
         config.max_batch_size, config.max_seq_len, parts.device, hidden_size=size, dtype=dtype
     )
+    if _may_read_late(parts):
+        width = max(1, len(parts.layers_to_capture)) * size
+        state.missed = MissedRows.allocate(config.max_batch_size + 1, width, dtype, parts.device)
     if parts.layers_to_capture:
         shape = config.max_num_tokens, len(parts.layers_to_capture) * size
         buffer = torch.zeros(shape, dtype=dtype, device=parts.device)
         state.captured = CapturedHiddenStates(parts.layers_to_capture, buffer)
     return state
+
+
+def _may_read_late(parts: EngineParts) -> bool:
+    """Whether steps draft nothing at times, with a head that may read their rows later."""
+    config = parts.worker.config
+    if config is None or (config.max_concurrency is None and config.draft_len_schedule is None):
+        return False
+    is_alone = getattr(parts.draft_model, "writes_kv_alone", False)
+    return parts.worker.max_draft_len > 0 and parts.worker.can_read_late and is_alone

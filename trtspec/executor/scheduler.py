@@ -26,10 +26,15 @@ class Scheduler:
         max_draft_len: int,
         extra_kv: int,
         rewritten: int = 0,
+        extra_kv_at_rest: int | None = None,
     ):
         self.config, self.kv_cache = config, kv_cache
         self.rows = max_draft_len + 1  # KV rows a verification pass writes
         self.extra_kv = extra_kv  # KV rows drafting writes past those
+        self.extra_kv_at_rest = extra_kv if extra_kv_at_rest is None else extra_kv_at_rest
+        self.most_drafts = max_draft_len
+        """What the next step verifies or proposes at most; `schedule` may lower it to 0."""
+        self.may_rest = False  # whether it may
         self.rewritten = rewritten  # KV rows drafting writes again, before those
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
@@ -38,7 +43,8 @@ class Scheduler:
 
     def needed_tokens(self, request: Request) -> int:
         """Returns the tokens of KV to hold before another generation step of `request`."""
-        worst = request.past_upper + self.rows + self.extra_kv
+        extra = self.extra_kv if self.most_drafts else self.extra_kv_at_rest
+        worst = request.past_upper + self.most_drafts + 1 + extra
         return min(worst, self.config.max_seq_len)
 
     def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
@@ -54,7 +60,12 @@ class Scheduler:
             if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
         ]  # fmt: skip
         generations, budget = self._schedule_generations(self._set_aside(started))
-        short = [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
+        short = self._reserve_all(generations)
+        if short and self.may_rest and self.most_drafts:  # rather than preempt
+            self.most_drafts = 0
+            for request in generations:
+                self.trim(request)
+            short = self._reserve_all(generations)
         if short:
             return ScheduledBatch([], []), self._youngest_beside(short[0])
         contexts = self._schedule_contexts(started, budget)
@@ -79,13 +90,13 @@ class Scheduler:
 
         `aside` tokens of the budget are for the next prompt.
         """
-        budget = self.config.max_num_tokens
+        budget, rows = self.config.max_num_tokens, self.most_drafts + 1
         chosen: list[Request] = []
         for request in self.running:
             ready = request.is_generation and not request.ends_with_what_is_in_flight
-            if ready and budget - self.rows >= aside:
+            if ready and budget - rows >= aside:
                 chosen.append(request)
-                budget -= self.rows
+                budget -= rows
         return chosen, budget
 
     def _set_aside(self, started: list[Request]) -> int:
@@ -252,6 +263,8 @@ class Scheduler:
         if request.is_generation:
             computed = max(computed, request.num_tokens - 1)
         final = min(computed + 1 - max(chain.ahead, 1), settled)
+        if request.num_missed:  # the head has no keys of these rows yet
+            final = min(final, request.first_missed)
         if final // chain.page_size > chain.num_published:
             chain.extend(request.tokens_between, request.num_tokens)
             self.kv_cache.publish(request.request_id, chain, final)
@@ -269,6 +282,10 @@ class Scheduler:
         total = request.num_context_tokens
         end = request.cut_before_image(min(total, start + budget))
         return None if end <= start or (end < total and not self._may_chunk(request)) else end
+
+    def _reserve_all(self, generations: list[Request]) -> list[Request]:
+        """Returns those for whose next step there are no blocks."""
+        return [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         return self.kv_cache.reserve(request.request_id, num_tokens)
@@ -295,7 +312,7 @@ class Scheduler:
         self._leave(request)
         self.release_blocks(request)
         request.state, request.num_computed, request.past_upper = RequestState.WAITING, 0, 0
-        request.num_reused = 0
+        request.num_reused = request.num_missed = 0
         self.waiting.appendleft(request)
 
     def start_over(self, requests: list[Request]) -> None:

@@ -87,6 +87,17 @@ class Linear(nn.Module):
             threads = torch.get_num_threads()
             self._min_rows = _min_rows(self.in_features, self.out_features, threads)
 
+    def outputs_from(self, first: int) -> Linear | None:
+        """Returns a layer of this memory with the outputs from `first` on; None if it is packed."""
+        if self.weight is None or type(self) is not Linear:
+            return None
+        with torch.device("meta"):
+            rest = Linear(self.in_features, self.out_features - first, bias=False)
+        rest.weight = nn.Parameter(self.weight[first:], requires_grad=False)
+        if self.bias is not None:
+            rest.bias = nn.Parameter(self.bias[first:], requires_grad=False)
+        return rest
+
     def forward(self, x: Tensor) -> Tensor:
         if self._packed is not None:
             rows = x.shape[0]

@@ -21,6 +21,7 @@ from ..utils import rows_to_tensor, to_device
 from .embeds import RereadEmbeds, RowEmbeds
 from .guided import GuidedStep
 from .logits import LogitsState
+from .missed import MissedRows
 from .mode import SpeculativeDecodingMode
 from .sampling import RequestSampling, SamplingMetadata, SlotSampling, request_sampling_params
 from .step import StepContext, StepSizes
@@ -85,6 +86,7 @@ class SpecMetadata:
     sampling: SamplingMetadata | None = None
     logits_state: LogitsState | None = None  # set where a request shapes its logits
     guided: GuidedStep | None = None  # set where a request has a grammar
+    missed: MissedRows | None = None  # set where a step may leave the head's work for later
     captured: CapturedHiddenStates | None = None  # of this pass; rows 0 … T-1 are valid
     state: dict[str, Any] = field(default_factory=dict, repr=False)
     """Per-slot state a worker keeps between steps, by name; owned by the executor."""

@@ -18,6 +18,7 @@ from ..utils import to_device
 from .attention import AttentionMetadata
 from .embeds import RereadEmbeds, RowEmbeds
 from .logits import LogitsState
+from .missed import MissedRows
 from .sampling import SamplingMetadata, SlotSampling
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class StepContext:
     captured: CapturedHiddenStates | None = None  # where the drafter reads captured layers
     next_inputs_embeds: RowEmbeds | None = None  # where a prompt holds embeddings
     reread_embeds: RereadEmbeds | None = None
+    missed: MissedRows | None = None  # where the head's work is left for later: one row each
 
     @staticmethod
     def of(
@@ -95,6 +97,7 @@ class StepContext:
             captured=spec.captured,
             next_inputs_embeds=spec.next_inputs_embeds,
             reread_embeds=spec.reread_embeds,
+            missed=spec.missed,
         )
 
     def require(self, needs: StepNeeds) -> None:

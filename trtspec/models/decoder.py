@@ -51,7 +51,7 @@ from ..layers.vocabulary import sharded, vocabulary_head
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.layer.norm import add_normed
-from ..ops.layer.rope import CacheWrite, Rope, apply_rope
+from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_locations
@@ -128,6 +128,21 @@ class Attention(nn.Module):
             out = out.view(-1, self.num_heads, self.head_dim) * gate.sigmoid()[:, :, None]
         out = out.reshape(-1, self.num_heads * self.head_dim)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
+
+    def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
+        """Writes the keys and values of rows that attend to nothing; arguments as of `forward`."""
+        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
+        qk_norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            qk_norms = self.q_norm, self.k_norm
+        first = self.num_heads * self.head_dim  # behind the queries
+        projection = self.qkv_proj.outputs_from(first)
+        if projection is None:
+            kv = linear(inputs, self.qkv_proj, norms)[:, first:].contiguous()
+        else:
+            kv = linear(inputs, projection, norms)
+        heads = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
+        rope_and_write(heads, rope, 0, to, qk_norms, self.norms_values)
 
     def _attend_cached(
         self,
@@ -249,9 +264,16 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
         """hidden, the residual stream [T, D] -> the stream after this layer, in the same memory."""
-        norms = () if self.input_layernorm is None else (self.input_layernorm,)
-        hidden = self.self_attn((hidden,), norms, hidden, rope, meta)
+        hidden = self.self_attn((hidden,), self._input_norms, hidden, rope, meta)
         return self.mlp(hidden, self.post_attention_layernorm)
+
+    def write_kv(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
+        """Writes the keys and values of hidden [T, D], and computes nothing else."""
+        self.self_attn.write_kv((hidden,), self._input_norms, rope, meta)
+
+    @property
+    def _input_norms(self) -> Norms:
+        return () if self.input_layernorm is None else (self.input_layernorm,)
 
 
 class SandwichLayer(DecoderLayer):

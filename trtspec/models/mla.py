@@ -82,6 +82,17 @@ class MLAttention(nn.Module):
             out = self._attend_cached(q, latent, rope, meta)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
+    def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
+        """Writes the latents and keys of rows that attend to nothing; arguments as of `forward`."""
+        projection, size = self.a_proj.outputs_from(self.q_size), self.mla.qk_rope_head_dim
+        if projection is None:
+            latent = linear(inputs, self.a_proj, norms)[:, self.q_size :].contiguous()
+        else:
+            latent = linear(inputs, projection, norms)
+        no_queries = latent.new_empty(latent.shape[0], 0, size)
+        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
+        rope_and_write_latent(no_queries, latent, self.kv_a_layernorm, rope, no_queries, to)
+
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """W_UK [H, nope, L] and W_UV [H, L, v], as queries and results are multiplied by them."""
         m, heads = self.mla, self.num_heads

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.logits import LogitsState
+from ..metadata.missed import MissedRows
 from ..metadata.sampling import RequestSampling, SlotSampling
 from ..metadata.spec import CapturedHiddenStates
 from ..utils import rows_to_tensor
@@ -27,6 +28,7 @@ class SlotState:
     rope_deltas: Tensor | None = None  # [S+1] int64, of models with M-RoPE (AttentionMetadata)
     worker: dict[str, Tensor] = field(default_factory=dict)  # what worker and rule keep by slot
     captured: CapturedHiddenStates | None = None  # of the current pass, not by slot
+    missed: MissedRows | None = None  # where a step may leave the head's work for later
     logits: LogitsState | None = None  # None until a request has penalties, biases or bans
 
     @staticmethod
@@ -54,6 +56,8 @@ class SlotState:
             )
         self.past_lens[slot : slot + 1].zero_()
         self.next_tokens[slot].fill_(-1)
+        if self.missed is not None:
+            self.missed.positions[slot].fill_(-1)
 
     def set_drafts(self, slots: list[int], drafts: list[list[int]]) -> None:
         """Overwrites the drafts of some slots from the host (mode USER_PROVIDED)."""

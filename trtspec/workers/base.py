@@ -56,6 +56,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """What `draft` reads of the tensors that `allocate_state` makes."""
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
+    can_read_late: ClassVar[bool] = False
+    """Whether rows may wait in `StepContext.missed` where nothing is drafted."""
     _memory_sizes = 0, 0
     """(slots, the target's vocabulary) of the last step."""
     _guided: GuidedStep | None = None
@@ -80,6 +82,11 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def num_extra_kv_tokens(self) -> int:
         """KV rows per request that drafting writes beyond the verified ones."""
         return 0
+
+    @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        """`num_extra_kv_tokens` of a step that drafts nothing."""
+        return self.num_extra_kv_tokens
 
     @property
     def num_rewritten_tokens(self) -> int:

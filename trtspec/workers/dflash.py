@@ -13,7 +13,7 @@ the target's states of the text, and its own block.
 A head that samples from the anchor has one mask less: a row then proposes the token after its own,
 and the last token's proposes too. A DSpark head chooses the drafts in turn: a bias by the token
 before is added to each row's logits. A DFlash2 head walks through each row's best tokens, the
-token before having a say. With K = 0 the context is read and nothing else.
+token before having a say. With K = 0 the context is read and nothing else, at once or later.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows
 from ..ops.tokens.accept import last_accepted
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
-from .heads import draft_source
+from .heads import draft_source, read_undrafted
 from .masked import MaskedWorker
 from .protocols import BlockDraftModel, DraftInputs, both_outputs
 
 
 class DFlashWorker(MaskedWorker):
     """Modes DFLASH and DSPARK."""
+
+    can_read_late = True
 
     def num_proposals(self, inputs: DraftInputs) -> int:
         """Returns P, perhaps 0: the context is read in any case."""
@@ -45,12 +47,19 @@ class DFlashWorker(MaskedWorker):
         return self.max_draft_len + 1
 
     @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        return 0
+
+    @property
     def num_tokens_ahead(self) -> int:
         return 0  # a context row reads the target's state at its own token
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
         head = cast(BlockDraftModel, model)
+        if inputs.step.missed is not None:
+            read_undrafted(self, inputs)
+            return self.no_drafts(inputs)
         head.read_context(hidden_states, meta.position_ids, meta)
         if not self.num_proposals(inputs):
             return self.no_drafts(inputs)

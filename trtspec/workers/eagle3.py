@@ -12,7 +12,8 @@ Pass 0 reads the last accepted token with the target's hidden state before it; l
 above. All of them see the target's KV up to p + n - 1 and nothing later, so they share metadata.
 
 Pass 0 rewrites the KV that drafting wrote from its feedback. So the head's KV is computed from the
-target's hidden state as soon as that is known (docs/architecture.md has a worked trace).
+target's hidden state as soon as that is known (docs/architecture.md has a worked trace). A step
+that drafts nothing has no pass: it writes keys and values alone, or leaves them for later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from .base import SpecWorkerBase
-from .heads import draft_source, merged_embeds, shifted_input_ids
+from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
 from .protocols import DraftInputs, DraftModel, both_outputs
 
 
@@ -52,25 +53,35 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     """Modes EAGLE3_ONE_MODEL, and EAGLE3, whose passes the executor launches one by one."""
 
     drafts_with_network = True
+    can_read_late = True
 
     @property
     def num_extra_kv_tokens(self) -> int:
         return self.max_draft_len - 1
 
     @property
+    def num_extra_kv_tokens_at_rest(self) -> int:
+        return 0
+
+    @property
     def num_tokens_ahead(self) -> int:
         return 1  # a row reads the token after its own
 
     def draft(self, inputs: DraftInputs) -> Tensor:
+        if inputs.step.draft_len == 0:
+            self.skip_passes(inputs)
+            return self.no_drafts(inputs)
         chain = self.first_pass(inputs)
-        for _ in range(1, self.num_passes(inputs)):
+        for _ in range(1, inputs.step.draft_len):
             chain = self.next_pass(chain)
         return chain.draft_tokens(self.max_draft_len)
 
-    def num_passes(self, inputs: DraftInputs) -> int:
-        """Returns the draft passes of this step. The first always runs, so that the head lacks no
-        KV."""
-        return max(1, inputs.step.draft_len)
+    def skip_passes(self, inputs: DraftInputs) -> None:
+        """Does in place of the draft passes what the head needs where nothing is drafted."""
+        if inputs.draft_model is not None and getattr(
+            inputs.draft_model, "advances_positions", True
+        ):
+            read_undrafted(self, inputs)
 
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
         """Runs pass 0 over every row of the target's pass. The last accepted row proposes."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
+from ..ops.step.rows import keep_missed
 from .base import SpecWorkerBase
 from .protocols import DraftInputs, DraftModel, LanguageModel
 
@@ -28,6 +29,28 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
     if inputs.hidden_states is None:
         raise ConfigError("The head reads the target's final hidden states: pass hidden_states.")
     return model, meta, inputs.hidden_states
+
+
+def read_undrafted(worker: SpecWorkerBase, inputs: DraftInputs) -> None:
+    """Lets the head's keys and values follow a step that drafts nothing, or keeps its rows for
+    later.
+
+    A head without `write_kv` runs its pass.
+    """
+    model, meta, hidden_states = draft_source(inputs)
+    missed = inputs.step.missed
+    if missed is not None:
+        kept = inputs.step.slot_ids, meta.position_ids
+        kv_slots = meta.slot_mappings[model.kv_group_of_layer(0)]
+        keep_missed(*kept, kv_slots, hidden_states, inputs.accepted_tokens[:, 0], missed)
+        return
+    ids, embeds = shifted_input_ids(worker, inputs, meta), merged_embeds(inputs)
+    write = getattr(model, "write_kv", None)
+    if write is not None:
+        write(ids, meta.position_ids, hidden_states, meta, **embeds)
+    else:
+        projected = model.project_target_hidden(hidden_states)
+        model(ids, meta.position_ids, projected, meta, step=0, **embeds)
 
 
 def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, AttentionMetadata]:

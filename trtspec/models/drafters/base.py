@@ -22,6 +22,7 @@ from ...layers.linear import Linear
 from ...layers.vocabulary import sharded, vocabulary_head
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
+from ...ops.layer.rope import Rope
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
 from ..kv_layout import kv_group_specs, kv_locations
@@ -141,6 +142,45 @@ class DraftHead(nn.Module, ABC):
         """[T] -> [T, H]."""
         vocab = self.config.decoder.vocab_size
         return embed(input_ids, self.embed_tokens, vocab, merged=inputs_embeds)
+
+    @property
+    def writes_kv_alone(self) -> bool:
+        """Whether `write_kv` computes keys and values and nothing else.
+
+        They then follow from each row's inputs alone, as with one layer. So rows may be written
+        late, and in any order.
+        """
+        return False
+
+    def write_kv(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> None:
+        """Writes the keys and values of step 0's rows, where nothing is drafted.
+
+        Arguments are as of `forward` at step 0, with hidden_states [T, n * Ht] as captured.
+        """
+        hidden = self.project_target_hidden(hidden_states)
+        if not self.writes_kv_alone:  # a later layer's follow from all that is before it
+            self(input_ids, position_ids, hidden, attn_metadata, 0, inputs_embeds)
+            return
+        (rope,) = self.rope_tables.at(position_ids, attn_metadata)
+        self.write_kv_of_layer(input_ids, hidden, rope, attn_metadata, inputs_embeds)
+
+    def write_kv_of_layer(
+        self,
+        input_ids: Tensor,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None,
+    ) -> None:
+        """Writes keys and values of a head with one layer; hidden [T, H] is projected."""
+        raise NotImplementedError(f"{type(self).__name__} does not write keys and values alone.")
 
     @abstractmethod
     def forward(

@@ -130,6 +130,20 @@ class DFlashHead(DraftHead):
     def project_target_hidden(self, hidden_states: Tensor) -> Tensor:
         return linear((hidden_states,), self.fc)
 
+    @property
+    def writes_kv_alone(self) -> bool:
+        return True
+
+    def write_kv(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> None:
+        self.read_context(hidden_states, position_ids, attn_metadata)
+
     def read_context(
         self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata
     ) -> None:

@@ -58,6 +58,13 @@ class Eagle3Layer(nn.Module):
         hidden = self.self_attn((embeddings, hidden), norms, residual, rope, meta, in_place=False)
         return self.mlp(hidden, self.post_attention_layernorm)
 
+    def write_kv(
+        self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata
+    ) -> None:
+        """Writes keys and values, and computes nothing else; arguments as of `forward`."""
+        norms = self.input_layernorm, self.hidden_norm
+        self.self_attn.write_kv((embeddings, hidden), norms, rope, meta)
+
 
 class Eagle3Head(DraftHead):
     """EAGLE-3 with every flag of its public checkpoints. Layers after the first are plain."""
@@ -92,6 +99,22 @@ class Eagle3Head(DraftHead):
             hidden_states = torch.cat(normed, dim=-1)
         return linear((hidden_states,), self.fc)
 
+    @property
+    def writes_kv_alone(self) -> bool:
+        return self.num_layers == 1
+
+    def write_kv_of_layer(
+        self,
+        input_ids: Tensor,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None,
+    ) -> None:
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        layer.write_kv(self.embed(input_ids, inputs_embeds), hidden, rope, meta)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -123,6 +146,22 @@ class EagleHead(DraftHead):
         layers = [DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)]
         layers[0].input_layernorm = None
         self.layers = nn.ModuleList(layers)
+
+    @property
+    def writes_kv_alone(self) -> bool:
+        return self.num_layers == 1
+
+    def write_kv_of_layer(
+        self,
+        input_ids: Tensor,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None,
+    ) -> None:
+        layer, inputs = self.layers[0], (self.embed(input_ids, inputs_embeds), hidden)
+        assert isinstance(layer, DecoderLayer)
+        layer.write_kv(linear(inputs, self.fc), rope, meta)
 
     def forward(
         self,

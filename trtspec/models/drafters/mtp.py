@@ -55,11 +55,15 @@ class MTPLayer(DecoderLayer):
         self, embeddings: Tensor, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass
     ) -> tuple[Tensor, Tensor]:
         """embeddings, hidden [T, H] -> (the final norm of the layer's output, the output)."""
+        out = super().forward(self.joined(embeddings, hidden), rope, meta)
+        return self.norm(out), out
+
+    def joined(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Returns what the decoder layer reads, [T, H]."""
         inputs, norms = (embeddings, hidden), (self.enorm, self.hnorm)
         if self.hidden_first:
             inputs, norms = inputs[::-1], norms[::-1]
-        out = super().forward(linear(inputs, self.eh_proj, norms), rope, meta)
-        return self.norm(out), out
+        return linear(inputs, self.eh_proj, norms)
 
 
 class MTPHead(DraftHead):
@@ -95,6 +99,29 @@ class MTPHead(DraftHead):
         assert lm_head is not None
         return lm_head
 
+    @property
+    def writes_kv_alone(self) -> bool:
+        return self.num_layers == 1
+
+    def write_kv_of_layer(
+        self,
+        input_ids: Tensor,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None,
+    ) -> None:
+        layer = self.layer_of_step(0)
+        embeddings = self.embed_for(layer, input_ids, inputs_embeds)
+        layer.write_kv(layer.joined(embeddings, hidden), rope, meta)
+
+    def embed_for(
+        self, layer: MTPLayer, input_ids: Tensor, inputs_embeds: RowEmbeds | None
+    ) -> Tensor:
+        """[T] -> [T, H], by the layer's own embedding if it has one."""
+        vocab = self.config.decoder.vocab_size
+        return embed(input_ids, layer.embed_tokens, vocab, merged=inputs_embeds)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -105,8 +132,7 @@ class MTPHead(DraftHead):
         inputs_embeds: RowEmbeds | None = None,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layer_of_step(step)
-        vocab = self.config.decoder.vocab_size
-        embeddings = embed(input_ids, layer.embed_tokens, vocab, merged=inputs_embeds)
+        embeddings = self.embed_for(layer, input_ids, inputs_embeds)
         rope = self.rope_tables.at(position_ids, attn_metadata)[step % len(self.layers)]
         normed, hidden = layer(embeddings, hidden_states, rope, attn_metadata)
         return normed, normed if self.config.norm_output else hidden
