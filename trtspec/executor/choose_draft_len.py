@@ -14,7 +14,7 @@ from .graphs import CudaGraphs
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-VERSION = 1  # of the steps: another one makes times of earlier releases unknown
+VERSION = 2  # of the steps: another one makes times of earlier releases unknown
 
 
 def draft_len_of(runner: StepRunner) -> DraftLen:
