@@ -19,7 +19,7 @@ def draft_in_passes(
     step = inputs.step
     if step.draft_len == 0:
         worker.skip_passes(inputs)
-        state.next_tokens[step.slot_ids, 1:] = -1
+        state.next_tokens[:, 1:].index_fill_(0, step.slot_ids, -1)
         yield
         return
     chain = worker.first_pass(inputs)

@@ -100,7 +100,8 @@ def quantize_rows(x: Tensor, norm: Norm | None = None) -> Fp8Rows:
 def _rounded(y: Tensor, scales: Tensor) -> Fp8Rows:
     """y [T, in] float32 times scales [T]."""
     largest = y.abs().amax(1)
-    to_codes = torch.where(largest == 0, 0.0, LARGEST / largest)
+    # (A number divided by a tensor would be rounded twice.)
+    to_codes = torch.where(largest == 0, 0.0, torch.full_like(largest, LARGEST) / largest)
     codes = (y * to_codes[:, None]).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Rows(codes, largest / LARGEST * scales)
 
