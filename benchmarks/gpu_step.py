@@ -177,7 +177,9 @@ def _engine(
             max_batch_size=largest,
             max_seq_len=longest,
             kv_cache_config=KvCacheConfig(
-                max_tokens=largest * (longest + 96), enable_block_reuse=False
+                max_tokens=largest * (longest + 96),
+                enable_block_reuse=False,
+                dtype=args.kv_cache_dtype,
             ),
             attn_backend=args.attn_backend,
             quant=args.quant,
@@ -251,7 +253,7 @@ def _measure(
         layers_that_attend = {"": 0, **blocks}.get(kind, k)
         bytes_read = {
             "target_weights": model.target_weight_bytes(batch * (k + 1), args.quant == "fp8"),
-            "target_kv": batch * model.kv_bytes(context),
+            "target_kv": batch * model.kv_bytes(context) / (2 if _has_fp8_cache(args) else 1),
             "draft_weights": model.draft_weight_bytes(kind, k, batch),
             "draft_kv": batch * model.kv_bytes(context, layers_that_attend),
         }
@@ -268,6 +270,10 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 # -- arguments --------------------------------------------------------------------------------
+def _has_fp8_cache(args: argparse.Namespace) -> bool:
+    return bool(args.kv_cache_dtype == "fp8")
+
+
 def _parse() -> argparse.Namespace:
     assert __doc__ is not None
     parser = OneLineParser(
@@ -294,6 +300,9 @@ def _parse() -> argparse.Namespace:
         "--quant",
         choices=("fp8",),
         help="the target's layers in FP8; its lm_head and draft heads stay in bfloat16",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="the target's keys"
     )
     parser.add_argument(
         "--modes", type=_modes, default="plain,eagle3_one_model", help=f"of {','.join(DRAFTERS)}"
