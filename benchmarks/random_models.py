@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trtspec.attention.torch_sdpa import TorchAttention
-from trtspec.checkpoints import weights
+from trtspec.checkpoints import kv_scales, weights
 from trtspec.checkpoints.heads import load as head_weights
 from trtspec.checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from trtspec.checkpoints.heads.dflash import default_target_layers
@@ -405,6 +405,7 @@ def in_memory(
         _save_config(path, checkpoint)
     with (
         patch.object(weights, "open_checkpoint", open_checkpoint),
+        patch.object(kv_scales, "open_checkpoint", open_checkpoint),
         patch.object(head_weights, "open_checkpoint", open_checkpoint),
     ):
         yield
