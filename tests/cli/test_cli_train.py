@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from matrix import full
+from safetensors.torch import load_file
 
 from trtspec import cli
 
@@ -33,6 +35,25 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
     assert cli.main([*train, "--learning-rate", "0.5"]) == 2
     assert "learning_rate" in capsys.readouterr().err
+    # Another run begins with it, but not one of another network.
+    again = ["train", "eagle3", "--out", str(tmp_path / "again"), "--data", str(text), *SMALL]
+    assert cli.main([*again, "--init-head", str(out), "--capture-layers", "1,2,3"]) == 2
+    assert "layers_to_capture" in capsys.readouterr().err
+    small = [
+        *again,
+        "--init-head",
+        str(out),
+        "--draft-vocab-size",
+        "700",
+        "--learning-rate",
+        "1e-9",
+    ]
+    assert cli.main(small) == 0, capsys.readouterr().err
+    first, second = (load_file(run / "model.safetensors") for run in (out, tmp_path / "again"))
+    assert torch.equal(first["d2t"], second["d2t"])
+    torch.testing.assert_close(second["fc.weight"], first["fc.weight"], atol=1e-6, rtol=1e-5)
+    raw = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert raw["training"]["init_head"] == str(out)
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
     prompts, tokens = ("8", "30") if full() else ("4", "12")

@@ -13,6 +13,7 @@ import typer
 from ..config.engine import ENGINE_ARGUMENTS
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_VOCABULARY = 16384
 
 
 def _engine_option(name: str, *short: str) -> Any:
@@ -390,6 +391,14 @@ class TrainOptions:
         int,
         typer.Option("--max-turns", min=2, help="Of a conversation, a quarter has more than one."),
     ] = 2
+    init_head: Annotated[
+        str | None,
+        typer.Option(
+            "--init-head",
+            help="Begin with this head's weights, a directory or a name: of the same kind and "
+            "sizes. Its layers to capture and its draft vocabulary stay.",
+        ),
+    ] = None
     num_layers: Annotated[
         int, typer.Option("--num-layers", min=1, help="mtp: more than one is vanilla.")
     ] = 1
@@ -472,7 +481,7 @@ class TrainOptions:
     ] = None
     draft_vocab_size: Annotated[
         int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
-    ] = 16384
+    ] = DEFAULT_VOCABULARY
     length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a packed row.")] = 512
     max_answer: Annotated[
         int, typer.Option("--max-answer", min=1, help="Most tokens of a generated answer.")

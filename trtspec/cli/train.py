@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,14 @@ from rich.text import Text
 
 from .engine import resolve_model
 from .errors import CliError
-from .options import TrainOptions
+from .options import DEFAULT_VOCABULARY, TrainOptions
 from .render import make_console
 from .status import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..checkpoints.heads.records import HeadReport
     from ..models.config import DecoderConfig
     from ..train.data import Packed
     from ..train.new_head import NewHead
@@ -47,12 +49,14 @@ def run_train(options: TrainOptions) -> int:
     import torch
 
     from ..attention.torch_sdpa import TorchAttention
+    from ..checkpoints.heads.load import load_head
+    from ..checkpoints.heads.records import HeadRequest, LoadOptions
     from ..checkpoints.hf_config import load_config
     from ..checkpoints.place import weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..executor.device import resolve_device, resolve_dtype
-    from ..train.new_head import NewHead, check_target, create_head
+    from ..train.new_head import NewHead, begin_with, check_target, create_head
     from ..train.trainer import Trainer
 
     if options.data is None and options.self_generate is None:
@@ -75,6 +79,10 @@ def run_train(options: TrainOptions) -> int:
     dtype = resolve_dtype(options.dtype, config, device)
     if dtype == torch.float16:
         raise CliError("Gradients leave float16's range: train with --dtype bfloat16 or float32.")
+    earlier = _earlier(options, config)
+    if earlier is not None:
+        layers = earlier.require().layers_to_capture or None
+        spec = replace(spec, layers_to_capture=spec.layers_to_capture or layers)
     _check_options(options, config)
     tokenizer = load_tokenizer(target_dir)
     if tokenizer is None:
@@ -86,7 +94,7 @@ def run_train(options: TrainOptions) -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    rows = _read_rows(options, path, tokenizer, config)
+    rows = _read_rows(options, path, tokenizer, config, earlier)
     train_config = _train_config(options, len(rows.train), spec)
     _say(
         f"{rows.num_conversations} conversations in {len(rows.train)} rows of {options.length} "
@@ -97,6 +105,11 @@ def run_train(options: TrainOptions) -> int:
     form = replace(weight_form(options.quant, device), keeps_fp8=False)
     target = load_decoder(target_dir, dtype, device, TorchAttention(), pack=False, form=form)
     head = create_head(spec, target, rows.draft_ids, dtype, options.seed)
+    if options.init_head is not None:
+        how = LoadOptions(
+            dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False
+        )
+        begin_with(head, load_head(Path(options.init_head), target, HeadRequest(), how))
     batches = rows.held_out.epoch_batches(min(16, len(rows.held_out)), 0, drop_last=False)
     trainer = Trainer(
         target,
@@ -112,6 +125,7 @@ def run_train(options: TrainOptions) -> int:
             "rows": len(rows.train),
             "length": options.length,
             "coverage": round(rows.coverage, 4),
+            **({} if options.init_head is None else {"init_head": options.init_head}),
         },
     )
     if trainer.resume():
@@ -126,6 +140,27 @@ def run_train(options: TrainOptions) -> int:
         f"{evaluation.acceptance_length:.2f}."
     )
     return 0
+
+
+def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
+    """Returns what the head to begin with is, None without one.
+
+    Raises:
+        CheckpointError, CliError: it does not fit the target, or an option.
+    """
+    from ..checkpoints.heads.load import read_head
+
+    if options.init_head is None:
+        return None
+    with ExitStack() as stack:
+        report = read_head(Path(options.init_head), target, stack)
+    size = report.require().draft_vocab_size
+    if options.kind == "eagle3" and options.draft_vocab_size not in (DEFAULT_VOCABULARY, size):
+        raise CliError(
+            f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
+            f"{size} tokens, which stay. Leave the option out."
+        )
+    return report
 
 
 def _say(text: str) -> None:
@@ -226,12 +261,23 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
     )
 
 
-def _read_rows(options: TrainOptions, path: Path, tokenizer: Any, config: DecoderConfig) -> _Rows:
+def _read_rows(
+    options: TrainOptions,
+    path: Path,
+    tokenizer: Any,
+    config: DecoderConfig,
+    earlier: HeadReport | None,
+) -> _Rows:
     """Returns the text of a file, some of it held out.
+
+    Args:
+        earlier: the head to begin with, whose draft vocabulary stays.
 
     Raises:
         CliError, DataError: there is too little of it, or a line is bad.
     """
+    import torch
+
     from ..train.data import TrainingText, draft_vocabulary, pack, special_token_ids, split
 
     text = TrainingText(
@@ -251,9 +297,13 @@ def _read_rows(options: TrainOptions, path: Path, tokenizer: Any, config: Decode
     draft_ids, coverage = None, 1.0
     if options.kind == "eagle3":
         always = [*special_token_ids(tokenizer), *config.eos_token_ids]
-        draft_ids, coverage = draft_vocabulary(
-            examples, options.draft_vocab_size, config.vocab_size, always=always
-        )
+        size = options.draft_vocab_size
+        if earlier is not None:
+            count = earlier.require().draft_vocab_size
+            draft_ids = torch.arange(count)
+            draft_ids = draft_ids if earlier.d2t is None else draft_ids + earlier.d2t
+            always, size = draft_ids.tolist(), count
+        draft_ids, coverage = draft_vocabulary(examples, size, config.vocab_size, always=always)
     return _Rows(
         train=pack(examples, options.length, options.seed),
         held_out=pack(held, options.length, 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to
 from ..checkpoints.heads.dflash import default_target_layers
 from ..checkpoints.weights import placements
 from ..config import MAX_DRAFT_LEN, require_int
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead, HeadConfig
@@ -168,6 +168,35 @@ def _begin_as_dflash(head: DFlashHead) -> None:
     if head.candidate_selector is not None:
         for book in head.candidate_selector.books:
             book.data.mul_(CODEBOOK_DEVIATION * book.shape[1] ** 0.5)
+
+
+def begin_with(head: DraftHead, earlier: DraftHead) -> None:
+    """Gives a new head the weights of an earlier one of its kind.
+
+    Raises:
+        ConfigError: the heads' kinds, flags or sizes differ.
+    """
+    of_files = {"format", "captured_by", "suggested_draft_len", "trained_draft_len", "decoder"}
+    differs = [
+        f"{field.name}: {shown(getattr(earlier.config, field.name))} there, "
+        f"{shown(getattr(head.config, field.name))} here"
+        for field in fields(HeadConfig)
+        if field.name not in of_files
+        and getattr(earlier.config, field.name) != getattr(head.config, field.name)
+    ]
+    given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
+    for name, parameter in wanted.items():
+        weight = given.get(name)
+        if weight is None or weight.shape != parameter.shape:
+            there = "missing" if weight is None else list(weight.shape)
+            differs.append(f"{name}: {there} there, {list(parameter.shape)} here")
+    if differs:
+        raise ConfigError(
+            f"The earlier head is another kind of network ({'; '.join(differs)}). Give options "
+            "that make a head like it, or another head."
+        )
+    for name, parameter in wanted.items():
+        parameter.data.copy_(given[name])
 
 
 def trainable(head: DraftHead) -> dict[str, nn.Parameter]:
