@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,6 +19,8 @@ from .app import build_app
 from .config import ServerConfig
 
 MAX_HEAD_BYTES = 64 * 1024
+SWITCH_SECONDS = 0.0005
+"""How long the engine's thread waits for the event loop's: Python's 5 ms are several GPU steps."""
 
 
 def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
@@ -155,4 +158,9 @@ def serve(
     Args:
         on_start: called once requests are taken.
     """
-    Server(llm, config, on_start).run(sockets=[listener])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        Server(llm, config, on_start).run(sockets=[listener])
+    finally:
+        sys.setswitchinterval(before)
