@@ -60,6 +60,11 @@ class Rescaling(NamedTuple):
 
 # -- weights ------------------------------------------------------------------------------------
 def quantize(weight: Tensor) -> Fp8Weight:
+def is_had(device: torch.device) -> bool:
+    """Whether a device multiplies FP8: a GPU of compute capability 8.9 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
     """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row.
 
     Rows smaller than any normal scale become zeros.
@@ -72,7 +77,8 @@ def quantize(weight: Tensor) -> Fp8Weight:
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weight [out, in] in a float dtype, rounded once."""
-    triton = kernels("layer.triton_fp8", weight.codes)
+    # (For earlier GPUs Triton compiles no kernel that reads e4m3.)
+    triton = kernels("layer.triton_fp8", weight.codes) if is_had(weight.codes.device) else None
     if triton is not None:
         return triton.dequantize(weight, dtype)
     scales = weight.scales
