@@ -118,6 +118,17 @@ def test_what_is_no_number_stays_so(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ROW_WAYS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38, 1e-44])
+def test_rows_of_tiny_numbers_are_finite(way: str, scale: float) -> None:
+    x = torch.randn(2, 64).to(DEVICE)
+    x[0] *= scale
+    x[0, 3] = 0.0
+    rows = _rows_way(way).quantize_rows(x, None)
+    torch.testing.assert_close(_exact_rows(rows)[0], x[0].double(), atol=1e-32, rtol=0.07)
+    _check_rows(Fp8Rows(rows.codes[1:], rows.scales[1:]), x[1:].double())
+
+
+@pytest.mark.parametrize("way", ROW_WAYS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_rescaling(way: str, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(2)

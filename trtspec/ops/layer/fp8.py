@@ -21,6 +21,8 @@ from .norm import Norm
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number that e4m3 has."""
+SMALLEST = 2.0**-110
+"""A row of activations with nothing larger becomes zeros: 448 / this is near float32's end."""
 MAX_ROWS = 256
 """With scales of groups: more rows than this are cuBLAS's, with the weight made float before."""
 
@@ -107,7 +109,7 @@ def _rounded(y: Tensor, scales: Tensor) -> Fp8Rows:
     """y [T, in] float32 times scales [T]."""
     largest = y.abs().amax(1)
     # (A number divided by a tensor would be rounded twice.)
-    to_codes = torch.where(largest == 0, 0.0, torch.full_like(largest, LARGEST) / largest)
+    to_codes = torch.where(largest <= SMALLEST, 0.0, torch.full_like(largest, LARGEST) / largest)
     codes = (y * to_codes[:, None]).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Rows(codes, largest / LARGEST * scales)
 
