@@ -224,3 +224,12 @@ def test_many_rows_are_the_librarys() -> None:
     torch.testing.assert_close(
         multiply_floats(x, weight).double(), x.double() @ _exact(weight).T, atol=1e-3, rtol=1e-3
     )
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_gpus_quantise_as_the_cpu_does() -> None:
+    w = torch.randn(4000, 96)
+    ours, cpus = quantize(w.to(DEVICE)), quantize(w)
+    assert torch.equal(ours.scales.cpu(), cpus.scales)
+    assert torch.equal(ours.codes.cpu().view(torch.uint8), cpus.codes.view(torch.uint8))
+
+

@@ -71,7 +71,9 @@ def is_had(device: torch.device) -> bool:
 
     Rows smaller than any normal scale become zeros.
     """
-    scales = weight.abs().amax(1, keepdim=True).float() / LARGEST
+    largest = weight.abs().amax(1, keepdim=True).float()
+    # (CUDA divides by a number as it multiplies with its reciprocal: the CPU's scales are others.)
+    scales = largest / torch.full_like(largest, LARGEST)
     scales = torch.where(scales >= torch.finfo(scales.dtype).tiny, scales, 1.0)
     codes = (weight.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Weight(codes, scales, weight.shape[1])
