@@ -192,6 +192,49 @@ def test_an_mlp_of_codes(adds: bool, has_bias: bool) -> None:
     assert float((out - expected).abs().mean() / expected.abs().mean()) < 0.01
 
 
+@pytest.mark.parametrize("rows", [5, 20])
+def test_a_normed_row_is_rounded_once(rows: int) -> None:
+    """Before gate and up alone too, where the checkpoint left the product behind them float.
+
+    The kernels of few rows round x times the norm's weight, not what the model's dtype makes of it.
+    """
+    torch.manual_seed(0)
+    layer, norm = Linear(64, 96, False).to(DEVICE), RMSNorm(64, 1e-5).to(DEVICE, torch.bfloat16)
+    layer.hold_fp8(quantize(torch.randn(96, 64) * 0.1))
+    layer.to(DEVICE)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(rows, 64, device=DEVICE, dtype=torch.bfloat16)
+    weight = layer.fp8
+    assert weight is not None
+    exact = _exact_rows(quantize_rows(x, norm)) @ _exact(weight).T
+    gate, up = exact.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (fused.swiglu(x, layer, norm).double() - expected).abs()
+    assert bool((error <= 2.0**-6 * (expected.abs() + 0.1)).all())  # of bf16
+
+
+def test_a_part_of_an_fp8_layer_has_its_scales() -> None:
+    for group in (32, 64):
+        layer = Linear(64, 48, True).to(DEVICE)
+        layer.hold_fp8(_random_weight(48, 64, group))
+        layer.bias.data.normal_()
+        part, x = layer.outputs_from(16), torch.randn(5, 64, device=DEVICE)
+        assert part is not None and part.weight.data_ptr() == layer.weight[16:].data_ptr()
+        torch.testing.assert_close(part(x), layer(x)[:, 16:], atol=2e-3, rtol=2e-3)
+
+
+def test_no_kernel_reads_codes_on_earlier_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles none for them. Weights become float there, at load."""
+
+    def none_may_be(module: str, x: Tensor) -> None:
+        raise AssertionError(f"{module} was asked for")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(fp8, "kernels", none_may_be)
+    weight = _random_weight(40, 96, 32)
+    assert torch.equal(dequantize(weight, torch.float32), _exact(weight).float())
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [128, 300])
@@ -218,12 +261,6 @@ def test_quantised_rows_are_within_half_a_step() -> None:
     assert bool((weight.codes.float().abs().amax(1)[weight.scales[:, 0] != 1.0] == LARGEST).all())
 
 
-def test_many_rows_are_the_librarys() -> None:
-    weight = _random_weight(32, 64, 32)
-    x = torch.randn(fp8.MAX_ROWS + 1, 64, device=DEVICE)
-    torch.testing.assert_close(
-        multiply_floats(x, weight).double(), x.double() @ _exact(weight).T, atol=1e-3, rtol=1e-3
-    )
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_gpus_quantise_as_the_cpu_does() -> None:
@@ -233,3 +270,9 @@ def test_gpus_quantise_as_the_cpu_does() -> None:
     assert torch.equal(ours.codes.cpu().view(torch.uint8), cpus.codes.view(torch.uint8))
 
 
+def test_many_rows_are_the_librarys() -> None:
+    weight = _random_weight(32, 64, 32)
+    x = torch.randn(fp8.MAX_ROWS + 1, 64, device=DEVICE)
+    torch.testing.assert_close(
+        multiply_floats(x, weight).double(), x.double() @ _exact(weight).T, atol=1e-3, rtol=1e-3
+    )

@@ -60,13 +60,13 @@ class Rescaling(NamedTuple):
         return values if self.bias is None else values + self.bias.float()
 
 
-# -- weights ------------------------------------------------------------------------------------
-def quantize(weight: Tensor) -> Fp8Weight:
 def is_had(device: torch.device) -> bool:
     """Whether a device multiplies FP8: a GPU of compute capability 8.9 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+# -- weights ------------------------------------------------------------------------------------
+def quantize(weight: Tensor) -> Fp8Weight:
     """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row.
 
     Rows smaller than any normal scale become zeros.
