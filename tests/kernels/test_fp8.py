@@ -217,9 +217,11 @@ def test_a_part_of_an_fp8_layer_has_its_scales() -> None:
     for group in (32, 64):
         layer = Linear(64, 48, True).to(DEVICE)
         layer.hold_fp8(_random_weight(48, 64, group))
+        assert layer.bias is not None and layer.weight is not None
         layer.bias.data.normal_()
         part, x = layer.outputs_from(16), torch.randn(5, 64, device=DEVICE)
-        assert part is not None and part.weight.data_ptr() == layer.weight[16:].data_ptr()
+        assert part is not None and part.weight is not None
+        assert part.weight.data_ptr() == layer.weight[16:].data_ptr()
         torch.testing.assert_close(part(x), layer(x)[:, 16:], atol=2e-3, rtol=2e-3)
 
 
