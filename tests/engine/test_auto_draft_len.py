@@ -488,6 +488,16 @@ def test_times_are_kept_for_the_next_engine(
     assert all(0 < seconds < 10 for *_, seconds in rows)
     again = LLM(target_dir, config, device="cpu", dtype="float32", max_seq_len=256)
     assert again.executor._draft_len.costs.is_known(GREEDY, 3)
+    cache = KvCacheConfig(dtype="fp8")  # whose steps take another time
+    other = LLM(
+        target_dir,
+        config,
+        device="cpu",
+        dtype="float32",
+        max_seq_len=256,
+        kv_cache_config=cache,
+    )
+    assert not other.executor._draft_len.costs.is_known(GREEDY, 3)
 
 
 def test_what_is_counted_is_what_was_accepted(

@@ -262,7 +262,7 @@ def test_auto_is_the_models_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("k", "said"), [
     (torch.tensor([[0.5], [-1.0], [1.0]]), "a scale must be a positive number"),
     (torch.tensor([[0.5], [torch.inf], [1.0]]), "a scale must be a positive number"),
-    (torch.ones(3, 5), r"shape \[5\].*one for each of 2 KV heads"),
+    (torch.ones(3, 5), r"shape \[5\].*one for each of 2 KV heads.*says nothing of the KV cache"),
     (torch.ones(3, 1).to(FP8), "dtype F8_E4M3"),
 ])  # fmt: skip
 def test_bad_scales_are_named(tmp_path: Path, k: Tensor, said: str) -> None:

@@ -118,6 +118,17 @@ def test_what_is_no_number_stays_so(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ROW_WAYS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-36, 1e-38, 1e-44])
+def test_rows_of_tiny_numbers_are_finite(way: str, scale: float) -> None:
+    x = torch.randn(2, 64).to(DEVICE)
+    x[0] *= scale
+    x[0, 3] = 0.0
+    rows = _rows_way(way).quantize_rows(x, None)
+    torch.testing.assert_close(_exact_rows(rows)[0], x[0].double(), atol=1e-32, rtol=0.07)
+    _check_rows(Fp8Rows(rows.codes[1:], rows.scales[1:]), x[1:].double())
+
+
+@pytest.mark.parametrize("way", ROW_WAYS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_rescaling(way: str, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -181,6 +192,51 @@ def test_an_mlp_of_codes(adds: bool, has_bias: bool) -> None:
     assert float((out - expected).abs().mean() / expected.abs().mean()) < 0.01
 
 
+@pytest.mark.parametrize("rows", [5, 20])
+def test_a_normed_row_is_rounded_once(rows: int) -> None:
+    """Before gate and up alone too, where the checkpoint left the product behind them float.
+
+    The kernels of few rows round x times the norm's weight, not what the model's dtype makes of it.
+    """
+    torch.manual_seed(0)
+    layer, norm = Linear(64, 96, False).to(DEVICE), RMSNorm(64, 1e-5).to(DEVICE, torch.bfloat16)
+    layer.hold_fp8(quantize(torch.randn(96, 64) * 0.1))
+    layer.to(DEVICE)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x = torch.randn(rows, 64, device=DEVICE, dtype=torch.bfloat16)
+    weight = layer.fp8
+    assert weight is not None
+    exact = _exact_rows(quantize_rows(x, norm)) @ _exact(weight).T
+    gate, up = exact.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    error = (fused.swiglu(x, layer, norm).double() - expected).abs()
+    assert bool((error <= 2.0**-6 * (expected.abs() + 0.1)).all())  # of bf16
+
+
+def test_a_part_of_an_fp8_layer_has_its_scales() -> None:
+    for group in (32, 64):
+        layer = Linear(64, 48, True).to(DEVICE)
+        layer.hold_fp8(_random_weight(48, 64, group))
+        assert layer.bias is not None and layer.weight is not None
+        layer.bias.data.normal_()
+        part, x = layer.outputs_from(16), torch.randn(5, 64, device=DEVICE)
+        assert part is not None and part.weight is not None
+        assert part.weight.data_ptr() == layer.weight[16:].data_ptr()
+        torch.testing.assert_close(part(x), layer(x)[:, 16:], atol=2e-3, rtol=2e-3)
+
+
+def test_no_kernel_reads_codes_on_earlier_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles none for them. Weights become float there, at load."""
+
+    def none_may_be(module: str, x: Tensor) -> None:
+        raise AssertionError(f"{module} was asked for")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(fp8, "kernels", none_may_be)
+    weight = _random_weight(40, 96, 32)
+    assert torch.equal(dequantize(weight, torch.float32), _exact(weight).float())
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [128, 300])
@@ -205,6 +261,15 @@ def test_quantised_rows_are_within_half_a_step() -> None:
     assert bool(((back.cpu() - w.double()).abs() <= allowed).all())
     assert bool((back[3] == 0).all()) and weight.scales[3] == 1.0
     assert bool((weight.codes.float().abs().amax(1)[weight.scales[:, 0] != 1.0] == LARGEST).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_gpus_quantise_as_the_cpu_does() -> None:
+    w = torch.randn(4000, 96)
+    ours, cpus = quantize(w.to(DEVICE)), quantize(w)
+    assert torch.equal(ours.scales.cpu(), cpus.scales)
+    assert torch.equal(ours.codes.cpu().view(torch.uint8), cpus.codes.view(torch.uint8))
 
 
 def test_many_rows_are_the_librarys() -> None:

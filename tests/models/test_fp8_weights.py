@@ -206,11 +206,15 @@ def texts(path: Path, config: Any = None, **options: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_what_keeps_fp8() -> None:
-    cuda = torch.device("cuda", 0)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_what_keeps_fp8(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that does not multiply FP8 gets floats with the same values, as the CPU does."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda, multiplies = torch.device("cuda", 0), capability >= (8, 9)
     assert weight_form(None, CPU) == WeightForm()
     assert weight_form("fp8", CPU) == ROUNDED
-    assert weight_form(None, cuda) == KEPT and weight_form("fp8", cuda) == QUANTIZED
+    assert weight_form(None, cuda) == (KEPT if multiplies else WeightForm())
+    assert weight_form("fp8", cuda) == (QUANTIZED if multiplies else ROUNDED)
 
 
 def test_a_stack_of_fp8_and_floats_is_floats(tmp_path: Path) -> None:

@@ -99,7 +99,9 @@ def _of_heads(source: TensorSource | None, config: DecoderConfig, layer: int) ->
         raise CheckpointError(
             f"{source.name} in {source.path} has shape {list(source.shape)} and dtype "
             f"{source.dtype}; it must be one number, or one for each of {all_heads} KV heads, of "
-            f"{', '.join(FLOATS)}. Copy the checkpoint again, or set KvCacheConfig(dtype='auto')."
+            f"{', '.join(FLOATS)}. Copy the checkpoint again from its source. If its "
+            "quantization_config says nothing of the KV cache, KvCacheConfig(dtype='auto') reads "
+            "no scales."
         )
     scales = source.read().float().flatten()
     if not ((scales > 0) & scales.isfinite()).all():

@@ -72,10 +72,11 @@ def _path(runner: StepRunner) -> Path:
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     weights = sorted({str(parameter.dtype) for parameter in step.target.parameters()})
+    keys = sorted({str(group.k_cache.dtype) for group in runner.kv_cache.groups})
     config = step.worker.config
     what = (
         (where, torch.__version__, VERSION, runner.graphs is None),
-        (weights, step.target.config, step.target.config.parallel.size),
+        (weights, keys, step.target.config, step.target.config.parallel.size),
         (runner.mode.name, getattr(step.draft_model, "config", None), runner.max_draft_len),
         None if config is None else config.acceptance,
     )

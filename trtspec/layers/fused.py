@@ -167,7 +167,7 @@ def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
     """Returns silu(gate) * up, [T, I], where layer(norm(x)) is gate and up."""
     kernels = _kernels((x,), layer, (norm,))
     if kernels is None or layer.out_features % 16:
-        return silu_and_mul(layer(norm(x)))
+        return silu_and_mul(linear((x,), layer, (norm,)))
     out = x.new_empty(x.shape[0], layer.out_features // 2)
     kernels.linear_swiglu(x, norm.weight, norm.eps, *_weight(layer), out)
     return out

@@ -15,6 +15,7 @@ namespace trtspec {
 constexpr int kFp8Step = 64;  // values of k that four lanes of a weight row read at once, 16 each
 constexpr int kFp8Rows = 8;
 constexpr float kLargestFp8 = 448.0f;
+constexpr float kSmallestRow = 0x1p-110f;  // a row with nothing larger becomes zeros
 
 // Bytes between rows of x in shared memory, so that banks do not collide.
 template <bool kGroups>
@@ -130,7 +131,7 @@ __device__ inline void rest_rows(const LinearParams& p, const uint4& first_norm,
     scales[lane] = scale;
   }
   if constexpr (!kGroups) {
-    const float to_codes = total.largest > 0.0f ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
+    const float to_codes = total.largest > kSmallestRow ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
     float row_scales[kFp8Rows];
 #pragma unroll
     for (int m = 0; m < kFp8Rows; ++m) row_scales[m] = __shfl_sync(~0u, to_codes, m);

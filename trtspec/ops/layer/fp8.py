@@ -21,6 +21,8 @@ from .norm import Norm
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest number that e4m3 has."""
+SMALLEST = 2.0**-110
+"""A row of activations with nothing larger becomes zeros: 448 / this is near float32's end."""
 MAX_ROWS = 256
 """With scales of groups: more rows than this are cuBLAS's, with the weight made float before."""
 
@@ -58,13 +60,20 @@ class Rescaling(NamedTuple):
         return values if self.bias is None else values + self.bias.float()
 
 
+def is_had(device: torch.device) -> bool:
+    """Whether a device multiplies FP8: a GPU of compute capability 8.9 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 # -- weights ------------------------------------------------------------------------------------
 def quantize(weight: Tensor) -> Fp8Weight:
     """Returns a float weight [out, in] in e4m3, to nearest, with a scale for each row.
 
     Rows smaller than any normal scale become zeros.
     """
-    scales = weight.abs().amax(1, keepdim=True).float() / LARGEST
+    largest = weight.abs().amax(1, keepdim=True).float()
+    # (CUDA divides by a number as it multiplies with its reciprocal: the CPU's scales are others.)
+    scales = largest / torch.full_like(largest, LARGEST)
     scales = torch.where(scales >= torch.finfo(scales.dtype).tiny, scales, 1.0)
     codes = (weight.float() / scales).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Weight(codes, scales, weight.shape[1])
@@ -72,7 +81,8 @@ def quantize(weight: Tensor) -> Fp8Weight:
 
 def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weight [out, in] in a float dtype, rounded once."""
-    triton = kernels("layer.triton_fp8", weight.codes)
+    # (For earlier GPUs Triton compiles no kernel that reads e4m3.)
+    triton = kernels("layer.triton_fp8", weight.codes) if is_had(weight.codes.device) else None
     if triton is not None:
         return triton.dequantize(weight, dtype)
     scales = weight.scales
@@ -101,7 +111,7 @@ def _rounded(y: Tensor, scales: Tensor) -> Fp8Rows:
     """y [T, in] float32 times scales [T]."""
     largest = y.abs().amax(1)
     # (A number divided by a tensor would be rounded twice.)
-    to_codes = torch.where(largest == 0, 0.0, torch.full_like(largest, LARGEST) / largest)
+    to_codes = torch.where(largest <= SMALLEST, 0.0, torch.full_like(largest, LARGEST) / largest)
     codes = (y * to_codes[:, None]).clamp(-LARGEST, LARGEST).to(FP8)
     return Fp8Rows(codes, largest / LARGEST * scales)
 

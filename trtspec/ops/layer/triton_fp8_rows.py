@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
-from .fp8 import FP8, LARGEST, Fp8Rows, Rescaling
+from .fp8 import FP8, LARGEST, SMALLEST, Fp8Rows, Rescaling
 from .norm import Norm
 from .triton_fp8 import nearest_codes
 
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
 
 def quantize_rows(x: Tensor, norm: Norm | None = None) -> Fp8Rows:
@@ -86,7 +86,7 @@ def _empty_rows(rows: int, size: int, device: torch.device) -> Fp8Rows:
 
 
 def _warps(size: int) -> int:
-    """A thread has some 16 numbers at most."""
+    """A thread has 16 numbers of a row; of one beyond 16,384 more."""
     return max(4, min(32, triton.next_power_of_2(size) // 512))
 
 
@@ -94,7 +94,7 @@ def _warps(size: int) -> int:
 def _store_codes(y, scale, inside, out, row, size, d):
     """A row y [BLOCK] float32, rounded, and its scale times `scale`."""
     largest = tl.max(tl.abs(y), 0)
-    to_codes = tl.where(largest == 0.0, 0.0, tl.div_rn(_LARGEST, largest))
+    to_codes = tl.where(largest <= _SMALLEST, 0.0, tl.div_rn(_LARGEST, largest))
     codes = nearest_codes(y * to_codes)
     tl.store(
         out.codes + row * size + d, codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside
