@@ -302,8 +302,9 @@ class PyExecutor:
             launched.append(self._pending[-1])
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
-            read.append(self._pending.popleft())
+            read.append(self._pending[0])
             self._read(read[-1])
+            self._pending.popleft()
         self.book.flush_when_idle()
         if self.worker.remembers_texts and (texts := self.book.ended_texts()):
             self.runner.remember(texts)
@@ -321,6 +322,9 @@ class PyExecutor:
         read again. Its tokens are the same, for noise is keyed by seed and position.
         """
         self._is_half_done = True
+        for launched in self._pending:  # also with requests that have ended since
+            for request in launched.batch.requests:
+                request.num_in_flight = 0
         self._pending.clear()
         self.book.start_over()
         self.runner.start_over()
@@ -337,7 +341,8 @@ class PyExecutor:
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:
-                    self._read(self._pending.popleft())
+                    self._read(self._pending[0])
+                    self._pending.popleft()
                 continue
             for victim in victims:
                 self.statistics.num_preemptions += 1
