@@ -566,6 +566,17 @@ def test_a_sweep_has_a_row_per_place_and_a_column_per_way(run, fake):
     assert len(salts) == len(set(salts)), "no run may find an earlier one's answers"
 
 
+def test_columns_of_a_sweep_differ_in_speculation_only(run, fake):
+    code, _, err = run(*SWEEP, "--concurrency", "1", "--temperatures", "0", "--quant", "fp8",
+                       "--kv-cache-dtype", "fp8", "--dtype", "float32", "--no-block-reuse")  # fmt: skip
+    assert code == 0, err
+    assert [llm.mode.name for llm in fake.built[1:]] == ["NONE", "NGRAM", "NGRAM", "SA"]
+    for llm in fake.built[1:]:
+        cache = llm.options["kv_cache_config"]
+        assert llm.options["quant"] == "fp8" and llm.options["dtype"] == "float32"
+        assert cache.dtype == "fp8" and not cache.enable_block_reuse
+
+
 def test_a_sweep_in_json_and_csv(run, tmp_path):
     code, out, err = run(
         *SWEEP, "--concurrency", "3", "--temperatures", "0.5", "--kinds", "code", "--repeat", "2",

@@ -148,8 +148,8 @@ def test_the_network_drafts_as_it_would_alone(
     reads and keeps does not depend on whose drafts were verified."""
     prompt, params = random_prompts(1)[0], SamplingParams(max_tokens=60, ignore_eos=True)
     seen: list[dict[int, list[int]]] = []
-    for threshold in (2, 64):  # 64: no match is that long, for 32 tokens are counted
-        config = config_of(mode, K, drafters, sa_config=lookup_of(threshold=threshold))
+    for least in (0.25, 1.0):  # 1: no draft is certain enough
+        config = config_of(mode, K, drafters, sa_config=lookup_of(min_token_prob=least))
         llm = cpu_engine(target_dir, config, overlap=False)
         llm.generate(prompt, params)  # the pool has the text from here on
         spy, executor, proposed = Spy(llm, monkeypatch), llm.executor, {}
@@ -202,6 +202,7 @@ def test_which_drafts_are_certain_is_known_where_it_matters(
     [
         (lambda: SAEnhancerConfig(threshold=0), r"threshold=0.*1 … 64"),
         (lambda: SAEnhancerConfig(threshold=5, max_matching_ngram_size=4), "no match would do"),
+        (lambda: SAEnhancerConfig(threshold=33), "above the 32 tokens.*max_matching_ngram_size"),
         (lambda: SAEnhancerConfig(match_decay=-1), "SAEnhancerConfig.match_decay=-1"),
         (lambda: EagleDecodingConfig(speculative_model="d", sa_config=4), "sa_config=4.*or None"),
         (

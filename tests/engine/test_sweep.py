@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,43 @@ def test_no_run_drafts_from_another_ones_answers(target_dir: Path, drafters: Dra
     for cell in sweep.cells:
         first, second = cell.runs["sa"]
         assert first.acceptance_length == second.acceptance_length < 3
+
+
+class Counted:
+    """An engine that answers nothing and counts its calls by temperature."""
+
+    def __init__(self, device: str):
+        self.device, self.executor = device, SimpleNamespace(runtime_draft_len=K)
+        self.calls: list[tuple[float, int]] = []
+
+    def generate(self, prompts: Any, params: Any, *, cache_salt: Any = None) -> list[Any]:
+        self.calls.append((params.temperature, len(prompts)))
+        return []
+
+    def stats(self) -> None: ...
+
+    def reset_stats(self) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_does_not_count(device: str) -> None:
+    """On CUDA no cell's run captures a graph, greedy or sampled, for a run before it did."""
+    engines = {name: Counted(device) for name in ("plain", "auto")}
+    axes = Axes([3], [0.0, 1.0], {"short": KINDS["short"]})
+    SweepRun(
+        ways=[Way("plain", "plain"), Way("auto", "auto")], axes=axes,
+        prompts=encode_prompts(axes, encoded), params=SamplingParams(max_tokens=2), repeat=1,
+        open_engines=lambda concurrency: engines, progress=lambda *_: None,
+    ).measure()  # fmt: skip
+    assert engines["auto"].calls == [(0.0, 3)] * 2 + [(1.0, 3)] * 2
+    if device == "cpu":
+        assert engines["plain"].calls == [(0.0, 1), (0.0, 3), (1.0, 3)]
+    else:
+        assert engines["plain"].calls == engines["auto"].calls
 
 
 def test_contexts(target_dir: Path, drafters: Drafters) -> None:

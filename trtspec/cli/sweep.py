@@ -95,8 +95,9 @@ class SweepCommand:
                 **{
                     name: getattr(options, name)
                     for name in (
-                        "model", "dtype", "device", "max_batch_size", "tensor_parallel_size",
-                        "moe_expert_parallel_size", "no_block_reuse",
+                        "model", "dtype", "quant", "device", "max_batch_size",
+                        "tensor_parallel_size", "moe_expert_parallel_size", "kv_cache_dtype",
+                        "no_block_reuse",
                     )
                 },
             )  # fmt: skip

@@ -10,6 +10,9 @@ from ..checks import is_number
 from ..errors import ConfigError, shown
 from .fields import require_bool, require_int
 
+LONGEST = 32
+"""Tokens of a match that are counted, where the config names no limit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixSearchConfig:
@@ -62,12 +65,12 @@ class SAEnhancerConfig(SuffixSearchConfig):
     def __post_init__(self) -> None:
         self.check_search()
         require_int(self, "threshold", 1, 64)
-        longest = self.max_matching_ngram_size
-        if longest != -1 and self.threshold > longest:
+        longest = LONGEST if self.max_matching_ngram_size == -1 else self.max_matching_ngram_size
+        if self.threshold > longest:
             raise ConfigError(
-                f"SAEnhancerConfig.threshold={self.threshold} is above "
-                f"max_matching_ngram_size={longest}, the tokens of a match that are counted: no "
-                "match would do. Lower it."
+                f"SAEnhancerConfig.threshold={self.threshold} is above the {longest} tokens of a "
+                "match that are counted: no match would do. Lower it, or raise "
+                "max_matching_ngram_size."
             )
 
     @classmethod

@@ -228,9 +228,10 @@ class SweepRun:
         is_cuda = any(str(engine.device).startswith("cuda") for engine in engines.values())
         cell = Cell(place, len(prompts))
         for way in self.ways:
-            if is_first or way.name == AUTO:
-                # On CUDA each number of requests has a graph, captured when it first comes up.
-                is_whole = way.name == AUTO or is_cuda
+            # On CUDA each number of requests has graphs, greedy and sampled ones, captured when
+            # they first come up.
+            is_whole = way.name == AUTO or is_cuda
+            if is_first or is_whole:
                 some = prompts if is_whole else prompts[:1]
                 self._run(engines, way, place, some, next(salts))
         for turn in range(self.repeat):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import SAEnhancerConfig, SuffixSearchConfig
+from ..config.suffix import LONGEST
 from ..metadata.draft_memory import DraftMemory
 from ..ops.tokens.ring import (
     BUCKETS_PER_TOKEN,
@@ -33,8 +34,6 @@ COUNT_IN_TEXT = 16
 """Matches in a request's own text that are compared."""
 COUNT_IN_RING = 8
 """Matches of each n-gram size in the ring that are compared."""
-LONGEST = 32
-"""Tokens of a match that are counted, where the config names no limit."""
 
 
 class SuffixLookup:
