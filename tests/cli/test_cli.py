@@ -567,8 +567,20 @@ def test_a_sweep_has_a_row_per_place_and_a_column_per_way(run, fake):
 
 
 def test_columns_of_a_sweep_differ_in_speculation_only(run, fake):
-    code, _, err = run(*SWEEP, "--concurrency", "1", "--temperatures", "0", "--quant", "fp8",
-                       "--kv-cache-dtype", "fp8", "--dtype", "float32", "--no-block-reuse")  # fmt: skip
+    code, _, err = run(
+        *SWEEP,
+        "--concurrency",
+        "1",
+        "--temperatures",
+        "0",
+        "--quant",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8",
+        "--dtype",
+        "float32",
+        "--no-block-reuse",
+    )
     assert code == 0, err
     assert [llm.mode.name for llm in fake.built[1:]] == ["NONE", "NGRAM", "NGRAM", "SA"]
     for llm in fake.built[1:]:
