@@ -8,7 +8,6 @@ that row alone: text with and without speculation stays the same.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -142,9 +141,17 @@ def product(
     return F.linear(x.codes.float(), weight.codes.float()), rescaling
 
 
-@cache
 def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
+    """A scale of 1, kept. One made while a graph is captured is that graph's alone."""
+    if device in _ones:
+        return _ones[device]
+    one = torch.ones((), device=device)
+    if not torch.cuda.is_current_stream_capturing():
+        _ones[device] = one
+    return one
+
+
+_ones: dict[torch.device, Tensor] = {}
 
 
 @twin("layer.triton_fp8_rows")
