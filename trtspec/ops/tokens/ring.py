@@ -117,6 +117,7 @@ def matches_in_ring(ring: Ring, last: Tensor, owners: Tensor, search: Search) ->
     step = torch.arange(1, search.max_draft_len + 1, device=last.device)
     tokens = ring.tokens[(ends.flatten(1)[..., None] + step) % size] - 1
     ended = (tokens < 0).to(torch.uint8).cummax(-1).values > 0
+    lens = lens.masked_fill(ended[..., 0], 0)  # an older text was longer, of which links remain
     return Matches(lens, tokens.masked_fill(ended | (lens == 0)[..., None], -1))
 
 
