@@ -22,8 +22,7 @@ Masks = NDArray[np.int32]
 class Without(NamedTuple):
     """Tokens that are taken out of a mask."""
 
-    words: tuple[int, ...]
-    kept: tuple[np.int32, ...]  # of each such word, the bits that stay
+    words: tuple[tuple[int, int], ...]  # with the bits of each that stay, as an int32
     span: NDArray[np.int32] | None = None  # the same, of all words from the first to the last
 
     @staticmethod
@@ -31,21 +30,21 @@ class Without(NamedTuple):
         bits: dict[int, int] = {}
         for token in tokens:
             bits[token // 32] = bits.get(token // 32, 0) | 1 << (token % 32)
-        words = tuple(sorted(bits))
+        words = sorted(bits)
         left = np.array([~bits[word] & 0xFFFFFFFF for word in words], dtype=np.uint32)
         kept, span = left.view(np.int32), None
         if 2 < len(words) and words[-1] - words[0] < MAX_SPAN:  # then one operation is faster
             span = np.full(words[-1] - words[0] + 1, OPEN, dtype=np.int32)
             span[np.array(words) - words[0]] = kept
-        return Without(words, tuple(kept), span)
+        return Without(tuple(zip(words, kept.tolist(), strict=True)), span)
 
     def narrow(self, masks: Masks, row: int) -> None:
         if self.span is not None:
-            first = self.words[0]
+            first = self.words[0][0]
             masks[row, first : first + len(self.span)] &= self.span
             return
-        for word, kept in zip(self.words, self.kept, strict=True):
-            masks[row, word] &= kept
+        for word, kept in self.words:
+            masks[row, word] = masks.item(row, word) & kept
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Grammar:
         *,
         marker: tuple[int, ...] = (),
         end_ids: frozenset[int] = frozenset(),
-        never: Without = Without((), ()),  # noqa: B008 - it cannot change
+        never: Without = Without(()),  # noqa: B008 - it cannot change
         white_space: WhiteSpace | None = None,
     ):
         self.matcher, self.marker, self.never = matcher, marker, never
@@ -101,14 +100,8 @@ class Grammar:
         self.skips_wrong_tokens = False  # where acceptance is forced
         self._num_ahead = 0  # drafts read after the output
         self._is_off = False  # a draft came that is not allowed: later ones do not count
-        self._has_ended = False  # its last token is one of `end_ids`
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it has ended: nothing may follow."""
-        if self.end_ids:  # nothing else ends it
-            return self._has_ended
-        return self.num_free >= 0 and self.matcher.is_terminated()
+        self.is_complete = False  # it has ended: nothing may follow
+        self._look_for_end()
 
     def follow(self, tokens: Sequence[int]) -> int:
         """Reads the output's next tokens, until its end or one that it does not allow.
@@ -133,7 +126,8 @@ class Grammar:
         self.matcher.reset()
         self.tokens, self.num_free = [], -1 if self.marker else 0
         self.is_broken, self._num_ahead, self._is_off = False, 0, False
-        self._has_ended = False
+        self.is_complete = False
+        self._look_for_end()
         self.follow(tokens)
 
     def fill(self, masks: Masks, first: int, drafts: Sequence[int]) -> None:
@@ -216,11 +210,7 @@ class Grammar:
             self._ends.narrow(masks, row)
             return
         self.matcher.fill_next_token_bitmask(masks, row)
-        self.narrow(masks, row)
-
-    def narrow(self, masks: Masks, row: int) -> None:
-        """Takes tokens of no text, and too much white space, from a row of the matcher's."""
-        if self.never.words:
+        if self.never.words:  # tokens of no text
             self.never.narrow(masks, row)
         space = self.white_space
         if space is None or not self.tokens or self.tokens[-1] not in space.lengths:
@@ -243,19 +233,28 @@ class Grammar:
             self.tokens.append(token)
             if tuple(self.tokens[-len(self.marker) :]) == self.marker:
                 self.num_free = len(self.tokens)
+                self._look_for_end()
             return True
         if not self.matcher.accept_token(token):
             return False
         self.tokens.append(token)
-        self._has_ended = token in self.end_ids
+        if token in self.end_ids:
+            self.is_complete = True
+        elif not self.end_ids:
+            self._look_for_end()
         return True
+
+    def _look_for_end(self) -> None:
+        """Asks the matcher whether a grammar that no token ends has ended."""
+        if not self.end_ids and self.num_free >= 0:
+            self.is_complete = self.matcher.is_terminated()
 
     def _go_back(self, count: int) -> None:
         """Forgets the last tokens."""
         if count == 0:
             return
         del self.tokens[-count:]
-        self._has_ended = False
+        self.is_complete = False
         if self.num_free < 0:
             return
         before = max(0, self.num_free - len(self.tokens))  # tokens of them that are not the grammar's
