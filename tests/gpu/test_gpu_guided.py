@@ -117,4 +117,5 @@ def test_steps_without_grammars_stay_one_graph(target: Path, drafters: Drafters)
         llm.generate([3, 4, 5], free)
         llm.generate([[3, 4, 5], [6, 7]], [free, guided])
         parts = {key.is_guided: len(c.parts) for key, c in llm.executor.graphs._graphs.items()}
-        assert parts == {False: 1, True: 2 + K}  # to the masks, to each draft, the rest
+        # Up to the masks, what is accepted, the first pass; then each draft and the pass after it.
+        assert parts == {False: 1, True: 3 + 2 * (K - 1) + 1}
