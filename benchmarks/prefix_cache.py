@@ -233,7 +233,9 @@ def conversations(args: argparse.Namespace, model: Any, *, reuse: bool) -> dict[
     )  # fmt: skip
     rng = random.Random(1)
     system = _tokens(rng, args.system, llm)
-    _talk(llm, [Conversation(list(system), 2) for _ in range(2 * args.users)], rng, args)  # warms up
+    _talk(
+        llm, [Conversation(list(system), 2) for _ in range(2 * args.users)], rng, args
+    )  # warms up
     llm.reset_prefix_cache()
     llm.reset_stats()
     talks = [Conversation(list(system), args.turns) for _ in range(args.conversations)]

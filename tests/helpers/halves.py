@@ -60,7 +60,7 @@ class StepInHalves:
     def _run(self) -> None:
         try:
             self._done.append(self._compute())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `finish` raises it
             self._done.append(error)
         self._points.put(None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,16 @@ from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
 from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
-from trtspec.ops.tokens import bitmask, handover, suffix, triton_bitmask, triton_handover  # noqa: E402
-from trtspec.ops.tokens import triton_suffix, triton_walk, walk  # noqa: E402
+from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
+    bitmask,
+    handover,
+    suffix,
+    triton_bitmask,
+    triton_handover,
+    triton_suffix,
+    triton_walk,
+    walk,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

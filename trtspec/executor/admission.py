@@ -148,7 +148,7 @@ class Admission:
 
 
 def _checked_ids(ids: Sequence[int], vocab: int) -> list[int]:
-    """Returns token ids as ints. Raises RequestError for the first one that is none of 0 … V - 1."""
+    """Returns token ids as ints. Raises RequestError for the first one outside 0 … V - 1."""
     tokens = list(ids)
     try:  # a prompt may have many, and each of a loop's steps costs
         packed = array("q", tokens)

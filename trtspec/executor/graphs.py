@@ -124,7 +124,9 @@ class CudaGraphs:
             return None
         keys = [_key_of(plan, batch_size=bucket)]
         if plan.reads_missed:
-            keys.append(GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True))
+            keys.append(
+                GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+            )
         if any(key not in self._graphs for key in keys):
             plan.finish_before()
             if not all(self._is_there(key) for key in keys):

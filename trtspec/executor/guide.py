@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -167,13 +167,19 @@ class GuidedBatch:
     """By request id: this step's tokens up to the grammar's end."""
     is_read: bool = False
     _is_followed: bool = False
-    _guided_rows: list[_Row] = field(default_factory=list)
-    """Of the drafts' masks, those that a grammar writes."""
+    _going_on: list[_Row] = field(default_factory=list)
+    """Those whose grammar has not ended with this step's tokens."""
 
     def __post_init__(self) -> None:
         # Rows of contexts whose next token this step chooses, not the prompt.
         self.chooses = [chunk.next_prompt_token < 0 for chunk in self.batch.contexts]
         self.chooses += [True] * len(self.batch.generations)
+        self._rows = [
+            _Row(number, request, request.grammar)
+            for number, request in enumerate(self.batch.requests)
+            if request.grammar is not None
+        ]
+        self._choosing = [row for row in self._rows if self.chooses[row.number]]
 
     def reach(self, point: Point) -> None:
         """Does the host's part at a point of the step."""
@@ -200,12 +206,6 @@ class GuidedBatch:
         logprobs = None if result.logprobs is None else result.logprobs[:count]
         return result._replace(tokens=result.tokens[:count], logprobs=logprobs)
 
-    def _rows(self) -> Iterator[_Row]:
-        """Yields the requests that have a grammar, if they have not ended meanwhile."""
-        for row, request in enumerate(self.batch.requests):
-            if (grammar := request.grammar) is not None:
-                yield _Row(row, request, grammar)
-
     def _follow(self, tokens: Sequence[Sequence[int]], lens: Sequence[int]) -> None:
         if self._is_followed:
             return
@@ -214,9 +214,8 @@ class GuidedBatch:
         def follow(row: int, request: Request, grammar: Grammar) -> None:
             self.num_taken[request.request_id] = grammar.follow(tokens[row][: lens[row]])
 
-        rows = [row for row in self._rows() if self.chooses[row.number]]
-        self._for_each(rows, follow)
-        for row, request, grammar in rows:
+        self._for_each(self._choosing, follow)
+        for row, request, grammar in self._choosing:
             self.is_complete[request.request_id] = grammar.is_complete
             if grammar.is_broken:
                 new = list(tokens[row][: lens[row]])
@@ -238,13 +237,11 @@ class GuidedBatch:
                 masks[first:end] = OPEN
             grammar.fill(masks[:end], first, drafts)
 
-        rows = [row for row in self._rows() if self.chooses[row.number]]
-        written = {row.number for row in rows}
+        failed = self._for_each(self._choosing, fill)
+        written = {row.number for row in self._choosing if row not in failed}
         for number in range(len(self.batch.requests)):
             if number not in written:
                 masks[first_of(number) : first_of(number + 1)] = OPEN
-        for row in self._for_each(rows, fill):
-            masks[first_of(row.number) : first_of(row.number + 1)] = OPEN
         self.masks.verify.send(first_of(len(self.batch.requests)))
 
     def _write_draft_masks(self, depth: int) -> None:
@@ -260,9 +257,8 @@ class GuidedBatch:
             if grammar.go_ahead(drafts[row]):
                 grammar.fill_row(masks, row)
 
-        failed = self._for_each(self._guided_rows, fill)
-        for row in failed:
-            self._guided_rows.remove(row)
+        for row in self._for_each(self._going_on, fill):
+            self._going_on.remove(row)
             masks[row.number] = OPEN
 
     def _write_first_draft_masks(self) -> None:
@@ -274,11 +270,12 @@ class GuidedBatch:
             grammar.come_back()  # of prompts read in parts nothing is followed
             grammar.fill_row(masks, row)
 
-        is_over = [row for row in self._rows() if row.grammar.is_broken or row.grammar.is_complete]
-        self._guided_rows = [row for row in self._rows() if row not in is_over]
-        for row in self._for_each(self._guided_rows, fill):
-            self._guided_rows.remove(row)
-        guided = {row.number for row in self._guided_rows}
+        self._going_on = [
+            row for row in self._rows if not (row.grammar.is_broken or row.grammar.is_complete)
+        ]
+        for row in self._for_each(self._going_on, fill):
+            self._going_on.remove(row)
+        guided = {row.number for row in self._going_on}
         for number in range(len(self.batch.requests)):
             if number not in guided:
                 masks[number] = OPEN

@@ -33,7 +33,7 @@ class Without(NamedTuple):
         words = sorted(bits)
         left = np.array([~bits[word] & 0xFFFFFFFF for word in words], dtype=np.uint32)
         kept, span = left.view(np.int32), None
-        if 2 < len(words) and words[-1] - words[0] < MAX_SPAN:  # then one operation is faster
+        if len(words) > 2 and words[-1] - words[0] < MAX_SPAN:  # then one operation is faster
             span = np.full(words[-1] - words[0] + 1, OPEN, dtype=np.int32)
             span[np.array(words) - words[0]] = kept
         return Without(tuple(zip(words, kept.tolist(), strict=True)), span)
@@ -257,7 +257,9 @@ class Grammar:
         self.is_complete = False
         if self.num_free < 0:
             return
-        before = max(0, self.num_free - len(self.tokens))  # tokens of them that are not the grammar's
+        before = max(
+            0, self.num_free - len(self.tokens)
+        )  # tokens of them that are not the grammar's
         if count > before:
             self.matcher.rollback(count - before)
         if before:

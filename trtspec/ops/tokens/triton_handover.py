@@ -1,6 +1,6 @@
 """Copies to and from the host in Triton. Twin: `handover.py`.
 
-The device addresses page-locked memory itself. So a copy is a kernel, without a copy engine's start.
+The device addresses page-locked memory itself. So a copy is a kernel: no copy engine must start.
 """
 
 # mypy: disallow-untyped-defs=False
