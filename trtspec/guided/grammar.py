@@ -257,9 +257,7 @@ class Grammar:
         self.is_complete = False
         if self.num_free < 0:
             return
-        before = max(
-            0, self.num_free - len(self.tokens)
-        )  # tokens of them that are not the grammar's
+        before = max(0, self.num_free - len(self.tokens))  # of them, those before the grammar
         if count > before:
             self.matcher.rollback(count - before)
         if before:
