@@ -1,6 +1,7 @@
 """What grammars add to a step: all requests write JSON of a schema, or none does.
 
     PYTHONPATH=. python benchmarks/guided_step.py --preset llama-3.1-8b --k 3 --batch 1,32
+    PYTHONPATH=. python benchmarks/guided_step.py --alone       # without a model, on any machine
 
 Weights are random and acceptance is forced, so grammars skip tokens that they do not allow. For
 plain decoding and for a drafter, and for each batch size, a line of JSON says:
@@ -13,7 +14,8 @@ plain decoding and for a drafter, and for each batch size, a line of JSON says:
                         in the engine: verify (masks of the target's rows, and following what was
                         accepted), wait (for the device, before each draft), masks (of each draft),
                         launch (all graphs), results (their copies)
-    alone_us            the same work of the grammars alone, inside of a string
+    alone_us            the same without a device, inside of a string: masks of the target's rows,
+                        and of each draft, with following what was accepted
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ import string
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from gpu_step import _engine
 from random_models import PRESETS, Model
@@ -44,10 +45,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from trtspec import LLM, GuidedDecodingParams
-from trtspec.executor.guide import GuidedBatch
-from trtspec.executor.guided_masks import DraftMasks
+from trtspec.executor.guide import GuidedBatch, Tokens
+from trtspec.executor.guided_masks import DraftMasks, GuidedMasks
+from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.results import StepReader
 from trtspec.guided.compiler import GrammarCompiler
+from trtspec.metadata.guided import DraftPoint, VerifyPoint
 
 SCHEMA = {
     "$defs": {
@@ -84,34 +87,42 @@ def steady(llm: LLM, batch: int, args: argparse.Namespace, guided: dict[str, Any
         return batch_of_requests.wall_clock(args.blocks, 1 + min(args.accept, args.k))
 
 
-def host_part(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
-    """Returns microseconds of the grammars' work for a step of `batch` requests."""
+def alone_us(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
+    """Returns microseconds of the host's work for a step of `batch` requests, without a device."""
     params = GuidedDecodingParams(json=SCHEMA)
     grammars = [compiler.compile(params, [1], []).future.result() for _ in range(batch)]
-    tokens = compiler.tokenizer.convert_tokens_to_ids(list('{"name": "ab'))
+    to_ids = compiler.tokenizer.convert_tokens_to_ids
+    tokens = to_ids(list('{"name": "ab'))
+    accepted = to_ids(list("abcdefghijklmnopqrstuvwxyz"))[: k + 1]
     for grammar in grammars:
         grammar.follow(tokens)
-    drafts = compiler.tokenizer.convert_tokens_to_ids(list("abcdefghijklmnop"))[:k]
-    masks = np.zeros((batch * (k + 1), compiler.num_words), dtype=np.int32)
-    times: dict[str, list[float]] = {"verify": [], "follow": [], "draft": []}
-
-    def time_of(name: str, part: Callable[[int, Any], object]) -> None:
-        started = time.perf_counter()
-        for row, grammar in enumerate(grammars):
-            part(row, grammar)
-        times[name].append((time.perf_counter() - started) * 1e6)
-
-    for _ in range(50):
-        time_of("verify", lambda row, grammar: grammar.fill(masks, row * (k + 1), drafts))
-        time_of("follow", lambda row, grammar: grammar.follow(drafts))
-        for draft in drafts[:1]:
-            time_of(
-                "draft",
-                lambda row, grammar, draft=draft: (
-                    grammar.go_ahead(draft) and grammar.fill_row(masks, row)
-                ),
-            )
-    return {name: round(median(values), 1) for name, values in times.items() if values}
+    requests: list[Any] = [
+        SimpleNamespace(request_id=i, grammar=grammar, next_drafts=accepted[:k])
+        for i, grammar in enumerate(grammars)
+    ]
+    masks = GuidedMasks.allocate(batch, k, compiler.vocab_size, torch.device("cpu"))
+    there = masks.draft.handed_over
+    points = [VerifyPoint(), *(DraftPoint(depth) for depth in range(k))]
+    times: list[list[float]] = [[] for _ in points]
+    for _ in range(100):
+        step = GuidedBatch(
+            batch=ScheduledBatch([], requests),
+            num_drafts=k,
+            masks=masks,
+            read_before=lambda: None,
+            waiting=nullcontext,
+        )
+        for point, values in zip(points, times, strict=True):
+            if isinstance(point, DraftPoint):  # as the device leaves them
+                there.tokens[:] = torch.tensor([*accepted[:k], -1][: k + 1], dtype=torch.int32)
+                there.lens[:] = max(1, k)
+                there.drafts[:] = accepted[point.depth]
+            started = time.perf_counter()
+            step.reach(point)
+            values.append((time.perf_counter() - started) * 1e6)
+        step.read(Tokens([accepted] * batch, [max(1, k)] * batch, [accepted[:k]] * batch))
+    names = ["verify", *(f"draft {depth}" for depth in range(k))]
+    return {name: round(median(v), 1) for name, v in zip(names, times, strict=True)}
 
 
 class HostTimes:
@@ -184,7 +195,7 @@ def measure(llm: LLM, mode: str, batch: int, k: int, args: argparse.Namespace) -
     if executor.graphs is not None:
         executor.graphs._graphs.clear()
     row["host_us"] = host_us(llm, batch, args, given)
-    row["alone_us"] = host_part(executor.guide.compiler, batch, k)
+    row["alone_us"] = alone_us(executor.guide.compiler, batch, k)
     return row
 
 
@@ -198,9 +209,16 @@ def main() -> None:
     parser.add_argument("--accept", type=float, default=2.0)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--alone", action="store_true", help="measure the host's work alone")
     parser.add_argument("--json-file", type=Path)
     args = parser.parse_args()
     sizes = [int(size) for size in args.batch.split(",")]
+    if args.alone:
+        vocab_size = PRESETS[args.preset]["vocab_size"]
+        compiler = GrammarCompiler(made_up_tokenizer(vocab_size), vocab_size, [1])
+        for batch in sizes:
+            print(json.dumps({"batch": batch, "alone_us": alone_us(compiler, batch, args.k)}))
+        return
     steps = args.blocks * STEPS_PER_BLOCK + WARM_UP_STEPS + max(sizes) + 40
     longest = -(-(args.context + steps * (args.k + 1)) // 32) * 32
     model = Model(PRESETS[args.preset], longest, where=args.preset)

@@ -294,7 +294,9 @@ class CudaGraphs:
             with _no_garbage_collection():
                 with recorder.recording():
                     outputs = self._run_step(key)
-                passes = self._draft_passes(outputs)
+                    passes = self._draft_passes(outputs)
+                    if key.is_guided:  # it is cut at its points alone: one may end a pass
+                        num_passes -= len(list(passes))
                 for _ in range(num_passes):
                     with recorder.recording():
                         next(passes)

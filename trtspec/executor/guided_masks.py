@@ -38,7 +38,7 @@ class VerifyMasks:
     def send(self, num_rows: int) -> None:
         """Copies the first rows to the device, without waiting. What is launched next finds them.
 
-        The copy runs beside the target, once the steps before have read theirs.
+        The copy runs beside the target, once the steps before have read what was sent to them.
         """
         copies = self._copies
         if copies is None:
