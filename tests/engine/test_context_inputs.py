@@ -21,11 +21,11 @@ from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
 from trtspec.executor.context_inputs import ContextInputs, most_worth_capturing
-from trtspec.executor.forward_step import StepOutputs
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
+from trtspec.executor.step_launch import StepLaunch
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
@@ -72,7 +72,7 @@ class Uncaptured:
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         return next((shape for shape in self.shapes if shape.holds(chunks)), None)
 
-    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> StepOutputs:
+    def run_contexts(self, shape: ContextInputs, plan: StepPlan) -> StepLaunch:
         chunks = plan.batch.contexts
         shape.fill(chunks)
         params = [chunk.request.sampling_params for chunk in chunks]
@@ -82,7 +82,7 @@ class Uncaptured:
         self.passes += 1
         inputs = replace(inputs, num_logprobs=plan.batch.num_logprobs)
         outputs = self.executor.runner.step.run(inputs, plan.draft_len)
-        return first_rows(outputs, len(chunks), 1)
+        return StepLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
 
 
 class ContextsInTriton(triton_paged.TritonAttention):

@@ -14,7 +14,7 @@ from guided import EOS, LANGUAGES, VOCAB, Language, allowed, save_tokenizer, tok
 
 from trtspec import GuidedDecodingParams
 from trtspec.guided.compiler import GrammarCompiler
-from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar, Masks
+from trtspec.guided.grammar import MAX_WHITE_SPACE, Grammar, Masks, Without
 from trtspec.ops.tokens.bitmask import mask_logits
 
 
@@ -128,6 +128,15 @@ def test_special_tokens_stand_for_no_text(compiler: GrammarCompiler) -> None:
     grammar, masks = make(compiler, GuidedDecodingParams(regex="[^b]*")), new_masks(1)
     grammar.fill(masks, 0, [])
     assert {0, 1}.isdisjoint(tokens_of(masks)[0]) and len(tokens_of(masks)[0]) > 50
+
+
+@pytest.mark.parametrize("tokens", [[], [31], [5, 63, 64], [1, 40, 41, 95, 130], [0, 70, 20_000]])
+def test_tokens_are_taken_out_of_one_row(tokens: list[int]) -> None:
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31 - 1, (3, 640), dtype=np.int32)
+    bits = masks[:, :, None] >> np.arange(32) & 1
+    bits.reshape(3, -1)[1, tokens] = 0
+    Without.of(tokens).narrow(masks, 1)
+    assert (masks[:, :, None] >> np.arange(32) & 1 == bits).all()
 
 
 def test_masks_of_a_draft_vocabulary() -> None:
