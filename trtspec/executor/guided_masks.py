@@ -27,7 +27,7 @@ class VerifyMasks:
     def begin(self) -> None:
         """Notes that what is launched from now on belongs to a step whose masks come."""
         if self._copies is not None:
-            self._copies.read_before.record()
+            self._copies.read_before.record(current_stream(self.device))
 
     def to_write(self) -> Masks:
         """Returns the host's rows, once the device has what was sent before."""
@@ -46,8 +46,8 @@ class VerifyMasks:
         with torch.cuda.stream(copies.stream):
             copies.stream.wait_event(copies.read_before)
             self.device[:num_rows].copy_(self._host[:num_rows], non_blocking=True)
-            copies.sent.record()
-        torch.cuda.current_stream(self.device.device).wait_event(copies.sent)
+            copies.sent.record(copies.stream)
+        current_stream(self.device).wait_event(copies.sent)
 
 
 class _Copies:
@@ -85,14 +85,14 @@ class DraftMasks:
     def note(self) -> None:
         """Notes that what is launched so far brings the tokens to read next."""
         if self._chosen is not None:
-            self._chosen.record()
+            self._chosen.record(current_stream(self.device))
             self._is_noted = True
 
     def wait(self) -> None:
         """Waits for the tokens to read next."""
         if self._chosen is not None:
             if not self._is_noted:
-                self._chosen.record()
+                self._chosen.record(current_stream(self.device))
             self._is_noted = False
             self._chosen.synchronize()
 
@@ -108,6 +108,11 @@ class DraftMasks:
     def forget(self) -> None:
         """Forgets a step that an exception left half done."""
         self._is_noted = False
+
+
+def current_stream(tensor: torch.Tensor) -> torch.cuda.Stream:
+    """Returns the stream on which a step of the tensor's device is launched."""
+    return torch.cuda.current_stream(tensor.device)
 
 
 def on_host(like: torch.Tensor) -> Any:
