@@ -176,13 +176,13 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert output.token_ids == expected and output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
+@pytest.mark.parametrize("name", ["dflash", "dflash_anchor", "dflash_next"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     case = make_dflash_case(name, target_dir, tmp_path, 3)
     run_with_changing_draft_len(case, MaskedScript)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_windows"])
+@pytest.mark.parametrize("name", ["dflash", "dflash_windows", "dflash_next"])
 def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
     """Its windows are shorter than what it may miss."""
     read = run_with_rests(make_dflash_case(name, target_dir, tmp_path, 3), MaskedScript)
