@@ -23,7 +23,7 @@ from drafting import (
 )
 from masked import MaskedScript
 from oracle import VOCAB
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from speculators_reference import block_logits, build_dflash
 from tiny import prefill_metadata, tiny_model_dir
 from tiny_dflash import LAYERS, as_speculators, dflash_dir
@@ -234,6 +234,8 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"dflash_config": []}, "must be objects"),
         ({"architectures": "DFlashDraftModel"}, "it must be a list of names"),
         ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ({"context_embeddings": 1}, "context_embeddings=1; it must be true or false"),
+        ({"context_embeddings": True}, "has no context_embedding_fc.weight. Copy the head"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -245,6 +247,24 @@ def test_what_cannot_be_is_refused(
     config = DFlashDecodingConfig(speculative_model=head)
     with pytest.raises(CheckpointError, match=said):
         LLM(target_dir, config, device="cpu", max_seq_len=48)
+
+
+def test_context_embeddings_are_in_config_and_tensors(target_dir: Path, tmp_path: Path) -> None:
+    head = dflash_dir(tmp_path, reads_next=True)
+    raw, config = json.loads((head / "config.json").read_text()), None
+    nested = raw["dflash_config"]
+    for size, said in ((VOCAB, r"context_embedding_fc.*hidden_size"), (None, "does not say")):
+        if size is None:
+            nested.pop("context_embeddings")
+        else:
+            tensors = load_file(head / "model.safetensors")
+            good = tensors["context_embedding_fc.weight"]
+            wrong = tensors | {"context_embedding_fc.weight": good.new_zeros(len(good), size)}
+            save_file(wrong, head / "model.safetensors")
+        (head / "config.json").write_text(json.dumps(raw))
+        config = DFlashDecodingConfig(speculative_model=head)
+        with pytest.raises(CheckpointError, match=said):
+            LLM(target_dir, config, device="cpu", max_seq_len=48)
 
 
 def test_a_null_says_nothing(target_dir: Path, tmp_path: Path) -> None:

@@ -133,7 +133,14 @@ WINDOWS = {
     "use_sliding_window": True, "max_window_layers": 0,
 }  # fmt: skip
 THREE_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-DFLASH_CASES = ["dflash", "dflash_next", "dflash_vocab", "dflash_causal", "dflash_anchor", "dflash_windows"]
+DFLASH_CASES = [
+    "dflash",
+    "dflash_next",
+    "dflash_vocab",
+    "dflash_causal",
+    "dflash_anchor",
+    "dflash_windows",
+]  # fmt: skip
 
 
 DSPARK_CASES = ["dspark", "dspark_next", "dspark_gated", "dspark_rnn"]

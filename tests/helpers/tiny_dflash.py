@@ -34,7 +34,8 @@ def dflash_dir(
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
 
-    With `reads_next` its context rows read the token after them. With `path` it is a DFlash2 head: fields in place of those of `DFLASH2`.
+    With `reads_next` its context rows read the token after them. With `path` it is a DFlash2 head:
+    fields in place of those of `DFLASH2`.
     """
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (SIZE, len(LAYERS) * SIZE),

@@ -153,9 +153,11 @@ def disturb(head: DFlashHead) -> None:
             parameter.data.normal_(generator=generator)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "reads_next"), [*((k, False) for k in CONFIGS), ("dspark", True)])
 @pytest.mark.parametrize("format", ["raw", "speculators"])
-def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: str) -> None:
+def test_a_new_head_is_saved_as_it_computes(
+    tmp_path: Path, format: str, kind: str, reads_next: bool
+) -> None:
     """What the loader reads back proposes what the head proposed in training, and in serving."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
     target = load_target(target_dir)
@@ -165,6 +167,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
         layers_to_capture=CAPTURED,
         block_size=block_of(kind),
         mask_token_id=VOCAB,
+        context_embeddings=reads_next,
     )
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
@@ -174,6 +177,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
     save_head(head, target.config, tmp_path / "head", format=format, notes={"why": "test"})
     again = load(tmp_path / "head", target)
     assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
+    assert again.reads_next_tokens == reads_next
     config = CONFIGS[kind](speculative_model=tmp_path / "head")
     llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
     request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
@@ -199,7 +203,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kind: str) -> None:
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0)
+    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0, context_embeddings=True)
     head = create_head(spec, target, None, F32, seed=3)
     texts = padded_texts([[12], [12]], 12)
     teacher = teach(target, head, texts)
@@ -215,7 +219,8 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
     assert any("markov" in n for n in parameters) == (kind == "dspark")
     assert any("codebook" in n for n in parameters) == (kind == "dflash2")
     assert any("base_kernel" in n for n in parameters) == (kind == "dflash2")
-    assert not any("embed" in n or "lm_head" in n for n in parameters)
+    assert not any("embed_tokens" in n or "lm_head" in n for n in parameters)
+    assert sum("context_embedding" in n for n in parameters) == 2
     assert all(p.grad is None for p in target.parameters())
 
 
@@ -316,6 +321,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         Trainer(target, head, GreedyTexts.__new__(GreedyTexts), [], TrainConfig(), tmp_path)
     with pytest.raises(ConfigError, match=r"markov_rank is of DSpark heads, not of dflash"):
         NewHead(kind="dflash", markov_rank=4)
+    with pytest.raises(ConfigError, match=r"context_embeddings is of block heads, not of mtp"):
+        NewHead(kind="mtp", context_embeddings=True)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)
 

@@ -13,9 +13,9 @@ the target's states of the text, and its own block.
 A head that samples from the anchor has one mask less: a row then proposes the token after its own,
 and the last token's proposes too. A DSpark head chooses the drafts in turn: a bias by the token
 before is added to each row's logits. A DFlash2 head walks through each row's best tokens, the
-token before having a say. With K = 0 the context is read and nothing else, at once or later. A head with
-`context_embeddings` reads the token after each context row too: the last accepted row's is the
-block's first.
+token before having a say. With K = 0 the context is read and nothing else, at once or later.
+A head with `context_embeddings` reads the token after each context row too. The last accepted row's
+is the block's first.
 """
 
 from __future__ import annotations

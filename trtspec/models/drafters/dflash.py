@@ -189,12 +189,12 @@ class DFlashHead(DraftHead):
                 rows. inputs_embeds: of those that have no embedding of their own.
         """
         inputs: tuple[Tensor, ...] = (self.project_target_hidden(hidden_states),)
-        norms: tuple[RMSNorm, ...] = (self.hidden_norm,)
+        before: tuple[RMSNorm, ...] = (self.hidden_norm,)
         if self.context_embedding_norm is not None:
             assert next_tokens is not None, "the head reads the token after each row"
             inputs = self.embed(next_tokens, inputs_embeds), *inputs
-            norms = self.context_embedding_norm, *norms
-        rows = linear(inputs, self.context_kv, norms)
+            before = self.context_embedding_norm, *before
+        rows = linear(inputs, self.context_kv, before)
         ropes = self.rope_tables.at(position_ids, meta)
         for i, kv in enumerate(rows.chunk(self.num_layers, dim=-1)):
             attention = self._attention(i)
