@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
 from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
+from trtspec.attention import blocks
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
@@ -108,6 +109,25 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
                         torch.testing.assert_close(ours, naive, atol=1e-4, rtol=1e-4)
                         compared += 1
     assert compared > 60
+
+
+@pytest.mark.parametrize("name", ["dflash_windows", "dflash_windows_ahead", "dspark"])
+def test_groups_of_blocks_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
+    make = make_dspark_case if name in DSPARK_CASES else make_dflash_case
+    target = load_target(target_dir)
+    config = make(name, target_dir, tmp_path, STEPS).config
+    assert isinstance(config, DFlashDecodingConfig)
+    head = load(Path(str(config.speculative_model)), target)
+    texts = padded_texts([[9, 5, 6], [18], [12, 8]], 20)
+    hidden, found = teach(target, head, texts).hidden, []
+    for group in (4, 32):  # of 12 blocks
+        monkeypatch.setattr(blocks, "GROUP", group)
+        steps = unroll(head, texts, hidden, STEPS, use=Use(anchors=Anchors(count=12)))
+        found.append(torch.stack([step.hidden for step in steps]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
 def test_anchors_are_before_what_the_target_wrote() -> None:
