@@ -213,19 +213,13 @@ def _kv_cache(
     reuse = PrefixReuse(
         is_on=config.enable_block_reuse and not saves,  # a sample has every row
         partial=config.enable_partial_reuse,
-        tokens_ahead=_tokens_ahead(loaded),
+        tokens_ahead=loaded.worker.num_tokens_ahead,
     )
     arguments = loaded.specs, num_blocks, loaded.needs.page_size, device, reuse
     if link is None:
         return KVCacheManager(*arguments)
     kind = OwnedKVCache if engine.enable_attention_dp else LinkedKVCache
     return kind(*arguments, link=link)
-
-
-def _tokens_ahead(loaded: _Loaded) -> int:
-    """Returns how many tokens after a row drafting reads: the worker knows, or the head does."""
-    of_head = getattr(loaded.drafter.model, "num_tokens_ahead", 0)
-    return max(loaded.worker.num_tokens_ahead, of_head)
 
 
 def _load(
@@ -239,7 +233,8 @@ def _load(
         engine, directory, replace(target_config, parallel=parallel), device, backend, seq_len
     )
     drafter = loader.load(target)
-    worker = create_worker(drafter.config, drafter.mask_token_id)
+    reads_next = getattr(drafter.model, "reads_next_tokens", False)
+    worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,

@@ -39,6 +39,8 @@ class DFlashWorker(MaskedWorker):
     """Modes DFLASH and DSPARK."""
 
     can_read_late = True
+    reads_next_tokens = False
+    """Whether the head's context rows read the token after them, for `num_tokens_ahead`."""
 
     def num_proposals(self, inputs: DraftInputs) -> int:
         """Returns P, perhaps 0: the context is read in any case."""
@@ -54,7 +56,7 @@ class DFlashWorker(MaskedWorker):
 
     @property
     def num_tokens_ahead(self) -> int:
-        return 0  # a context row reads the target's state at its own token; the head may say more
+        return int(self.reads_next_tokens)
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)

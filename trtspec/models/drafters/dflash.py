@@ -121,11 +121,6 @@ class DFlashHead(DraftHead):
         """Whether a context row reads the token after it."""
         return self.config.context_embeddings
 
-    @property
-    def num_tokens_ahead(self) -> int:
-        """As `SpecWorkerBase.num_tokens_ahead`."""
-        return int(self.reads_next_tokens)
-
     @torch.no_grad()
     def prepare_context(self) -> None:
         """Copies all layers' weights of keys and values into one, by which a context is read.
