@@ -138,8 +138,8 @@ def test_padding_changes_no_token(
 def test_a_pass_is_what_the_host_would_send(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, spans: list[tuple[int, int]]
 ) -> None:
-    """Everything a step reads of the real rows. Padding writes nowhere, and ends at a row of its own
-    if there is one."""
+    """Everything a step reads of the real rows. Padding writes nowhere, and ends at a row of its
+    own if there is one."""
     executor = _llm(target_dir, None, monkeypatch).executor
     chunks = []
     for i, (start, end) in enumerate(spans):

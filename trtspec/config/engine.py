@@ -90,8 +90,8 @@ class CudaGraphConfig:
             generations' graph; prompts that fit none run eagerly, with the generations. None is
             64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200
             computes a layer for longer than a host launches it (for 8 B parameters 768 tokens in
-            bf16, 2048 in FP8), if such graphs can be had (modes that draft inside the step, but not vanilla MTP or
-            SAVE_HIDDEN_STATES; attention in Triton); () is none.
+            bf16, 2048 in FP8), if such graphs can be had (modes that draft inside the step, but
+            not vanilla MTP or SAVE_HIDDEN_STATES; attention in Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of up to 128 rows in a captured step (under a second for a batch
             size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured

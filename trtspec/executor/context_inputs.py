@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..models.decoder import Decoder
 from ..layers.linear import Linear
+from ..models.decoder import Decoder
 from ..ops.launch.machine import (
     FLOPS,
     FLOPS_FP8,
