@@ -213,13 +213,19 @@ def _kv_cache(
     reuse = PrefixReuse(
         is_on=config.enable_block_reuse and not saves,  # a sample has every row
         partial=config.enable_partial_reuse,
-        tokens_ahead=loaded.worker.num_tokens_ahead,
+        tokens_ahead=_tokens_ahead(loaded),
     )
     arguments = loaded.specs, num_blocks, loaded.needs.page_size, device, reuse
     if link is None:
         return KVCacheManager(*arguments)
     kind = OwnedKVCache if engine.enable_attention_dp else LinkedKVCache
     return kind(*arguments, link=link)
+
+
+def _tokens_ahead(loaded: _Loaded) -> int:
+    """Returns how many tokens after a row drafting reads: the worker knows, or the head does."""
+    of_head = getattr(loaded.drafter.model, "num_tokens_ahead", 0)
+    return max(loaded.worker.num_tokens_ahead, of_head)
 
 
 def _load(
