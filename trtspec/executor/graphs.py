@@ -26,7 +26,7 @@ import torch
 
 from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
-from ..metadata.guided import Point
+from ..metadata.guided import DraftPoint, Point
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep
@@ -34,6 +34,7 @@ from .forward_step import StepOutputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
 from .request import ContextChunk, Request, StepPlan
+from .step_launch import StepLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -111,20 +112,33 @@ class CudaGraphs:
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
-    def run(self, plan: StepPlan) -> StepOutputs | None:
-        """Runs one step of generations alone. Returns None if no graph holds them."""
+    def run(self, plan: StepPlan) -> StepLaunch | None:
+        """Runs one step of generations alone, up to where the host would wait for its tokens.
+
+        Returns None if no graph holds them. What is given to the device comes after the launch
+        before is finished; what the host prepares comes earlier.
+        """
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
-        key = _key_of(plan, batch_size=bucket)
-        missed = GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
-        if not self._is_there(key) or (plan.reads_missed and not self._is_there(missed)):
-            return None
-        self._send(requests, bucket)
+        keys = [_key_of(plan, batch_size=bucket)]
         if plan.reads_missed:
-            self._launch(missed, None)
-        return self._replay(key, len(requests), plan.reach)
+            keys.append(
+                GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+            )
+        if any(key not in self._graphs for key in keys):
+            plan.finish_before()
+            if not all(self._is_there(key) for key in keys):
+                return None
+        rows = self._rows_to_send(requests, bucket)
+        plan.finish_before()
+        if rows is not None:
+            self.inputs[:bucket].copy_(rows, non_blocking=True)
+        for key in keys[1:]:
+            for graph, _ in self._graphs[key].parts:
+                graph.replay()
+        return self._replay(keys[0], len(requests), plan.reach)
 
     def _is_there(self, key: GraphKey) -> bool:
         """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
@@ -155,8 +169,8 @@ class CudaGraphs:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
-    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepOutputs | None:
-        """Runs one pass over parts of prompts alone.
+    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepLaunch | None:
+        """Runs one pass over parts of prompts alone. The launch before is finished.
 
         Returns None if it cannot be captured. Then the shape is dropped, and such passes run
         eagerly.
@@ -183,18 +197,15 @@ class CudaGraphs:
 
     def _replay(
         self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
-    ) -> StepOutputs:
-        outputs = self._launch(key, reach)
-        assert outputs is not None
-        return first_rows(outputs, num_requests, 1 if key.context_tokens else key.num_drafts + 1)
-
-    def _launch(self, key: GraphKey, reach: Callable[[Point], None] | None) -> StepOutputs | None:
+    ) -> StepLaunch:
+        """Launches a step's graphs, up to the first `DraftPoint`."""
         captured = self._graphs[key]
-        for graph, point in captured.parts:
-            graph.replay()
-            if point is not None and reach is not None:
-                reach(point)
-        return captured.outputs
+        assert captured.outputs is not None
+        num_rows = 1 if key.context_tokens else key.num_drafts + 1
+        outputs = first_rows(captured.outputs, num_requests, num_rows)
+        rest = _launch_parts(captured.parts, reach)
+        next(rest, None)
+        return StepLaunch(outputs, is_replay=True, rest=rest)
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -230,12 +241,12 @@ class CudaGraphs:
             times.append(time.perf_counter() - began)
         return median(times)
 
-    def _send(self, requests: list[Request], bucket: int) -> None:
-        """Sends slots and block tables of rows that changed since they were last sent."""
+    def _rows_to_send(self, requests: list[Request], bucket: int) -> torch.Tensor | None:
+        """Returns slots and block tables, on the host; None if the device has them."""
         rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
         rows += [(self.scratch_slot, -1, 0)] * (bucket - len(rows))
         if self._sent[:bucket] == rows:
-            return
+            return None
         self._sent = rows
         tables = self.kv_cache.block_tables([r.request_id for r in requests])
         host = torch.zeros((bucket, self.inputs.shape[1]), dtype=torch.int32, pin_memory=True)
@@ -245,7 +256,7 @@ class CudaGraphs:
         for table, width in zip(tables, self.widths, strict=True):
             host[: len(requests), start : start + table.shape[1]] = table
             start += width
-        self.inputs[:bucket].copy_(host, non_blocking=True)
+        return host
 
     def send_again(self) -> None:
         """Makes the next step send everything, after an exception."""
@@ -335,6 +346,16 @@ class CudaGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+
+def _launch_parts(parts: list[_Part], reach: Callable[[Point], None] | None) -> Iterator[None]:
+    """Launches graphs, with the host's part between them. It yields before the host would wait."""
+    for graph, point in parts:
+        graph.replay()
+        if point is not None and reach is not None:
+            if isinstance(point, DraftPoint):
+                yield
+            reach(point)
 
 
 def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:
@@ -431,11 +452,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
     """Returns the outputs of the first `count` requests, of `rows` logits each, without padding."""
-    hidden, logprobs = outputs.hidden_states, outputs.logprobs
+    hidden, logprobs, drafts = outputs.hidden_states, outputs.logprobs, outputs.drafts
     return StepOutputs(
         new_tokens=outputs.new_tokens[:count],
         new_tokens_lens=outputs.new_tokens_lens[:count],
         bad_requests=outputs.bad_requests[:count],
         hidden_states=None if hidden is None else hidden[:count],
         logprobs=None if logprobs is None else logprobs.rows(count * rows),
+        drafts=None if drafts is None else drafts[:count],
     )
