@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
@@ -18,6 +17,28 @@ HEAD = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+RAW_SEND = "trtspec.send"
+"""Key of an ASGI scope: `send` without what each layer of the application adds to a call."""
+
+
+class EventSource(Protocol):
+    """Server-sent events that come as an engine works."""
+
+    is_done: bool
+
+    def take(self) -> bytes:
+        """Returns the events that are due, b"" if none is. The last sets `is_done`."""
+        ...
+
+    async def news(self) -> None:
+        """Waits until there may be some."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is left."""
+        ...
 
 
 class ClientGone(Exception):
@@ -50,21 +71,33 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events as they come. A client that goes away closes their source."""
+    """Server-sent events as they come. A client that goes away closes their source.
 
-    def __init__(self, events: AsyncGenerator[bytes]):
+    What is due is sent in one piece: a client that is read slowly, or a loop that is late, gets the
+    text of several steps at once.
+    """
+
+    def __init__(self, source: EventSource):
         super().__init__()
-        self.events = events
+        self.source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._write(send))
+            await while_connected(receive, self._write(send, scope.get(RAW_SEND, send)))
         except ClientGone:
             return
 
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEAD})
-        async with aclosing(self.events) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _write(self, send: Send, send_body: Send) -> None:
+        source = self.source
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEAD})
+            while True:
+                events, is_last = source.take(), source.is_done
+                if events:
+                    message = {"type": "http.response.body", "body": events}
+                    await send_body(message | {"more_body": True} if not is_last else message)
+                if is_last:
+                    break
+                await source.news()
+        finally:
+            source.close()
