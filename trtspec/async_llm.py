@@ -308,8 +308,8 @@ class AsyncLLM:
         self._num_preparing -= count
         self._idle.set()
 
-    def start(self, requests: Sequence[Request], bell: Bell) -> list[Feed]:
-        feeds = [Feed(request, bell, self._end) for request in requests]
+    def start(self, requests: Sequence[Request], bell: Bell, is_whole: bool) -> list[Feed]:
+        feeds = [Feed(request, bell, self._end, is_whole) for request in requests]
         self._engine.add(feeds)
         self._live.update(feeds)
         self.release(len(feeds))
@@ -342,6 +342,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
         self.bell = Bell()
         """Rings when there is news. Another may be set before, which several streams share."""
+        self.is_whole = False
+        """Set before: nothing is new before a completion ends, which is cheaper."""
 
     @property
     def requests(self) -> list[Request]:
@@ -371,7 +373,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             for request in requests:
                 request.arrived = arrived
             self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
-            self._feeds = self._llm.start(requests, self.bell)
+            self._feeds = self._llm.start(requests, self.bell, self.is_whole)
         except BaseException:
             self._llm.release(self._n)
             raise

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..api.sampling_params import MAX_TOKENS
 from ..errors import EngineError, RankError
 from ..executor.py_executor import PyExecutor
 from ..executor.request import Request
@@ -63,13 +64,16 @@ class Feed:
     Args:
         bell: rings when there is news. Several feeds of one reader share it.
         on_done: called once, in the event loop.
+        is_whole: the end is the only news.
     """
 
     __slots__ = ("_on_done", "announced", "bell", "is_done", "num_tokens", "request")
 
-    def __init__(self, request: Request, bell: Bell, on_done: Callable[[Feed], None]):
+    def __init__(
+        self, request: Request, bell: Bell, on_done: Callable[[Feed], None], is_whole: bool = False
+    ):
         self.request, self.bell, self._on_done = request, bell, on_done
-        self.announced = 0  # tokens handed over; the engine thread's
+        self.announced = MAX_TOKENS if is_whole else 0  # tokens handed over; the engine thread's
         self.num_tokens, self.is_done = 0, False
 
     def update(self, num_tokens: int, is_done: bool) -> None:

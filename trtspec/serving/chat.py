@@ -121,6 +121,8 @@ class ChatEndpoint:
 
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
         stream.arrived = arrived
+        # The first call is an end that the engine does not know.
+        stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
         await start([stream])
         make = partial(self._choice, request, is_inside)

@@ -63,6 +63,7 @@ class CompletionEndpoint:
         ]
         for stream in streams:
             stream.arrived = arrived
+            stream.is_whole = not request.stream
             if request.stream:  # one task reads them all
                 stream.bell = streams[0].bell
         try:
