@@ -37,13 +37,17 @@ SHUT_DOWN = "The engine is shut down."
 class Bell:
     """Wakes the one task that waits for news, at half the cost of an `asyncio.Event`."""
 
-    __slots__ = ("_waiter",)
+    __slots__ = ("_waiter", "on_ring")
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
+        self.on_ring: Callable[[], None] | None = None
+        """Called at each ring, in place of waking a task. It raises nothing."""
 
     def ring(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self.on_ring is not None:
+            self.on_ring()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..async_llm import AsyncLLM, OutputStream, Tokens
 from ..errors import EngineError, RequestError
+from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
     Header,
@@ -336,8 +337,9 @@ class ChatAnswer:
         self._first = await next_pieces(self._stream, self._request)
 
     # -- streamed --------------------------------------------------------------------------------
-    async def news(self) -> None:
-        await self._stream.bell.wait()
+    @property
+    def bell(self) -> Bell:
+        return self._stream.bell
 
     def close(self) -> None:
         self._stream.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..async_llm import AsyncLLM, OutputStream
 from ..errors import EngineError, RequestError
+from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
     Header,
@@ -194,15 +195,16 @@ class CompletionAnswer:
         """Waits for the first tokens, so that an error before them has a status of its own."""
         try:
             while not (first := self._new()):
-                await self.news()
+                await self.bell.wait()
             self._first = first
         except BaseException:
             self._cancel()
             raise
 
     # -- streamed --------------------------------------------------------------------------------
-    async def news(self) -> None:
-        await self._streams[0].bell.wait()  # all have this one
+    @property
+    def bell(self) -> Bell:
+        return self._streams[0].bell  # all have this one
 
     def close(self) -> None:
         self._cancel()

@@ -17,8 +17,7 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError
 from .app import build_app
 from .config import ServerConfig
-from .limits import App, Receive, Scope, Send
-from .streams import RAW_SEND
+from .streams import CONNECTION
 
 MAX_HEAD_BYTES = 64 * 1024
 SWITCH_SECONDS = 0.0005
@@ -53,11 +52,16 @@ class Outgoing:
         self._transport, self._outbox = transport, outbox
         self._pieces: list[bytes] = []
         self.is_closing = transport.is_closing
+        self.is_full = False
+        self.on_room: Callable[[], None] = lambda: None
 
     def write(self, data: bytes) -> None:
         if not self._pieces:
             self._outbox.add(self)
         self._pieces.append(data)
+
+    def send_chunk(self, data: bytes) -> None:
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def flush(self) -> None:
         if self._pieces:
@@ -92,6 +96,10 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
             super().connection_made(Outgoing(transport, outbox))
             self._expect_head()
 
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope[CONNECTION] = self.transport
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop(self._head_timer)
             self._stop(self._write_timer)
@@ -112,12 +120,15 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            self.transport.is_full = True
             self._stop(self._write_timer)
             self._write_timer = self.loop.call_later(config.write_timeout, self.transport.abort)
 
         def resume_writing(self) -> None:
             self._stop(self._write_timer)
             super().resume_writing()
+            self.transport.is_full = False
+            self.transport.on_room()
 
         def timeout_keep_alive_handler(self) -> None:
             if self.transport.get_write_buffer_size():  # close() would wait for the reader
@@ -146,7 +157,7 @@ class Server(uvicorn.Server):
         self, llm: AsyncLLM, config: ServerConfig, on_start: Callable[[], None] = lambda: None
     ):
         settings = uvicorn.Config(
-            _with_raw_send(build_app(llm, config)),
+            build_app(llm, config),
             http=guarded(config),
             ws="none",
             access_log=False,
@@ -178,14 +189,6 @@ class Server(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_start()
-
-
-def _with_raw_send(app: App) -> App:
-    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[RAW_SEND] = send
-        await app(scope, receive, send)
-
-    return outermost
 
 
 def listen(config: ServerConfig) -> socket.socket:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
+from ..frontend.engine_thread import Bell
 from .limits import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -19,8 +20,22 @@ HEAD = [
 ]
 
 
-RAW_SEND = "trtspec.send"
-"""Key of an ASGI scope: `send` without what each layer of the application adds to a call."""
+BODY = "http.response.body"
+CONNECTION = "trtspec.connection"
+"""Key of an ASGI scope, where the server has a `Connection`."""
+
+
+class Connection(Protocol):
+    """What a server's own connection can do beside ASGI's `send`."""
+
+    is_full: bool
+    """The client does not read what was sent."""
+    on_room: Callable[[], None]
+    """Called when the client has read it."""
+
+    def send_chunk(self, data: bytes) -> None:
+        """Sends a part of a chunked body, at the end of this turn of the event loop."""
+        ...
 
 
 class EventSource(Protocol):
@@ -32,8 +47,9 @@ class EventSource(Protocol):
         """Returns the events that are due, b"" if none is. The last sets `is_done`."""
         ...
 
-    async def news(self) -> None:
-        """Waits until there may be some."""
+    @property
+    def bell(self) -> Bell:
+        """Rings when there may be some."""
         ...
 
     def close(self) -> None:
@@ -83,21 +99,42 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._write(send, scope.get(RAW_SEND, send)))
+            await while_connected(receive, self._write(send, scope.get(CONNECTION)))
         except ClientGone:
             return
 
-    async def _write(self, send: Send, send_body: Send) -> None:
+    async def _write(self, send: Send, connection: Connection | None) -> None:
         source = self.source
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEAD})
-            while True:
-                events, is_last = source.take(), source.is_done
-                if events:
-                    message = {"type": "http.response.body", "body": events}
-                    await send_body(message | {"more_body": True} if not is_last else message)
-                if is_last:
-                    break
-                await source.news()
+            if connection is None:
+                while not source.is_done:
+                    if events := source.take():
+                        await send({"type": BODY, "body": events, "more_body": True})
+                    else:
+                        await source.bell.wait()
+            else:
+                await self._push_to(connection)
+            await send({"type": BODY, "body": b"", "more_body": False})
         finally:
             source.close()
+
+    async def _push_to(self, connection: Connection) -> None:
+        """Sends in the very calls that bring news: a task's turn for each costs as much again."""
+        source = self.source
+        ended = asyncio.get_running_loop().create_future()
+
+        def push() -> None:
+            if ended.done() or connection.is_full:
+                return
+            try:
+                if events := source.take():
+                    connection.send_chunk(events)
+                if source.is_done:
+                    ended.set_result(None)
+            except Exception as error:  # noqa: BLE001 - it is this stream's
+                ended.set_exception(error)
+
+        source.bell.on_ring = connection.on_room = push
+        push()
+        await ended
