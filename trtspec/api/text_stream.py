@@ -126,7 +126,11 @@ def _is_plain(tokenizer: Any) -> bool:
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
-    if not isinstance(tokenizer, Fast) or kind.decode != Fast.decode or kind._decode != Fast._decode:
+    if (
+        not isinstance(tokenizer, Fast)
+        or kind.decode != Fast.decode
+        or kind._decode != Fast._decode
+    ):
         return False
     if not tokenizer.clean_up_tokenization_spaces:
         return True

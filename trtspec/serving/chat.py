@@ -352,9 +352,7 @@ class ChatAnswer:
             if pieces:
                 usage = {"usage": self._usage()} if self._has_usage_always else None
                 beginning = {"role": "assistant", "content": ""}
-                events += [
-                    self._chunk(i, beginning, more=usage) for i in range(len(self._choices))
-                ]
+                events += [self._chunk(i, beginning, more=usage) for i in range(len(self._choices))]
             for index, piece in pieces or new_pieces(self._stream, self._request):
                 events.append(self._event(index, piece))
             if self._num_open:

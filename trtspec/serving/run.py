@@ -53,7 +53,7 @@ class Outgoing:
         self._pieces: list[bytes] = []
         self.is_closing = transport.is_closing
         self.is_full = False
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] | None = None
 
     def write(self, data: bytes) -> None:
         if not self._pieces:
@@ -128,7 +128,8 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
             self._stop(self._write_timer)
             super().resume_writing()
             self.transport.is_full = False
-            self.transport.on_room()
+            if self.transport.on_room is not None:
+                self.transport.on_room()
 
         def timeout_keep_alive_handler(self) -> None:
             if self.transport.get_write_buffer_size():  # close() would wait for the reader

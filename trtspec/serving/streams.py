@@ -30,7 +30,7 @@ class Connection(Protocol):
 
     is_full: bool
     """The client does not read what was sent."""
-    on_room: Callable[[], None]
+    on_room: Callable[[], None] | None
     """Called when the client has read it."""
 
     def send_chunk(self, data: bytes) -> None:
@@ -136,5 +136,8 @@ class EventStream(Response):
                 ended.set_exception(error)
 
         source.bell.on_ring = connection.on_room = push
-        push()
-        await ended
+        try:
+            push()
+            await ended
+        finally:
+            source.bell.on_ring = connection.on_room = None
