@@ -26,8 +26,9 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.executor import auto_draft_len
-from trtspec.executor.auto_draft_len import AutoDraftLen, RunningAcceptance
+from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
+from trtspec.executor.running_acceptance import RunningAcceptance
 from trtspec.executor.step_costs import StepCosts, StepShape
 
 K = 6

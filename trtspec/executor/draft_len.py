@@ -44,6 +44,11 @@ class DraftLen:
             )
         self._runtime = value
 
+    @property
+    def may_rest(self) -> bool:
+        """Whether a step that finds no blocks for its drafts may draft nothing instead."""
+        return self.is_exact
+
     def bound(self) -> int:
         """Returns how many drafts the next step may verify or propose at most."""
         return self.max_draft_len

@@ -93,7 +93,6 @@ class PyExecutor:
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
-        self.scheduler.may_rest = self._draft_len.is_exact
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -335,6 +334,7 @@ class PyExecutor:
     def _schedule(self) -> ScheduledBatch:
         while True:
             self.scheduler.most_drafts = self._draft_len.bound()
+            self.scheduler.may_rest = self._draft_len.may_rest
             batch, victims = self.scheduler.schedule()
             if not victims:
                 self._draft_len.limit = self.scheduler.most_drafts
