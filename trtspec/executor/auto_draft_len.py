@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,13 @@ from .step_costs import StepCosts, StepShape
 
 TRIAL, REST = 8, 16  # steps for which a length is tried, and kept before the next decision
 FIRST_PROBE, LAST_PROBE = 512, 8192  # steps between trials of neighbours
-SHORTEST_REST, PROBE_SHARE = 64, 1 / 200  # steps to the first trial at K = 0; of the time, in trials
+SHORTEST_REST = 64  # steps between two trials at K = 0
+PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
 NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
 KEPT_AT_REST = 16.0  # earlier results that count beside a trial at K = 0
 START = 3
+RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
 
 
@@ -56,8 +58,9 @@ class AutoDraftLen(DraftLen):
             first, while requests wait.
         price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
-        keeps_seeds: steps with a seeded request that is sampled draft as many as ever, so that its
-            tokens do not depend on the clock.
+        is_default: nobody asked for this choice. It gives way to `runtime`, where that is set, and
+            leaves steps alone in which it could be told: those with a request whose seeded tokens
+            would change with K, or whose steps are recorded.
     """
 
     is_exact = True
@@ -75,13 +78,14 @@ class AutoDraftLen(DraftLen):
         is_ready: Callable[[ScheduledBatch, int], bool] = lambda batch, draft_len: True,
         price: Callable[[], float] = lambda: 0.0,
         rates_path: Path | None = None,
-        keeps_seeds: bool = False,
+        is_default: bool = False,
     ):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
         self._tries_unknown, self._is_lost = tries_unknown, is_lost
-        self._is_ready, self._price, self._keeps_seeds = is_ready, price, keeps_seeds
-        self._has_seeds = False  # whether the last step had such a request
+        self._is_ready, self._price, self._is_default = is_ready, price, is_default
+        self._seeds_matter = config.acceptance in RULES_OF_K
+        self._gives_way = False  # whether the last step was left alone
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
         self._is_held_down = False  # whether the last step drafted less than was chosen
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
@@ -109,17 +113,22 @@ class AutoDraftLen(DraftLen):
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         most = super().of(batch, part)
-        self._has_seeds = self._keeps_seeds and any(map(_draws_by_seed, batch.requests))
-        if self._has_seeds or not part.generations:
+        self._gives_way = self._is_default and (
+            self._is_runtime_given or any(map(self._would_tell, batch.requests))
+        )
+        if self._gives_way and part.generations:
+            return min(most, self.limit)
+        if not part.generations:
             # Prompts draft as many as any step may verify, so that one graph serves them.
             return most
         chosen = self._choose(part, most)
         self._is_held_down = chosen > self.limit
         return min(chosen, self.limit)
 
-    def bound(self) -> int:
+    def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
-        if self._has_seeds:
+        self._gives_way |= self._is_default and any(map(self._would_tell, waiting))
+        if self._gives_way:
             return self.max_draft_len
         decides = self._steps + 1 >= self._until
         is_resting = self.chosen == 0 and not (decides or self._is_held_down)
@@ -127,7 +136,13 @@ class AutoDraftLen(DraftLen):
 
     @property
     def may_rest(self) -> bool:
-        return not self._has_seeds
+        return not self._gives_way
+
+    def _would_tell(self, request: Request) -> bool:
+        """Whether a request's outcome shows how many drafts its steps had."""
+        params = request.sampling_params
+        is_seeded = self._seeds_matter and params.seed is not None and not params.is_greedy
+        return is_seeded or request.steps is not None
 
     def close(self) -> None:
         self._save()
@@ -328,8 +343,3 @@ class AutoDraftLen(DraftLen):
         return {
             k: sum(share * tokens[kind][k] for kind, share in kinds) / seconds[k] for k in lengths
         }
-
-
-def _draws_by_seed(request: Request) -> bool:
-    params = request.sampling_params
-    return params.seed is not None and not params.is_greedy

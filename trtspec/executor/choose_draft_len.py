@@ -35,7 +35,7 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         is_ready=lambda batch, draft_len: _is_ready(runner, batch, draft_len),
         price=lambda: 0.0 if runner.graphs is None else runner.graphs.price,
         rates_path=path.with_suffix(".rates"),
-        keeps_seeds=runner.keeps_seeds,
+        is_default=runner.chooses_by_default,
     )
     if graphs is not None:
         graphs.may_lose_graphs = True

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -333,7 +334,8 @@ class PyExecutor:
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
         while True:
-            self.scheduler.most_drafts = self._draft_len.bound()
+            next_ones = islice(self.scheduler.waiting, self.config.max_batch_size)
+            self.scheduler.most_drafts = self._draft_len.bound(next_ones)
             self.scheduler.may_rest = self._draft_len.may_rest
             batch, victims = self.scheduler.schedule()
             if not victims:

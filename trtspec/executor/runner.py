@@ -56,7 +56,7 @@ class EngineParts:
     mode: SpeculativeDecodingMode
     device: torch.device
     layers_to_capture: tuple[int, ...] = ()  # target layers that a head reads, or that are saved
-    keeps_seeds: bool = False  # seeded requests draft as many as ever where lengths are chosen
+    chooses_by_default: bool = False  # lengths choose themselves, though nobody asked for it
 
 
 class StepRunner:
@@ -64,7 +64,8 @@ class StepRunner:
 
     def __init__(self, parts: EngineParts, config: ExecutorConfig):
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
-        self.max_batch_size, self.keeps_seeds = config.max_batch_size, parts.keeps_seeds
+        self.max_batch_size = config.max_batch_size
+        self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
         self._masked_drafts = config.guided_masked_drafts
         self.is_replay = False  # whether a graph ran the last step
