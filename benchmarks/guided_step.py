@@ -3,25 +3,38 @@
     PYTHONPATH=. python benchmarks/guided_step.py --preset llama-3.1-8b --k 3 --batch 1,32
 
 Weights are random and acceptance is forced, so grammars skip tokens that they do not allow. For
-each batch size it prints ms a step without grammars, with masks of the target alone, with the first
-draft masked too, and with all; then the host's part alone, inside of a string, microseconds a step:
-masks of all rows, and following what was accepted.
+plain decoding and for a drafter, and for each batch size, a line of JSON says:
+
+    free, free_again    ms a step without grammars
+    masked              with masks of the target alone
+    first_draft_masked, drafts_masked   with the first draft's too, and with all
+    added               of each of these, ms more than without
+    host_us             the host's part of a step with all drafts masked, in microseconds, as it is
+                        in the engine: verify (masks of the target's rows, and following what was
+                        accepted), wait (for the device, before each draft), masks (of each draft),
+                        launch (all graphs), results (their copies)
+    alone_us            the same work of the grammars alone, inside of a string
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import string
 import tempfile
 import time
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 from gpu_step import _engine
 from random_models import PRESETS, Model
 from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, SteadyBatch
@@ -31,6 +44,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from trtspec import LLM, GuidedDecodingParams
+from trtspec.executor.guide import GuidedBatch
+from trtspec.executor.guided_masks import DraftMasks
+from trtspec.executor.results import StepReader
 from trtspec.guided.compiler import GrammarCompiler
 
 SCHEMA = {
@@ -69,7 +85,7 @@ def steady(llm: LLM, batch: int, args: argparse.Namespace, guided: dict[str, Any
 
 
 def host_part(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]:
-    """Returns microseconds of the host's work for a step of `batch` requests."""
+    """Returns microseconds of the grammars' work for a step of `batch` requests."""
     params = GuidedDecodingParams(json=SCHEMA)
     grammars = [compiler.compile(params, [1], []).future.result() for _ in range(batch)]
     tokens = compiler.tokenizer.convert_tokens_to_ids(list('{"name": "ab'))
@@ -77,23 +93,105 @@ def host_part(compiler: GrammarCompiler, batch: int, k: int) -> dict[str, float]
         grammar.follow(tokens)
     drafts = compiler.tokenizer.convert_tokens_to_ids(list("abcdefghijklmnop"))[:k]
     masks = np.zeros((batch * (k + 1), compiler.num_words), dtype=np.int32)
-    times: dict[str, list[float]] = {"fill": [], "follow": []}
-    for _ in range(50):
+    times: dict[str, list[float]] = {"verify": [], "follow": [], "draft": []}
+
+    def time_of(name: str, part: Callable[[int, Any], object]) -> None:
         started = time.perf_counter()
         for row, grammar in enumerate(grammars):
-            grammar.fill(masks, row * (k + 1), drafts)
-        times["fill"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        for grammar in grammars:
-            grammar.follow(drafts)
-        times["follow"].append(time.perf_counter() - started)
-    return {name: median(values) * 1e6 for name, values in times.items()}
+            part(row, grammar)
+        times[name].append((time.perf_counter() - started) * 1e6)
+
+    for _ in range(50):
+        time_of("verify", lambda row, grammar: grammar.fill(masks, row * (k + 1), drafts))
+        time_of("follow", lambda row, grammar: grammar.follow(drafts))
+        for draft in drafts[:1]:
+            time_of(
+                "draft",
+                lambda row, grammar, draft=draft: (
+                    grammar.go_ahead(draft) and grammar.fill_row(masks, row)
+                ),
+            )
+    return {name: round(median(values), 1) for name, values in times.items() if values}
+
+
+class HostTimes:
+    """Sums what the host's parts take, while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> HostTimes:
+        for owner, method, name in (
+            (GuidedBatch, "_write_verify_masks", "verify"),
+            (GuidedBatch, "_write_draft_masks", "masks"),
+            (DraftMasks, "wait", "wait"),
+            (torch.cuda.CUDAGraph, "replay", "launch"),
+            (StepReader, "_to_host", "results"),
+        ):
+            self._watch(owner, method, name)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+
+    def _watch(self, owner: Any, method: str, name: str) -> None:
+        original = getattr(owner, method)
+
+        def timed(this: Any, *args: Any) -> Any:
+            depth = f" {args[0]}" if name == "masks" else ""
+            self._depth = args[0] if name == "masks" else getattr(self, "_depth", 0)
+            started = time.perf_counter()
+            result = original(this, *args)
+            seconds = time.perf_counter() - started
+            if name == "wait":  # inside of masks
+                self.seconds[f"masks {self._depth}"] -= seconds
+                depth = f" {self._depth}"
+            self.seconds[name + depth] += seconds
+            return result
+
+        self._patches.enter_context(patch.object(owner, method, timed))
+
+    def us(self, num_steps: int) -> dict[str, float]:
+        return {name: round(s / num_steps * 1e6, 1) for name, s in sorted(self.seconds.items())}
+
+
+def host_us(llm: LLM, batch: int, args: argparse.Namespace, guided: dict[str, Any]) -> Any:
+    """Returns microseconds a step of the host's parts in the engine."""
+    with closing(SteadyBatch(llm.executor, batch, args.context, guided)) as requests:
+        requests.wall_clock(1, 1 + min(args.accept, args.k))
+        with HostTimes() as times:
+            requests.wall_clock(2, 1 + min(args.accept, args.k))
+        return times.us(2 * STEPS_PER_BLOCK + WARM_UP_STEPS)
+
+
+def measure(llm: LLM, mode: str, batch: int, k: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns a line of the report."""
+    executor, row = llm.executor, {"mode": mode, "batch": batch, "k": k}
+    given = {"guided_decoding": GuidedDecodingParams(json=SCHEMA)}
+    variants: list[tuple[str, int, dict[str, Any]]] = [("free", 0, {}), ("masked", 0, given)]
+    if k:
+        variants += [("first_draft_masked", 1, given), ("drafts_masked", k, given)]
+    for name, count, params in (*variants, ("free_again", 0, {})):
+        executor.runner.masks.num_masked_drafts = count
+        if executor.graphs is not None:
+            executor.graphs._graphs.clear()
+        wall = steady(llm, batch, args, params)
+        row[name], row["acceptance_length"] = round(wall.ms, 3), wall.acceptance_length
+    free = (row["free"] + row["free_again"]) / 2
+    row["added"] = {name: round(row[name] - free, 3) for name, _, _ in variants[1:]}
+    executor.runner.masks.num_masked_drafts = k
+    if executor.graphs is not None:
+        executor.graphs._graphs.clear()
+    row["host_us"] = host_us(llm, batch, args, given)
+    row["alone_us"] = host_part(executor.guide.compiler, batch, k)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="llama-3.1-8b", choices=list(PRESETS))
-    parser.add_argument("--mode", default="eagle3_one_model")
+    parser.add_argument("--modes", default="plain,eagle3_one_model")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--batch", default="1,32")
     parser.add_argument("--context", type=int, default=1024)
@@ -107,32 +205,23 @@ def main() -> None:
     longest = -(-(args.context + steps * (args.k + 1)) // 32) * 32
     model = Model(PRESETS[args.preset], longest, where=args.preset)
     args.batch, args.attn_backend, args.autotune = sizes, "auto", True
+    args.quant, args.kv_cache_dtype = None, "auto"
     rows = []
-    given = {"guided_decoding": GuidedDecodingParams(json=SCHEMA)}
-    variants = [
-        ("free", 0, {}),
-        ("masked", 0, given),
-        ("first_draft_masked", 1, given),
-        ("drafts_masked", args.k, given),
-        ("free_again", 0, {}),
-    ]
-    with (
-        tempfile.TemporaryDirectory() as root,
-        _engine(Path(root), model, args.mode, args.k, args, longest) as llm,
-    ):
-        executor = llm.executor
-        executor.set_tokenizer(made_up_tokenizer(executor.target.config.vocab_size))
-        for batch in sizes:
-            row: dict[str, Any] = {"batch": batch, "k": args.k}
-            for name, count, params in variants:
-                executor.runner.masks.num_masked_drafts = count
-                if executor.graphs is not None:
-                    executor.graphs._graphs.clear()
-                wall = steady(llm, batch, args, params)
-                row[name], row["acceptance_length"] = wall.ms, wall.acceptance_length
-            row["host_us"] = host_part(executor.guide.compiler, batch, args.k)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    for mode in args.modes.split(","):
+        k = 0 if mode == "plain" else args.k
+        with (
+            tempfile.TemporaryDirectory() as root,
+            _engine(Path(root), model, mode, k, args, longest) as llm,
+        ):
+            vocab_size = llm.executor.target.config.vocab_size
+            llm.executor.set_tokenizer(made_up_tokenizer(vocab_size))
+            for batch in sizes:
+                rows.append(measure(llm, mode, batch, k, args))
+                print(json.dumps(rows[-1]), flush=True)
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     if args.json_file:
         args.json_file.write_text(json.dumps(rows, indent=1))
 

@@ -1,8 +1,8 @@
 r"""What the prefix cache saves, and what it costs.
 
     python benchmarks/prefix_cache.py                      # all three, on CPU
-    python benchmarks/prefix_cache.py --parts again --preset llama-3.1-8b --device cuda \
-        --dtype bfloat16
+    python benchmarks/prefix_cache.py --parts again,conversations --preset llama-3.1-8b \
+        --device cuda --dtype bfloat16      # on a GPU; with --conversations 64 in a third of it
 
 again           a prompt of 4,000 tokens, then the same one: time to first token
 cost            the host's work alone: keys of a prompt, a lookup, publishing in a decode step of
@@ -218,6 +218,7 @@ class Conversation:
 
     text: list[int]
     turns_left: int
+    turns_taken: int = 0
     request: Request | None = None
     asked_at: float = 0.0
     waits: list[float] = field(default_factory=list)  # seconds to the first token, by turn
@@ -232,29 +233,18 @@ def conversations(args: argparse.Namespace, model: Any, *, reuse: bool) -> dict[
     )  # fmt: skip
     rng = random.Random(1)
     system = _tokens(rng, args.system, llm)
-    waiting = deque(Conversation(list(system), args.turns) for _ in range(args.conversations))
-    running: list[Conversation] = []
-    done: list[Conversation] = []
-    llm.generate(system[:64], SamplingParams(max_tokens=4, ignore_eos=True))
+    _talk(
+        llm, [Conversation(list(system), 2) for _ in range(2 * args.users)], rng, args
+    )  # warms up
     llm.reset_prefix_cache()
     llm.reset_stats()
+    talks = [Conversation(list(system), args.turns) for _ in range(args.conversations)]
     started = time.perf_counter()
-    while waiting or running:
-        while waiting and len(running) < args.users:
-            running.append(waiting.popleft())
-        for talk in running:
-            _take_turn(llm, talk, rng, args)
-        done += [talk for talk in running if talk.turns_left == 0 and talk.request is None]
-        running = [talk for talk in running if talk.turns_left or talk.request is not None]
-        llm.executor.step()
-        for talk in running:
-            is_first = len(talk.waits) < args.turns - talk.turns_left
-            if is_first and talk.request is not None and talk.request.output_token_ids:
-                talk.waits.append(time.perf_counter() - talk.asked_at)
+    _talk(llm, talks, rng, args)
     seconds = time.perf_counter() - started
     stats = llm.stats()
-    first = [talk.waits[0] for talk in done]
-    later = [wait for talk in done for wait in talk.waits[1:]]
+    first = [talk.waits[0] for talk in talks]
+    later = [wait for talk in talks for wait in talk.waits[1:]]
     return {
         "reuse": reuse,
         "seconds": seconds,
@@ -268,6 +258,24 @@ def conversations(args: argparse.Namespace, model: Any, *, reuse: bool) -> dict[
     }
 
 
+def _talk(
+    llm: LLM, talks: list[Conversation], rng: random.Random, args: argparse.Namespace
+) -> None:
+    """Runs conversations to their ends, `--users` at a time."""
+    waiting, running = deque(talks), list[Conversation]()
+    while waiting or running:
+        while waiting and len(running) < args.users:
+            running.append(waiting.popleft())
+        for talk in running:
+            _take_turn(llm, talk, rng, args)
+        running = [talk for talk in running if talk.turns_left or talk.request is not None]
+        llm.executor.step()
+        for talk in running:
+            is_first = len(talk.waits) < talk.turns_taken
+            if is_first and talk.request is not None and talk.request.output_token_ids:
+                talk.waits.append(time.perf_counter() - talk.asked_at)
+
+
 def _take_turn(llm: LLM, talk: Conversation, rng: random.Random, args: argparse.Namespace) -> None:
     """Reads a finished answer, and asks the next question."""
     if talk.request is not None:
@@ -276,7 +284,7 @@ def _take_turn(llm: LLM, talk: Conversation, rng: random.Random, args: argparse.
         talk.text += talk.request.output_token_ids
         talk.request = None
     if talk.turns_left:
-        talk.turns_left -= 1
+        talk.turns_left, talk.turns_taken = talk.turns_left - 1, talk.turns_taken + 1
         talk.text += _tokens(rng, args.asked, llm)
         talk.asked_at = time.perf_counter()
         params = SamplingParams(max_tokens=args.said, ignore_eos=True)

@@ -110,6 +110,24 @@ def test_sampled_outputs_are_the_cpus(target: Path, drafters: Drafters) -> None:
     assert tokens[0] == tokens[1]
 
 
+def test_the_host_works_between_the_halves_of_a_launch(target: Path, drafters: Drafters) -> None:
+    """The drafts' masks come in the next call, after the step before was read."""
+    guided = GuidedDecodingParams(regex="([cdef]|ab|xy){60}")
+    texts = []
+    for overlap in (True, False):
+        config = config_of("eagle3", K, drafters)
+        with engine(target, config, disable_overlap_scheduler=not overlap) as llm:
+            executor, waits = llm.executor, 0
+            given = SamplingParams(max_tokens=40, guided_decoding=guided)
+            requests = [executor.enqueue([5 + i, 17, 33], given) for i in range(3)]
+            while executor.has_work:
+                executor.step()
+                waits += bool(executor._pending) and executor._pending[-1].finish is not None
+            texts.append([request.output_token_ids for request in requests])
+        assert (waits > 5) == overlap
+    assert texts[0] == texts[1]
+
+
 def test_steps_without_grammars_stay_one_graph(target: Path, drafters: Drafters) -> None:
     with engine(target, config_of("eagle3", K, drafters)) as llm:
         free = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -117,4 +135,5 @@ def test_steps_without_grammars_stay_one_graph(target: Path, drafters: Drafters)
         llm.generate([3, 4, 5], free)
         llm.generate([[3, 4, 5], [6, 7]], [free, guided])
         parts = {key.is_guided: len(c.parts) for key, c in llm.executor.graphs._graphs.items()}
-        assert parts == {False: 1, True: 2 + K}  # to the masks, to each draft, the rest
+        # Up to the masks, what is accepted, the first pass; then each draft and the pass after it.
+        assert parts == {False: 1, True: 3 + 2 * (K - 1) + 1}

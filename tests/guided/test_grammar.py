@@ -64,6 +64,7 @@ def test_rows_after_drafts(compiler: GrammarCompiler, language: Language) -> Non
             grammar.fill(masks, 1, drafts)
             assert tokens_of(masks[1:6]) == rows
             assert (masks[[0, 6]] == before[[0, 6]]).all()
+            grammar.come_back()
             for row in rows:
                 one = new_masks(1)
                 grammar.fill_row(one, 0)

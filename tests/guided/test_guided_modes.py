@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from guided import LANGUAGES, VOCAB, GuidedOracle, Language, save_tokenizer, token_texts
-from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
+from halves import launch_in_halves
+from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import Oracle
 from tiny_heads import mtp_model_dir
 
@@ -110,6 +111,64 @@ def test_tokens_are_those_of_brute_force(
     fields = {} if mode in ("none", "ngram", "user_provided") else {"acceptance": rule}
     config = config_of(mode, K, drafters, **fields)
     assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
+
+
+@spread(mode=NETWORKS, **{"chunk,pool,overlap": [(17, 96, True), (None, None, False)]})
+def test_launches_in_halves(
+    drafters: Drafters,
+    outputs_of: Any,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    chunk: int | None,
+    pool: int | None,
+    overlap: bool,
+) -> None:
+    """The second half comes in the next call, after prompts were scheduled and steps were read."""
+    launch_in_halves(monkeypatch)
+    config = config_of(mode, K, drafters)
+    assert outputs_of(config, chunk=chunk, pool=pool, overlap=overlap) == expected
+
+
+def test_between_the_halves_of_a_launch(
+    target: Path,
+    drafters: Drafters,
+    cases: list[Case],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step before is read; requests come, are cancelled and lose their slots; errors end it."""
+    launch_in_halves(monkeypatch)
+    rng, waits = random.Random(5), 0
+    given = [(prompt, params_of(language, marker)) for prompt, language, marker in cases]
+    with cpu_engine(target, config_of("eagle3", K, drafters)) as llm:
+        executor = llm.executor
+        requests: list[Any] = []
+        others: list[Any] = []
+        for _ in range(150):
+            if len(requests) < len(given):
+                requests.append(executor.enqueue(*given[len(requests)]))
+            if rng.random() < 0.4:
+                others.append(executor.enqueue(*rng.choice(given)))
+            if others and rng.random() < 0.4:
+                executor.cancel(others.pop(rng.randrange(len(others))).request_id)
+            if rng.random() < 0.05 and executor._pending:
+                with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+                    context.setattr(executor.runner.masks.draft, "wait", _interrupt)
+                    while True:
+                        executor.step()
+            executor.step()
+            if executor._pending and executor._pending[-1].finish is not None:
+                waits += 1
+                assert len(executor._pending) == 1
+        executor.run_until_done()
+        assert waits > 50
+        assert [request.output_token_ids for request in requests] == expected
+        executor.kv_cache.check_integrity()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("mode", "overlap"), [("eagle3", True), ("mtp", False), ("pard", True)])

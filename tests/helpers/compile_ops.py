@@ -23,7 +23,14 @@ from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_rows
-from trtspec.ops.tokens import triton_bitmask, triton_draw, triton_judge, triton_suffix, triton_walk
+from trtspec.ops.tokens import (
+    triton_bitmask,
+    triton_draw,
+    triton_handover,
+    triton_judge,
+    triton_suffix,
+    triton_walk,
+)
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
@@ -33,6 +40,7 @@ MODULES = (
     "tokens.triton_bitmask",
     "tokens.triton_draw",
     "tokens.triton_filter",
+    "tokens.triton_handover",
     "tokens.triton_judge",
     "tokens.triton_stats",
     "tokens.triton_suffix",
@@ -134,6 +142,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
         (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
+        (triton_handover.write_to_host, accepted, ints(8, K + 1)),
         (
             triton_suffix.match_lens,
             ints(GENERATIONS, 700),

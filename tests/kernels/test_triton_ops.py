@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,16 @@ from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
 from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
 from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
-from trtspec.ops.tokens import bitmask, suffix, triton_bitmask, triton_suffix, triton_walk, walk  # noqa: E402  # noqa: E402
+from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
+    bitmask,
+    handover,
+    suffix,
+    triton_bitmask,
+    triton_handover,
+    triton_suffix,
+    triton_walk,
+    walk,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -227,6 +238,23 @@ def test_mask_logits(dtype: torch.dtype, vocab: int, has_table: bool) -> None:
     expected = logits.masked_fill(~allowed, -torch.inf)
     assert triton_bitmask.mask_logits(logits, masks, table).equal(expected)
     assert bitmask.mask_logits(logits, masks, table).equal(expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (3, 1100), (0, 4)])
+@pytest.mark.parametrize("module", [handover, triton_handover])
+def test_handing_over(module: Any, shape: tuple[int, ...]) -> None:
+    """The host's further rows stay as they are. On CUDA its memory is page-locked."""
+    there = torch.randint(0, 99, shape, dtype=torch.int32).to(DEVICE)
+    here = torch.full((shape[0] + 2, *shape[1:]), -5, dtype=torch.int32)
+    if there.is_cuda:
+        here = here.pin_memory()
+    module.write_to_host(there, here)
+    if there.is_cuda:
+        torch.cuda.synchronize()
+    assert here[: shape[0]].equal(there.cpu()) and bool((here[shape[0] :] == -5).all())
+    here += 7
+    module.read_from_host(there, here)
+    assert there.cpu().equal(here[: shape[0]])
 
 
 @pytest.mark.parametrize(("rows", "size", "longest"), [(3, 20, 5), (2, 1100, 9), (2, 12, 16)])

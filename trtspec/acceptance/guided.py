@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..metadata.guided import DraftPoint, GuidedStep, VerifyPoint
+from ..metadata.guided import ChosenPoint, DraftPoint, GuidedStep, VerifyPoint
 from ..ops.tokens.bitmask import mask_logits
+from ..ops.tokens.handover import read_from_host, write_to_host
 
 
 def mask_target(guided: GuidedStep, logits: Tensor) -> Tensor:
@@ -28,6 +29,33 @@ def revive_rows(logits: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
     return logits.masked_fill((is_empty & is_after_draft)[:, None], 0.0)
 
 
+def hand_over_accepted(guided: GuidedStep, *, has_pass: bool) -> None:
+    """Leaves for the host what was accepted, if it masks the drafts.
+
+    Args:
+        has_pass: whether the drafter has a pass to run before the first draft is drawn.
+    """
+    if guided.accepted is None or guided.num_masked_drafts == 0:
+        return
+    (tokens, lens), guided.accepted = guided.accepted, None
+    write_to_host(tokens, guided.handed_over.tokens)
+    write_to_host(lens, guided.handed_over.lens)
+    if has_pass:
+        guided.reach(ChosenPoint())
+
+
+def hand_over_drafts(guided: GuidedStep, drafts: Tensor, depth: int, *, has_pass: bool) -> None:
+    """Leaves for the host the drafts [B] that were drawn at a depth, if it masks the next ones.
+
+    Args:
+        has_pass: whether the drafter has a pass to run before the next ones are drawn.
+    """
+    if depth + 1 < guided.num_masked_drafts:
+        write_to_host(drafts, guided.handed_over.drafts)
+        if has_pass:
+            guided.reach(ChosenPoint())
+
+
 def mask_drafts(guided: GuidedStep, logits: Tensor, d2t: Tensor | None, depth: int) -> Tensor:
     """Returns a drafter's logits [B, Vd], -inf where a token is not allowed.
 
@@ -36,14 +64,11 @@ def mask_drafts(guided: GuidedStep, logits: Tensor, d2t: Tensor | None, depth: i
     """
     if depth >= guided.num_masked_drafts:
         return logits
-    if depth == 0:
-        assert guided.accepted is not None
-        point = DraftPoint(0, *guided.accepted)
-    else:
-        assert guided.last_drafts is not None
-        point = DraftPoint(depth, guided.last_drafts, None)
-    guided.reach(point)
-    masks = guided.comm.all_gather(guided.draft_masks[: logits.shape[0]])[0]
-    masked = mask_logits(logits, masks, d2t)
+    hand_over_accepted(guided, has_pass=False)  # where no worker did
+    guided.reach(DraftPoint(depth))
+    masks = guided.draft_masks[: logits.shape[0]]
+    if guided.handed_over.masks is not guided.draft_masks:
+        read_from_host(masks, guided.handed_over.masks)
+    masked = mask_logits(logits, guided.comm.all_gather(masks)[0], d2t)
     has_any = (masked > float("-inf")).any(1, keepdim=True)
     return torch.where(has_any, masked, logits)

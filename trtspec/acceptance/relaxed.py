@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..metadata.sampling import rows_to_tensor
 from ..ops.tokens.accept import mask_after
 from ..ops.tokens.greedy import Accepted, RelaxedRule
+from ..utils import rows_to_tensor
 from .rule import Candidates, Drawn, Judged, Rule, greedy_kernel
 
 NOT_THINKING = -1.0

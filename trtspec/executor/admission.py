@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ..api.embeds_prompt import EmbedsPrompt
 from ..api.sampling_params import SamplingParams
@@ -121,20 +124,9 @@ class Admission:
                 f"Mode {self.mode.name} saves a prompt's tokens and not its embeddings, without "
                 "which a head cannot be trained on it: an EmbedsPrompt needs another mode."
             )
-        tokens = list(ids)
+        tokens = _checked_ids(ids, vocab)
         if not tokens:
             raise RequestError("The prompt is empty: give at least one token.")
-        for position, token in enumerate(tokens):
-            try:
-                tokens[position] = operator.index(token)
-            except TypeError:
-                raise RequestError(
-                    f"Prompt token {position} is {shown(token)}, not an int."
-                ) from None
-            if not 0 <= tokens[position] < vocab:
-                raise RequestError(
-                    f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
-                )
         if len(tokens) >= self.config.max_seq_len:
             raise RequestError(
                 f"The prompt has {len(tokens)} tokens; max_seq_len={self.config.max_seq_len} "
@@ -153,3 +145,25 @@ class Admission:
                 embeds, self.target, total, self.config.max_num_tokens - self.max_draft_len - 1
             )
         return tokens
+
+
+def _checked_ids(ids: Sequence[int], vocab: int) -> list[int]:
+    """Returns token ids as ints. Raises RequestError for the first one outside 0 … V - 1."""
+    tokens = list(ids)
+    try:  # a prompt may have many, and each of a loop's steps costs
+        packed = array("q", tokens)
+    except (TypeError, OverflowError):
+        packed = array("q")
+    values = np.frombuffer(packed, dtype=np.int64)
+    if 0 < len(values) == len(tokens) and values.min() >= 0 and values.max() < vocab:
+        return packed.tolist()
+    for position, token in enumerate(tokens):
+        try:
+            tokens[position] = operator.index(token)
+        except TypeError:
+            raise RequestError(f"Prompt token {position} is {shown(token)}, not an int.") from None
+        if not 0 <= tokens[position] < vocab:
+            raise RequestError(
+                f"Prompt token {position} is {shown(token)}: ids must be in 0 … {vocab - 1}."
+            )
+    return tokens

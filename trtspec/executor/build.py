@@ -185,6 +185,7 @@ def _build(
         mode=drafter.mode,
         device=device,
         layers_to_capture=drafter.layers_to_capture,
+        chooses_by_default=drafter.chooses_by_default,
     )
     if link is None:
         return StepRunner(parts, config), config, loader.saver(target)

@@ -28,6 +28,7 @@ class StepOutputs:
     hidden_states: Tensor | None = None  # [T, (n+1) * D] captured layers and final, to be saved
     draft_inputs: DraftInputs | None = None  # for a drafter outside the step
     logprobs: TokenLogprobs | None = None  # 1 row per context, K'+1 per generation
+    drafts: Tensor | None = None  # [B, K] int32, for the next step; None: in the slots alone
 
 
 @torch.inference_mode()
@@ -93,4 +94,5 @@ def forward_step(
         hidden_states=saved,
         draft_inputs=draft_inputs,
         logprobs=logprobs,
+        drafts=new_tokens[:, 1:] if draft_inputs is None else None,
     )

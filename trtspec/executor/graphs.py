@@ -26,16 +26,19 @@ import torch
 
 from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
-from ..metadata.guided import Point
+from ..metadata.guided import DraftPoint, Point
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep
 from .forward_step import StepOutputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
-from .request import ContextChunk, Request, StepPlan
+from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+from .step_launch import StepLaunch
 
 logger = logging.getLogger(__name__)
+
+SECONDS_OF_CAPTURE = 0.05  # before any was timed
 
 
 class GraphMemoryError(ConfigError):
@@ -81,6 +84,7 @@ class CudaGraphs:
     ):
         self.step, self.kv_cache, self.device = step, step.kv_cache, device
         self.enable_padding = graph_config.enable_padding
+        self.captures_at_start = graph_config.capture_at_start
         self.enable_autotuner = graph_config.enable_autotuner
         self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
@@ -105,26 +109,38 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
+        self.capture_seconds: list[float] = []  # of each capture
 
     def bucket(self, batch_size: int) -> int | None:
         """Returns the smallest captured size that holds the batch; None if there is none."""
         size = next((size for size in self.batch_sizes if size >= batch_size), None)
         return size if self.enable_padding or size == batch_size else None
 
-    def run(self, plan: StepPlan) -> StepOutputs | None:
-        """Runs one step of generations alone. Returns None if no graph holds them."""
+    def run(self, plan: StepPlan) -> StepLaunch | None:
+        """Runs one step of generations alone, up to where the host would wait for its tokens.
+
+        Returns None if no graph holds them. What is given to the device comes after the launch
+        before is finished; what the host prepares comes earlier.
+        """
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))
         if bucket is None:
             return None
-        key = _key_of(plan, batch_size=bucket)
-        missed = GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
-        if not self._is_there(key) or (plan.reads_missed and not self._is_there(missed)):
-            return None
-        self._send(requests, bucket)
+        keys = [_key_of(plan, batch_size=bucket)]
         if plan.reads_missed:
-            self._launch(missed, None)
-        return self._replay(key, len(requests), plan.reach)
+            keys.append(_key_of_missed(bucket))
+        if any(key not in self._graphs for key in keys):
+            plan.finish_before()
+            if not all(self._is_there(key) for key in keys):
+                return None
+        rows = self._rows_to_send(requests, bucket)
+        plan.finish_before()
+        if rows is not None:
+            self.inputs[:bucket].copy_(rows, non_blocking=True)
+        for key in keys[1:]:
+            for graph, _ in self._graphs[key].parts:
+                graph.replay()
+        return self._replay(keys[0], len(requests), plan.reach)
 
     def _is_there(self, key: GraphKey) -> bool:
         """Captures a graph if need be. False: there is no memory for it, and none may be needed."""
@@ -144,6 +160,8 @@ class CudaGraphs:
 
     def is_lost(self, size: int, draft_len: int, *, all_greedy: bool, is_guided: bool) -> bool:
         """Whether a graph of this size and draft length found no memory."""
+        if not self._lost:
+            return False
         sought = size, draft_len, all_greedy, is_guided
         return any(
             sought == (key.batch_size, key.draft_len, key.all_greedy, key.is_guided)
@@ -151,12 +169,26 @@ class CudaGraphs:
             if not key.reads_missed
         )
 
+    def is_ready(self, batch: ScheduledBatch, draft_len: int) -> bool:
+        """Whether a step of generations that verifies and proposes K drafts needs no capture."""
+        bucket = self.bucket(len(batch.generations))
+        if bucket is None:
+            return True
+        plan = StepPlan(batch=batch, num_drafts=draft_len, draft_len=draft_len)
+        key = _key_of(plan, batch_size=bucket)
+        return key in self._graphs or key in self._lost
+
+    @property
+    def price(self) -> float:
+        """The seconds that a capture takes, going by the latest ones."""
+        return median(self.capture_seconds[-9:]) if self.capture_seconds else SECONDS_OF_CAPTURE
+
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
         return next((inputs for inputs in self.contexts if inputs.holds(chunks)), None)
 
-    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepOutputs | None:
-        """Runs one pass over parts of prompts alone.
+    def run_contexts(self, inputs: ContextInputs, plan: StepPlan) -> StepLaunch | None:
+        """Runs one pass over parts of prompts alone. The launch before is finished.
 
         Returns None if it cannot be captured. Then the shape is dropped, and such passes run
         eagerly.
@@ -183,18 +215,15 @@ class CudaGraphs:
 
     def _replay(
         self, key: GraphKey, num_requests: int, reach: Callable[[Point], None] | None
-    ) -> StepOutputs:
-        outputs = self._launch(key, reach)
-        assert outputs is not None
-        return first_rows(outputs, num_requests, 1 if key.context_tokens else key.num_drafts + 1)
-
-    def _launch(self, key: GraphKey, reach: Callable[[Point], None] | None) -> StepOutputs | None:
+    ) -> StepLaunch:
+        """Launches a step's graphs, up to the first `DraftPoint`."""
         captured = self._graphs[key]
-        for graph, point in captured.parts:
-            graph.replay()
-            if point is not None and reach is not None:
-                reach(point)
-        return captured.outputs
+        assert captured.outputs is not None
+        num_rows = 1 if key.context_tokens else key.num_drafts + 1
+        outputs = first_rows(captured.outputs, num_requests, num_rows)
+        rest = _launch_parts(captured.parts, reach)
+        next(rest, None)
+        return StepLaunch(outputs, is_replay=True, rest=rest)
 
     def capture_all(self, num_drafts: int) -> None:
         """Captures every size, the largest first, for greedy and for sampled batches."""
@@ -207,6 +236,15 @@ class CudaGraphs:
                 if not self._capture_contexts(inputs, key):
                     break
 
+    def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> None:
+        """Captures a step that verifies and proposes K drafts."""
+        self._is_there(_key_at_start(draft_len, size, all_greedy))
+
+    def prepare_missed(self, size: int) -> None:
+        """Captures the pass over rows that the head has missed, where there may be some."""
+        if self.step.state.missed is not None:
+            self._is_there(_key_of_missed(size))
+
     def replay_seconds(
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
     ) -> float | None:
@@ -214,8 +252,7 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        keys = _keys_at_start(draft_len, batch_size=size)
-        key = next(key for key in keys if key.all_greedy == all_greedy)
+        key = _key_at_start(draft_len, size, all_greedy)
         if not self._is_there(key):
             return None
         self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
@@ -230,12 +267,12 @@ class CudaGraphs:
             times.append(time.perf_counter() - began)
         return median(times)
 
-    def _send(self, requests: list[Request], bucket: int) -> None:
-        """Sends slots and block tables of rows that changed since they were last sent."""
+    def _rows_to_send(self, requests: list[Request], bucket: int) -> torch.Tensor | None:
+        """Returns slots and block tables, on the host; None if the device has them."""
         rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
         rows += [(self.scratch_slot, -1, 0)] * (bucket - len(rows))
         if self._sent[:bucket] == rows:
-            return
+            return None
         self._sent = rows
         tables = self.kv_cache.block_tables([r.request_id for r in requests])
         host = torch.zeros((bucket, self.inputs.shape[1]), dtype=torch.int32, pin_memory=True)
@@ -245,7 +282,7 @@ class CudaGraphs:
         for table, width in zip(tables, self.widths, strict=True):
             host[: len(requests), start : start + table.shape[1]] = table
             start += width
-        self.inputs[:bucket].copy_(host, non_blocking=True)
+        return host
 
     def send_again(self) -> None:
         """Makes the next step send everything, after an exception."""
@@ -253,7 +290,7 @@ class CudaGraphs:
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. All its rows are inert, so that warming up changes no request."""
-        free = torch.cuda.mem_get_info(self.device)[0]
+        free, began = torch.cuda.mem_get_info(self.device)[0], time.perf_counter()
         try:
             with cublaslt.tuning(self.enable_autotuner):
                 captured = self._capture_inert(key)
@@ -265,6 +302,7 @@ class CudaGraphs:
             ) from error
         taken = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         self.memory_bytes += taken
+        self.capture_seconds.append(time.perf_counter() - began)
         logger.info("Captured %s: %.1f MiB.", key, taken / 2**20)
         return captured
 
@@ -337,6 +375,16 @@ class CudaGraphs:
         return len(self._graphs)
 
 
+def _launch_parts(parts: list[_Part], reach: Callable[[Point], None] | None) -> Iterator[None]:
+    """Launches graphs, with the host's part between them. It yields before the host would wait."""
+    for graph, point in parts:
+        graph.replay()
+        if point is not None and reach is not None:
+            if isinstance(point, DraftPoint):
+                yield
+            reach(point)
+
+
 def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:
     params = [request.sampling_params for request in plan.batch.requests]
     return GraphKey(
@@ -352,19 +400,27 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
     )
 
 
+def _key_of_missed(batch_size: int) -> GraphKey:
+    return GraphKey(batch_size, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+
+
+def _key_at_start(
+    num_drafts: int, batch_size: int, all_greedy: bool, context_tokens: int = 0
+) -> GraphKey:
+    return GraphKey(
+        batch_size=batch_size,
+        num_drafts=num_drafts,
+        draft_len=num_drafts,
+        all_greedy=all_greedy,
+        has_filters=False,
+        context_tokens=context_tokens,
+    )
+
+
 def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
     """Returns the keys to capture at start: greedy and sampled, without filters."""
-    return [
-        GraphKey(
-            batch_size=batch_size,
-            num_drafts=num_drafts,
-            draft_len=num_drafts,
-            all_greedy=all_greedy,
-            has_filters=False,
-            context_tokens=context_tokens,
-        )
-        for all_greedy in (True, False)
-    ]
+    kinds = True, False
+    return [_key_at_start(num_drafts, batch_size, kind, context_tokens) for kind in kinds]
 
 
 class _Recorder:
@@ -431,11 +487,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
     """Returns the outputs of the first `count` requests, of `rows` logits each, without padding."""
-    hidden, logprobs = outputs.hidden_states, outputs.logprobs
+    hidden, logprobs, drafts = outputs.hidden_states, outputs.logprobs, outputs.drafts
     return StepOutputs(
         new_tokens=outputs.new_tokens[:count],
         new_tokens_lens=outputs.new_tokens_lens[:count],
         bad_requests=outputs.bad_requests[:count],
         hidden_states=None if hidden is None else hidden[:count],
         logprobs=None if logprobs is None else logprobs.rows(count * rows),
+        drafts=None if drafts is None else drafts[:count],
     )

@@ -1,11 +1,15 @@
 """The host's part of steps with grammars: it follows their outputs and writes their masks.
 
-    launch n:  target ─► [VerifyPoint: read step n-1, write masks] ─► accept
-                      ─► [DraftPoint: what was accepted, write masks] ─► draft
+    launch n:  target ─► [VerifyPoint: read step n-1, write masks] ─► accept ─► first pass
+                      ─► [DraftPoint: what was accepted, write masks] ─► draft ─► next pass ─► …
 
 While the target of step n runs, the host reads step n-1: what was accepted, and the drafts that
 step n verifies. Only then are the masks of step n known. So a request's grammar may be ahead of its
 output, by a step in flight.
+
+While a pass of the drafter runs, the host reads what it starts from, and writes the masks of the
+drafts that come out. This is the part that must be fast: one loop over the requests, without a
+tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +22,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..api.sampling_params import SamplingParams
 from ..errors import ConfigError, RequestError
 from ..guided.compiler import Compilation, GrammarCompiler
-from ..guided.grammar import OPEN
+from ..guided.grammar import OPEN, Grammar
 from ..metadata.guided import DraftPoint, Point, VerifyPoint
 from ..models.config import DecoderConfig
 from .admission import end_ids
@@ -134,6 +137,14 @@ class Guide:
         self.compiling.clear()
 
 
+class _Row(NamedTuple):
+    """A request of a batch that has a grammar."""
+
+    number: int
+    request: Request
+    grammar: Grammar
+
+
 @dataclass(eq=False)
 class GuidedBatch:
     """The host's part of one step.
@@ -156,19 +167,29 @@ class GuidedBatch:
     """By request id: this step's tokens up to the grammar's end."""
     is_read: bool = False
     _is_followed: bool = False
+    _going_on: list[_Row] = field(default_factory=list)
+    """Those whose grammar has not ended with this step's tokens."""
 
     def __post_init__(self) -> None:
         # Rows of contexts whose next token this step chooses, not the prompt.
         self.chooses = [chunk.next_prompt_token < 0 for chunk in self.batch.contexts]
         self.chooses += [True] * len(self.batch.generations)
+        self._rows = [
+            _Row(number, request, request.grammar)
+            for number, request in enumerate(self.batch.requests)
+            if request.grammar is not None
+        ]
+        self._choosing = [row for row in self._rows if self.chooses[row.number]]
 
     def reach(self, point: Point) -> None:
         """Does the host's part at a point of the step."""
-        if isinstance(point, VerifyPoint):
+        if isinstance(point, DraftPoint):
+            self._write_draft_masks(point.depth)
+        elif isinstance(point, VerifyPoint):
             self.read_before()
             self._write_verify_masks()
         else:
-            self._write_draft_masks(point)
+            self.masks.draft.note()
 
     def read(self, read_back: Tokens) -> None:
         """Follows what the step accepted, and keeps the drafts of the next one."""
@@ -189,12 +210,12 @@ class GuidedBatch:
         if self._is_followed:
             return
         self._is_followed = True
-        for row, request in enumerate(self.batch.requests):
-            grammar = request.grammar
-            if grammar is None or not self.chooses[row]:
-                continue
-            with self._blaming(request):
-                self.num_taken[request.request_id] = grammar.follow(tokens[row][: lens[row]])
+
+        def follow(row: int, request: Request, grammar: Grammar) -> None:
+            self.num_taken[request.request_id] = grammar.follow(tokens[row][: lens[row]])
+
+        self._for_each(self._choosing, follow)
+        for row, request, grammar in self._choosing:
             self.is_complete[request.request_id] = grammar.is_complete
             if grammar.is_broken:
                 new = list(tokens[row][: lens[row]])
@@ -204,78 +225,91 @@ class GuidedBatch:
     def _write_verify_masks(self) -> None:
         with self.waiting():
             masks = self.masks.verify.to_write()
-        row = 0
-        for number, request in enumerate(self.batch.requests):
-            is_context = number < len(self.batch.contexts)
-            drafts = [] if is_context else request.next_drafts[: self.num_drafts]
-            end = row + 1 + (0 if is_context else self.num_drafts)
-            masks[row:end] = OPEN
-            if request.grammar is not None and self.chooses[number]:
-                with self._blaming(request):
-                    request.grammar.fill(masks[:end], row, drafts)
-            row = end
-        self.masks.verify.send(row)
+        num_contexts, num_rows = len(self.batch.contexts), self.num_drafts + 1
 
-    def _write_draft_masks(self, point: DraftPoint) -> None:
+        def first_of(number: int) -> int:
+            return min(number, num_contexts) + max(0, number - num_contexts) * num_rows
+
+        def fill(number: int, request: Request, grammar: Grammar) -> None:
+            drafts = [] if number < num_contexts else request.next_drafts[: self.num_drafts]
+            first, end = first_of(number), first_of(number + 1)
+            if len(drafts) < end - first - 1:
+                masks[first:end] = OPEN
+            grammar.fill(masks[:end], first, drafts)
+
+        failed = self._for_each(self._choosing, fill)
+        written = {row.number for row in self._choosing if row not in failed}
+        for number in range(len(self.batch.requests)):
+            if number not in written:
+                masks[first_of(number) : first_of(number + 1)] = OPEN
+        self.masks.verify.send(first_of(len(self.batch.requests)))
+
+    def _write_draft_masks(self, depth: int) -> None:
         with self.waiting():
-            tokens, lens = _read_back(point)
-            masks = self.masks.draft.to_write()
-        requests = self.batch.requests
-        if lens is not None:
-            self._follow(tokens, lens)
-            for request in requests:  # of prompts read in parts nothing is followed
-                if request.grammar is not None:
-                    request.grammar.come_back()
-        else:
-            for request, draft in zip(requests, tokens, strict=False):  # a graph may have more rows
-                if request.grammar is not None:
-                    with self._blaming(request):
-                        request.grammar.go_ahead(draft)
-        for row, request in enumerate(requests):
-            grammar = request.grammar
-            if grammar is None or grammar.is_broken or grammar.is_complete:
-                masks[row] = OPEN
-                continue
-            with self._blaming(request):
+            self.masks.draft.wait()
+        if depth == 0:
+            self._write_first_draft_masks()
+            return
+        masks = self.masks.draft.rows
+        drafts = self.masks.draft.drafts(len(self.batch.requests))
+
+        def fill(row: int, request: Request, grammar: Grammar) -> None:
+            if grammar.go_ahead(drafts[row]):
                 grammar.fill_row(masks, row)
-        self.masks.draft.send(len(requests))
 
-    def _blaming(self, request: Request) -> AbstractContextManager[None]:
-        return _Blame(self, request)
+        for row in self._for_each(self._going_on, fill):
+            self._going_on.remove(row)
+            masks[row.number] = OPEN
 
+    def _write_first_draft_masks(self) -> None:
+        masks = self.masks.draft.rows
+        tokens, lens = self.masks.draft.accepted(len(self.batch.requests))
+        self._follow(tokens, lens)
 
-class _Blame(AbstractContextManager[None]):
-    """Ends one request where its grammar raises, or takes too long; the others go on."""
+        def fill(row: int, request: Request, grammar: Grammar) -> None:
+            grammar.come_back()  # of prompts read in parts nothing is followed
+            grammar.fill_row(masks, row)
 
-    def __init__(self, batch: GuidedBatch, request: Request):
-        self.batch, self.request = batch, request
-        self.started = time.monotonic()
+        self._going_on = [
+            row for row in self._rows if not (row.grammar.is_broken or row.grammar.is_complete)
+        ]
+        for row in self._for_each(self._going_on, fill):
+            self._going_on.remove(row)
+        guided = {row.number for row in self._going_on}
+        for number in range(len(self.batch.requests)):
+            if number not in guided:
+                masks[number] = OPEN
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        seconds = time.monotonic() - self.started
-        if isinstance(error, Exception):
-            logger.exception("The grammar of request %d raised.", self.request.request_id)
-            reason = f"its grammar raised {type(error).__name__}: {error}"
-        elif error is None and seconds > MASK_SECONDS:
-            reason = (
-                f"its grammar took {seconds:.1f} s for the masks of a step, while others wait: "
-                "write it with fewer alternatives that begin alike"
-            )
-        else:
-            return False
-        assert self.request.grammar is not None
-        self.request.grammar.is_broken = True
-        self.batch.error[self.request.request_id] = reason
-        return True
+    def _for_each(
+        self, rows: Iterable[_Row], part: Callable[[int, Request, Grammar], None]
+    ) -> list[_Row]:
+        """Does a part for each request, and ends those whose grammar raises, or takes too long.
 
+        Returns:
+            those that raised.
+        """
+        failed: list[_Row] = []
+        began = time.monotonic()
+        for row in rows:
+            try:
+                part(*row)
+            except Exception as error:
+                logger.exception("The grammar of request %d raised.", row.request.request_id)
+                self._end(row, f"its grammar raised {type(error).__name__}: {error}")
+                failed.append(row)
+            now = time.monotonic()
+            if now - began > MASK_SECONDS:
+                self._end(
+                    row,
+                    f"its grammar took {now - began:.1f} s for the masks of a step, while others "
+                    "wait: write it with fewer alternatives that begin alike",
+                )
+            began = now
+        return failed
 
-def _read_back(point: DraftPoint) -> tuple[Any, list[int] | None]:
-    """Returns a point's tokens and lengths on the host, once they are there."""
-    given = [point.tokens] if point.lens is None else [point.tokens, point.lens]
-    values = [value.to("cpu", non_blocking=True) for value in given]
-    if point.tokens.is_cuda:
-        torch.cuda.current_stream(point.tokens.device).synchronize()
-    return values[0].tolist(), None if point.lens is None else values[1].tolist()
+    def _end(self, row: _Row, error: str) -> None:
+        row.grammar.is_broken = True
+        self.error.setdefault(row.request.request_id, error)
 
 
 def tokens_of(tokens: Tensor, lens: Tensor, drafts: Tensor) -> Tokens:

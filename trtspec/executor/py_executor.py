@@ -16,6 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +35,7 @@ from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import NoWatch, StepObserver, Watch
 from .request import Request, ScheduledBatch, StepPlan, StopCheck
-from .results import GuidedDrafts, LaunchedStep, RequestResult, StepReader
+from .results import LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
 from .saving import HiddenStatesSaver
 from .scheduler import Scheduler
@@ -93,7 +95,6 @@ class PyExecutor:
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
-        self.scheduler.may_rest = self._draft_len.is_exact
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -287,7 +288,10 @@ class PyExecutor:
         self._watch.begin_step(is_in_flight=bool(self._pending))
         self._cancel_marked()
         self._take_compiled()
-        batch = self.book.admit_new(self._schedule(), self.runner)
+        batch = self._schedule()
+        if batch.contexts:  # whose slots the step before may write to
+            self._finish_launches()
+        batch = self.book.admit_new(batch, self.runner)
         self.statistics.add_prefixes(batch)
         self._watch.started(batch)
         has_work = bool(batch or self._pending)  # else it has waited for a grammar
@@ -334,7 +338,9 @@ class PyExecutor:
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
         while True:
-            self.scheduler.most_drafts = self._draft_len.bound()
+            next_ones = islice(self.scheduler.waiting, self.config.max_batch_size)
+            self.scheduler.most_drafts = self._draft_len.bound(next_ones)
+            self.scheduler.may_rest = self._draft_len.may_rest
             batch, victims = self.scheduler.schedule()
             if not victims:
                 self._draft_len.limit = self.scheduler.most_drafts
@@ -384,23 +390,34 @@ class PyExecutor:
             num_drafts=num_drafts,
             draft_len=draft_len,
             reach=None if guided is None else guided.reach,
+            finish_before=self._finish_launches,
         )
         plan = self.runner.with_missed(plan)
+        if any(request.steps is not None for request in batch.generations):
+            self._finish_launches()  # the step before writes the drafts that are counted
         num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
-        outputs = self.runner.run(plan)
-        drafts = None
-        if guided is not None:
-            drafts = GuidedDrafts(guided, self.runner.drafts_of(batch))
-        is_replay = self.runner.is_replay
+        launch = self.runner.run(plan)
         most_asked = draft_len if self._draft_len.is_exact else self.max_draft_len
+        drafts_of = None if guided is None else partial(self.runner.drafts_of, batch)
         launched = self.reader.copy(
-            plan, outputs, num_proposed, drafts, most_asked=most_asked, is_replay=is_replay
+            plan, launch, num_proposed, guided, drafts_of, most_asked=most_asked
         )
+        if guided is None or batch.contexts or self.worker.remembers_texts:
+            launched.end_launch()
         self._watch.add_launched(launched)
         plan.count_as_launched()
         for request in [chunk.request for chunk in batch.contexts]:
             self.scheduler.publish(request)
         return launched
+
+    def _finish_launches(self) -> None:
+        """Launches what is left of the steps in flight, before anything else is launched.
+
+        What is left waits for the drafts' masks, and so for the device. Meanwhile the host reads
+        the step before and schedules the next one.
+        """
+        for launched in self._pending:
+            launched.end_launch()
 
     # -- grammars ------------------------------------------------------------------------------
     def set_tokenizer(self, tokenizer: Any) -> None:

@@ -30,6 +30,7 @@ from .forward_step import StepOutputs
 from .linked_cache import CopiedTables, LinkedKVCache
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 from .runner import EngineParts, StepRunner
+from .step_launch import StepLaunch
 
 CHECK_ENV_VAR = "TRTSPEC_CHECK_RANKS"
 _ENGINE_VARIABLES = CHECK_ENV_VAR, FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
@@ -91,13 +92,14 @@ class LeadingRunner(StepRunner):
             self.link.tell("set_drafts", drafts)
             super().set_drafts(drafts)
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, plan: StepPlan) -> StepLaunch:
         with self.world.together():
             self.link.tell("run", self._message(plan))
-            outputs = super().run(plan)
+            launch = super().run(plan)
+            outputs = launch.finish()  # the other ranks wait for all of it
             if self._checks:
                 compare_outputs(self.world, outputs)
-            return outputs
+            return launch
 
     def _message(self, plan: StepPlan) -> StepMessage:
         batch, cache, tables = plan.batch, self.kv_cache, {}
@@ -168,7 +170,7 @@ class Follower:
     def run(self, message: StepMessage) -> None:
         for request_id, copy in message.tables.items():
             self.kv_cache.copy_tables(request_id, copy)
-        outputs = self.runner.run(self._plan(message))
+        outputs = self.runner.run(self._plan(message)).finish()
         if self._checks:
             compare_outputs(self.world, outputs)
 

@@ -232,6 +232,10 @@ class ScheduledBatch:
         return bool(self.contexts or self.generations)
 
 
+def _nothing_before() -> None:
+    """Finishes no launch."""
+
+
 class StepPlan(NamedTuple):
     """A step as the host knows it: upper bounds, never an accepted count."""
 
@@ -241,6 +245,8 @@ class StepPlan(NamedTuple):
     reach: Callable[[Point], None] | None = None  # does the host's part, where there are grammars
     reads_missed: bool = False  # the head reads first what it has missed of these requests
     leaves_head: bool = False  # it drafts nothing, and leaves the head's work for later
+    finish_before: Callable[[], None] = _nothing_before
+    """Finishes the launch of the step before. Nothing of this one may be launched earlier."""
 
     def count_as_launched(self) -> None:
         """Updates the requests' upper bounds for a step that is launched."""

@@ -5,7 +5,9 @@ It returns one `RequestResult` for each request of the step. `RequestBook` appli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -14,13 +16,26 @@ from torch import Tensor
 
 from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
-from .forward_step import StepOutputs
 from .guide import GuidedBatch, tokens_of
 from .request import Request, ScheduledBatch, StepPlan
+from .step_launch import StepLaunch
 
 
-class LaunchedStep(NamedTuple):
-    """A step whose results the host has not read. Tensors are on the host, once `ready`."""
+class Results(NamedTuple):
+    """A step's tensors on the host, once `ready`."""
+
+    new_tokens: Tensor  # this and the next fields as in StepOutputs
+    new_tokens_lens: Tensor
+    bad_requests: Tensor
+    hidden_states: Tensor | None
+    logprobs: TokenLogprobs | None
+    drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
+    ready: torch.cuda.Event | None  # None on CPU
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step whose results the host has not read."""
 
     batch: ScheduledBatch
     yields_token: list[bool]  # per request: False for a chunk inside the prompt
@@ -28,22 +43,24 @@ class LaunchedStep(NamedTuple):
     draft_len: int  # drafts that it proposes
     num_asked: list[int]  # per request: drafts its step before was asked for, found or not
     num_proposed: Tensor | None  # [G] drafts that it had to verify, if recorded
-    new_tokens: Tensor  # this and the next fields as in StepOutputs
-    new_tokens_lens: Tensor
-    bad_requests: Tensor
-    hidden_states: Tensor | None
-    logprobs: TokenLogprobs | None
-    drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
     guided: GuidedBatch | None  # where there are grammars
     is_replay: bool  # a graph ran it
-    ready: torch.cuda.Event | None  # None on CPU
+    finish: Callable[[], Results] | None
+    """Launches what is left of the step, and the copies of its results; None once that is done."""
+    _results: Results | None = None
 
+    def end_launch(self) -> None:
+        """Launches it to its end, and starts the copies of its results, unless that is done."""
+        if self.finish is not None:
+            self._results = self.finish()
+            self.finish = None
 
-class GuidedDrafts(NamedTuple):
-    """The host's part of a step with grammars, and the drafts that the step proposed."""
-
-    batch: GuidedBatch
-    drafts: Tensor  # [B, K] int32
+    @property
+    def results(self) -> Results:
+        """Returns its results, which may not be ready yet."""
+        self.end_launch()
+        assert self._results is not None
+        return self._results
 
 
 class HiddenRows(NamedTuple):
@@ -81,23 +98,23 @@ class StepReader:
     def copy(
         self,
         plan: StepPlan,
-        outputs: StepOutputs,
+        launch: StepLaunch,
         num_proposed: Tensor | None,
-        guided: GuidedDrafts | None = None,
+        guided: GuidedBatch | None = None,
+        drafts_of: Callable[[], Tensor] | None = None,
         *,
         most_asked: int,
-        is_replay: bool = False,
     ) -> LaunchedStep:
-        """Starts the copies; on CUDA the host does not wait for them.
+        """Returns the step, whose copies start with `finish`. On CUDA the host does not wait.
 
         Args:
             plan: of the step, not yet counted as launched.
             num_proposed: [G] drafts to verify; None if no request records them.
             guided: where a request has a grammar.
+            drafts_of: reads the drafts of such a step from the slots, [B, K] int32.
             most_asked: drafts that it may verify; further ones were dropped.
-            is_replay: whether a graph ran it.
         """
-        batch, logprobs = plan.batch, outputs.logprobs
+        batch = plan.batch
         yields_token = [chunk.next_prompt_token < 0 for chunk in batch.contexts]
         yields_token += [True] * len(batch.generations)
         return LaunchedStep(
@@ -107,16 +124,23 @@ class StepReader:
             draft_len=plan.draft_len,
             num_asked=[min(request.num_drafts, most_asked) for request in batch.requests],
             num_proposed=None if num_proposed is None else self._to_host(num_proposed),
+            guided=guided,
+            is_replay=launch.is_replay,
+            finish=partial(self._finish, launch, drafts_of),
+        )
+
+    def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
+        outputs = launch.finish()
+        logprobs, hidden, drafts = outputs.logprobs, outputs.hidden_states, None
+        if drafts_of is not None:
+            drafts = drafts_of() if outputs.drafts is None else outputs.drafts
+        return Results(
             new_tokens=self._to_host(outputs.new_tokens),
             new_tokens_lens=self._to_host(outputs.new_tokens_lens),
             bad_requests=self._to_host(outputs.bad_requests),
-            hidden_states=(
-                None if outputs.hidden_states is None else self._to_host(outputs.hidden_states)
-            ),
+            hidden_states=None if hidden is None else self._to_host(hidden),
             logprobs=logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs,
-            drafts=None if guided is None else self._to_host(guided.drafts),
-            guided=None if guided is None else guided.batch,
-            is_replay=is_replay,
+            drafts=None if drafts is None else self._to_host(drafts),
             ready=self._record_event(),  # after all copies
         )
 
@@ -134,19 +158,19 @@ class StepReader:
         """Lets the grammars of a step follow its tokens. Waits for the copies."""
         if launched.guided is None or launched.guided.is_read:
             return
-        if launched.ready is not None:
-            launched.ready.synchronize()
-        assert launched.drafts is not None
-        launched.guided.read(
-            tokens_of(launched.new_tokens, launched.new_tokens_lens, launched.drafts)
-        )
+        results = launched.results
+        if results.ready is not None:
+            results.ready.synchronize()
+        assert results.drafts is not None
+        launched.guided.read(tokens_of(results.new_tokens, results.new_tokens_lens, results.drafts))
 
     def read(self, launched: LaunchedStep) -> list[RequestResult]:
         """Waits for the copies. Returns one result per request of the step, contexts first."""
-        if launched.ready is not None:
-            launched.ready.synchronize()
-        tokens, lens = launched.new_tokens.tolist(), launched.new_tokens_lens.tolist()
-        is_bad, num_proposed = launched.bad_requests.tolist(), _num_proposed(launched)
+        results = launched.results
+        if results.ready is not None:
+            results.ready.synchronize()
+        tokens, lens = results.new_tokens.tolist(), results.new_tokens_lens.tolist()
+        is_bad, num_proposed = results.bad_requests.tolist(), _num_proposed(launched)
         logprobs, hidden = _logprobs(launched, tokens, lens), _hidden_rows(launched)
         first_generation = len(launched.batch.contexts)
         yields_token, num_asked = launched.yields_token, launched.num_asked
@@ -175,7 +199,7 @@ def _num_proposed(launched: LaunchedStep) -> Sequence[int | None]:
 
 def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
     """Returns the rows to save of each request. A generation has one row: nothing is drafted."""
-    batch, states = launched.batch, launched.hidden_states
+    batch, states = launched.batch, launched.results.hidden_states
     if states is None:
         return [None] * len(batch.requests)
     spans = [(chunk.start, chunk.end - chunk.start) for chunk in batch.contexts]
@@ -191,7 +215,7 @@ def _logprobs(
     launched: LaunchedStep, tokens: list[list[int]], lens: list[int]
 ) -> Sequence[list[dict[int, Logprob]] | None]:
     """Returns each request's log probabilities, one entry per new token; None if not asked for."""
-    batch, known = launched.batch, launched.logprobs
+    batch, known = launched.batch, launched.results.logprobs
     if known is None:
         return [None] * len(batch.requests)
     num_contexts = len(batch.contexts)

@@ -30,11 +30,11 @@ from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
 from .context_inputs import ContextInputs
 from .device_step import DeviceStep
-from .forward_step import StepOutputs
 from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
 from .inputs import EngineShape, build_inputs
 from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+from .step_launch import StepLaunch
 
 
 class DraftVocab(NamedTuple):
@@ -56,6 +56,7 @@ class EngineParts:
     mode: SpeculativeDecodingMode
     device: torch.device
     layers_to_capture: tuple[int, ...] = ()  # target layers that a head reads, or that are saved
+    chooses_by_default: bool = False  # lengths choose themselves, though nobody asked for it
 
 
 class StepRunner:
@@ -64,9 +65,9 @@ class StepRunner:
     def __init__(self, parts: EngineParts, config: ExecutorConfig):
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
         self.max_batch_size = config.max_batch_size
+        self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
         self._masked_drafts = config.guided_masked_drafts
-        self.is_replay = False  # whether a graph ran the last step
         target, worker = parts.target, parts.worker
         self.step = DeviceStep(
             target=target,
@@ -200,14 +201,14 @@ class StepRunner:
                 return [replace(batch, contexts=[]), replace(batch, generations=[])]
         return [batch]
 
-    def run(self, plan: StepPlan) -> StepOutputs:
+    def run(self, plan: StepPlan) -> StepLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
-        if self.graphs is not None and plan.batch.is_guided:
-            self.graphs.masks = self.masks
-        outputs = self._replay(plan)
-        self.is_replay = outputs is not None
-        if outputs is not None:
-            return outputs
+        if plan.batch.is_guided:
+            plan = self._with_masks(plan)
+        launch = self._replay(plan)
+        if launch is not None:
+            return launch
+        plan.finish_before()
         worker = self.step.worker
         inputs = build_inputs(
             plan.batch, self.kv_cache, plan.num_drafts, self.device, worker.num_rewritten_tokens
@@ -221,9 +222,21 @@ class StepRunner:
         outputs = self.step.run(inputs, plan.draft_len)
         for _ in self.step.draft_passes(outputs):
             pass
-        return outputs
+        return StepLaunch(outputs)
 
-    def _replay(self, plan: StepPlan) -> StepOutputs | None:
+    def _with_masks(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan of a step with grammars, whose masks come while it runs."""
+        masks, finish_before = self.masks, plan.finish_before
+        if self.graphs is not None:
+            self.graphs.masks = masks
+
+        def begin() -> None:
+            finish_before()
+            masks.verify.begin()
+
+        return plan._replace(finish_before=begin)
+
+    def _replay(self, plan: StepPlan) -> StepLaunch | None:
         """Replays the step. Returns None if no graph holds it."""
         if self.graphs is None or not self._can_replay:
             return None
@@ -232,7 +245,10 @@ class StepRunner:
         if plan.batch.generations:
             return None
         shape = self._shape_for(plan.batch.contexts)
-        return None if shape is None else self.graphs.run_contexts(shape, plan)
+        if shape is None:
+            return None
+        plan.finish_before()
+        return self.graphs.run_contexts(shape, plan)
 
     def _shape_for(self, chunks: list[ContextChunk]) -> ContextInputs | None:
         """Returns the graphs' inputs for these parts of prompts, if a graph serves them."""
@@ -277,6 +293,8 @@ class StepRunner:
             logits.shaped_slots.update(range(self.max_batch_size))
         if self.graphs is not None:
             self.graphs.send_again()
+        if "masks" in vars(self):
+            self.masks.draft.forget()
 
     def release_memory(self) -> None:
         """Gives models, cache, slots and graphs back at once, for good."""

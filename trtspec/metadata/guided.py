@@ -1,10 +1,13 @@
-"""`GuidedStep`: the masks of a step with grammars, and the points at which the host writes them.
+"""`GuidedStep`: the masks of a step with grammars, and the points at which the host does its part.
 
-    target ─► logits ─► [VerifyPoint] ─► mask, accept ─► [DraftPoint] ─► mask, draft ─► …
+    target ─► logits ─► [VerifyPoint] ─► mask, accept ─► [ChosenPoint] ─► first pass of the drafter
+                     ─► [DraftPoint 0] ─► mask, draft ─► [ChosenPoint] ─► next pass
+                     ─► [DraftPoint 1] ─► mask, draft …
 
 The host knows what a grammar allows, the device what was accepted. So a step with grammars has
 points where the host does its part. Eagerly it does so when the step comes there. A captured step
-is several graphs, one after another, and the host does its part between them.
+is several graphs, one after another, and the host does its part between them. At a `ChosenPoint` it
+goes on at once. So the drafter's next pass runs while the host reads what was chosen.
 """
 
 from __future__ import annotations
@@ -23,15 +26,28 @@ class VerifyPoint:
 
 
 @dataclass(frozen=True)
+class ChosenPoint:
+    """The device has left tokens for the host, which notes the place and goes on."""
+
+
+@dataclass(frozen=True)
 class DraftPoint:
-    """The host writes the masks of each request's next draft."""
+    """The host reads what was chosen last, and writes the masks of each request's next draft."""
 
     depth: int  # 0 for the first draft
-    tokens: Tensor  # depth 0: [B, K+1] int32, what was accepted; else [B] int32, the last drafts
-    lens: Tensor | None  # [B] int32, at depth 0
 
 
-Point = VerifyPoint | DraftPoint
+Point = VerifyPoint | ChosenPoint | DraftPoint
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """Memory of the host that the device reads and writes too, by rows of requests."""
+
+    tokens: Tensor  # [>= B, K+1] int32, what was accepted
+    lens: Tensor  # [>= B] int32
+    drafts: Tensor  # [>= B] int32, the last ones
+    masks: Tensor  # [>= B, W] int32, of the next drafts; on the CPU it is `GuidedStep.draft_masks`
 
 
 @dataclass
@@ -43,11 +59,10 @@ class GuidedStep:
 
     verify_masks: Tensor  # [>= C + G*(K'+1), W], as rows of logits
     draft_masks: Tensor  # [>= B, W], of the draft that is drawn next
+    handed_over: HandedOver
     num_masked_drafts: int  # the first ones of each step; the others are free
     reach: Callable[[Point], None]
     """Called where the host does its part."""
     comm: Communicator = ALONE  # the first rank's masks count
     accepted: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    """Tokens [B, K+1] and lengths [B] that this step accepted; written by the worker."""
-    last_drafts: Tensor | None = field(default=None, init=False)
-    """[B] int32, the drafts drawn last; written by the worker."""
+    """Tokens [B, K+1] and lengths [B] that this step accepted, until the host has them."""

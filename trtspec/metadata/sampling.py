@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils import renamed, rows_to_tensor
+from ..utils import renamed
 
 GREEDY_TEMPERATURE = 0.0
 """A row at this temperature takes the argmax, exactly."""
@@ -52,7 +52,7 @@ class SlotSampling(NamedTuple):
     def write(self, slot: int, request: RequestSampling) -> None:
         """Writes one request's parameters to its slot; on CUDA the host does not wait."""
         for column, value in zip(self, request, strict=True):
-            column[slot : slot + 1] = rows_to_tensor([value], column.dtype, column.device)
+            column[slot : slot + 1].fill_(value)  # the value goes with the kernel: no copy
 
     def rows(self, slots: Tensor) -> SlotSampling:
         """Gathers the parameters of these slots [R]."""

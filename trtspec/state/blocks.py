@@ -86,12 +86,13 @@ class BlockPool:
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds a holder to blocks that were found by their keys."""
+        holders, cached = self._holders, self._cached
         for block in blocks:
-            if block in self._holders:
-                self._holders[block] += 1
-            elif block in self._cached:
-                del self._cached[block]
-                self._holders[block] = 1
+            if block in holders:
+                holders[block] += 1
+            elif block in cached:
+                del cached[block]
+                holders[block] = 1
             else:
                 raise KVCacheError(f"Block {block} is held but neither in use nor cached.")
 
@@ -120,6 +121,13 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         """Returns the block with this key."""
         return self._block_of.get(key)
+
+    def find_all(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the blocks with these keys. Raises KVCacheError if one is gone."""
+        try:
+            return [self._block_of[key] for key in keys]
+        except KeyError:
+            raise KVCacheError("A block was evicted after it was found.") from None
 
     def num_found(self, keys: Iterable[bytes]) -> int:
         """Returns how many keys, up to the first unknown one, have a block."""

@@ -319,9 +319,7 @@ class KVCacheManager:
         """
         tables: list[list[int]] = []
         for group, pool in enumerate(self._pools):
-            keys = self._lookup.seen_keys(chain, hit, group)
-            blocks = [block for key in keys if (block := pool.find(key)) is not None]
-            assert len(blocks) == len(keys), "a block was evicted after it was found"
+            blocks = pool.find_all(self._lookup.seen_keys(chain, hit, group))
             pool.hold(blocks)
             tables.append([NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks)
         sources = []

@@ -71,20 +71,26 @@ class PrefixChain:
         Args:
             tokens: returns the tokens of positions [start, end).
         """
-        page, ahead, keys = self.page_size, self.ahead, self.keys
+        page, ahead, keys, content = self.page_size, self.ahead, self.keys, self.content
         count, first = (num_tokens - ahead) // page, len(keys)
         if count <= first:
             return
         packed = array("i", tokens(first * page, count * page + ahead)).tobytes()
         key = keys[-1] if keys else self.root
         stride, length = page * _TOKEN_BYTES, (page + ahead) * _TOKEN_BYTES
-        for i in range(first, count):
-            start = (i - first) * stride
-            block = packed[start : start + length]
-            content = self.content(i * page, (i + 1) * page + ahead)
-            key = blake2b(key + block + content, digest_size=DIGEST_BYTES).digest()
+        starts = range(0, (count - first) * stride, stride)
+        blocks = [packed[start : start + length] for start in starts]
+        if content is no_content:  # a long prompt has many blocks
+            for block in blocks:
+                key = blake2b(key + block, digest_size=DIGEST_BYTES).digest()
+                keys.append(key)
+            self.tokens += blocks
+            return
+        for i, block in enumerate(blocks, start=first):
+            other = content(i * page, (i + 1) * page + ahead)
+            key = blake2b(key + block + other, digest_size=DIGEST_BYTES).digest()
             keys.append(key)
-            self.tokens.append(b"" if content else block)
+            self.tokens.append(b"" if other else block)
 
     def parent(self, i: int) -> bytes:
         """Returns the key before block i's."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..acceptance.draw import DraftSampler
-from ..acceptance.guided import mask_drafts
+from ..acceptance.guided import hand_over_accepted, hand_over_drafts, mask_drafts
 from ..acceptance.rule import Drawn
 from ..acceptance.verify import Verification
 from ..config import DecodingBaseConfig
@@ -56,6 +56,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """What `draft` reads of the tensors that `allocate_state` makes."""
     drafts_with_network: ClassVar[bool] = False
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
+    drafts_in_one_pass: ClassVar[bool] = False
+    """Whether one pass makes the logits of all drafts."""
     can_read_late: ClassVar[bool] = False
     """Whether rows may wait in `StepContext.missed` where nothing is drafted."""
     _memory_sizes = 0, 0
@@ -267,6 +269,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         self._guided = spec_metadata.guided
         if self._guided is not None:
             self._guided.accepted = accepted, lens
+            if self.drafts_with_network:
+                hand_over_accepted(self._guided, has_pass=True)
         return DraftInputs(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -377,7 +381,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             return self._choose(logits, d2t, sampler, last_positions, depth)
         logits = mask_drafts(self._guided, whole(logits), d2t, depth)
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)
-        self._guided.last_drafts = drafts
+        has_pass = not self.drafts_in_one_pass
+        hand_over_drafts(self._guided, drafts, depth, has_pass=has_pass)
         return drafts
 
     def _choose(
@@ -451,7 +456,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             context_lens: rows per context.
             next_prompt_tokens: [C], the next prompt token where a chunk ends inside the prompt, -1
                 at its end. It is used in place of the sample.
-            last_rows: [C] int64, each context's last row; None follows from context_lens.
+            last_rows: [C] int64, each context's last row, ascending; None follows from
+                context_lens. A context without rows ends where the one before does.
 
         Returns:
             [T_ctx], e.g. `a1 a2 | b1` with next `a3 | b2` -> `a2 a3 | b2`.
@@ -468,6 +474,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             last_rows = to_device((lens.cumsum(0) - 1)[some], input_ids.device)
             if len(some) < len(lens):
                 following = following[to_device(some, input_ids.device)]
+        else:  # what is written to a row is the same for all contexts that end there
+            following = following[torch.searchsorted(last_rows, last_rows)]
         shifted[last_rows] = following.to(shifted.dtype)
         return shifted
 

@@ -38,7 +38,7 @@ from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_output
 class MaskedWorker(SpecWorkerBase):
     """Builds the pass's rows, and drafts from its logits, for both kinds of masked drafter."""
 
-    drafts_with_network = True
+    drafts_with_network = drafts_in_one_pass = True
     first_row_offset: ClassVar[int]
     """Position of the pass's first row, less that of the certain row (`accepted_path.py`)."""
 
