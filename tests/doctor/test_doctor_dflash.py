@@ -49,7 +49,7 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 class Case:
     """A head trained on the texts by which it is judged. Its target may scale embeddings.
 
-    With `shift` its context rows read the token so many after them: 1 is right.
+    With `shift` context row t reads token t + shift: 1 is right.
     """
 
     def __init__(self, path: Path, kind: str, scale: float | None = None, shift: int | None = None):

@@ -53,7 +53,7 @@ class Block:
 
     anchors: Anchors = DEFAULT_ANCHORS
     position_offset: int = 0
-    shift: int = 1  # a context row reads the token so many after it, if it reads one
+    shift: int = 1  # row t of the context reads token t + shift, if it reads one
     num_rows: int | None = None  # None is what the steps need; later steps of fewer are its last
 
 
