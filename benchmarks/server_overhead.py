@@ -1,12 +1,15 @@
 r"""What the server costs: the same requests through `LLM`, `AsyncLLM` and the server.
 
     python benchmarks/server_overhead.py --model smollm2-135m --max-tokens 64
-    python benchmarks/server_overhead.py --model tiny --max-tokens 128 --interval 0.0005
+    python benchmarks/server_overhead.py --model smollm2-135m --batch 32 --max-tokens 512 \
+        --step-ms 1.6 --ngram --interval 0.0005
 
 `--batch` requests run at a time, and each way decodes all of them `--repeat` times, in turns. The
 server's client is a process of its own; the server shares one with the engine. The best run of each
-way counts, its wall time and this process's CPU time, which other processes disturb less. `tiny` is
-a model that costs nearly nothing, so that the host's work is all there is.
+way counts: its wall time, and the CPU time of this process and of the event loop's thread, which
+other processes disturb less. `--step-ms` waits so long in place of each step of the model, as for a
+GPU, and takes tokens of a text at random: 1, or with `--ngram` 1 to 4. The host's work is then all
+there is. `tiny` is a model that costs little.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 PROMPT = "abc {} the sky is"
-WAYS = ("LLM", "AsyncLLM", "server", "server, streamed")
+TEXT = "A text of some words, and of 12 numbers: it is what a step takes its tokens from. " * 4
+WAYS = ("LLM", "AsyncLLM", "server", "server, streamed", "chat, streamed")
 
 
 def main() -> None:
@@ -41,6 +46,8 @@ def main() -> None:
         model = _tiny(Path(folder)) if args.model == "tiny" else args.model
         drafter = NGramDecodingConfig(max_draft_len=3) if args.ngram else None
         llm = LLM(model, drafter, device=args.device, max_batch_size=args.batch, max_seq_len=1024)
+        if args.step_ms is not None:
+            replace_steps(llm, args.step_ms / 1000)
         engine, config = AsyncLLM(llm), ServerConfig(port=0, served_model_name="model")
         listener, started = listen(config), threading.Event()
         server = Server(engine, config, started.set)
@@ -48,41 +55,74 @@ def main() -> None:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.wait()
-        loop = server.loop
+        loop, port = server.loop, listener.getsockname()[1]
         ways: dict[str, Callable[[], float]] = {
             "LLM": lambda: of_llm(llm, args),
             "AsyncLLM": lambda: asyncio.run_coroutine_threadsafe(
                 of_async(engine, args), loop
             ).result(),
-            "server": lambda: of_server(args, config, listener.getsockname()[1], False),
-            "server, streamed": lambda: of_server(args, config, listener.getsockname()[1], True),
+            "server": lambda: of_server(args, port),
+            "server, streamed": lambda: of_server(args, port, "--stream"),
+            "chat, streamed": lambda: of_server(args, port, "--stream", "--chat"),
         }
-        walls: dict[str, list[float]] = {way: [] for way in WAYS}
-        cpus: dict[str, list[float]] = {way: [] for way in WAYS}
+        clocks = {
+            "wall": time.perf_counter,
+            "CPU": time.process_time,
+            "loop": partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident)),
+        }
+        seconds: dict[str, dict[str, list[float]]] = {
+            name: {way: [] for way in WAYS} for name in clocks
+        }
         for way in WAYS:
             ways[way]()  # once to warm up
         for _ in range(args.repeat):
             for way in WAYS:
-                before = time.process_time()
-                walls[way].append(ways[way]())
-                cpus[way].append(time.process_time() - before)
+                before = {name: clock() for name, clock in clocks.items()}
+                wall = ways[way]()
+                for name, clock in clocks.items():
+                    seconds[name][way].append(clock() - before[name])
+                seconds["wall"][way][-1] = wall  # a client starts before it
         server.should_exit = True
         thread.join()
-    num_tokens = args.requests * args.max_tokens
     print(f"{args.requests} requests of {args.max_tokens} tokens, {args.batch} at a time")
-    for name, values in (("wall", walls), ("CPU", cpus)):
-        report(args, name, {way: min(values[way]) for way in WAYS}, num_tokens)
+    print(f"{args.requests * args.max_tokens / args.num_events:.2f} tokens an event, at the end")
+    for name in clocks:
+        report(args, name, {way: min(seconds[name][way]) for way in WAYS})
 
 
-def report(args: argparse.Namespace, name: str, seconds: dict[str, float], num_tokens: int) -> None:
-    plain = seconds["LLM"]
+def report(args: argparse.Namespace, name: str, seconds: dict[str, float]) -> None:
+    """Prints what each way takes, and what it takes more than `LLM`."""
+    plain, num_tokens = seconds["LLM"], args.requests * args.max_tokens
     for way, value in seconds.items():
         more = value - plain
         print(
-            f"{name:4} {way:16} {value:8.3f} s {more / plain:+7.1%} "
-            f"{1e6 * more / num_tokens:+8.1f} us a token {1e3 * more / args.requests:+7.2f} ms a "
-            "request"
+            f"{name:4} {way:16} {value:8.3f} s {1e6 * value / num_tokens:8.1f} us a token, "
+            f"{1e6 * more / num_tokens:+8.1f} more: {1e3 * more / args.requests:+7.2f} ms a request"
         )
+
+
+def replace_steps(llm: Any, seconds: float) -> None:
+    """Waits in place of the model's steps, and takes tokens of a text."""
+    import torch
+
+    from trtspec.executor.forward_step import StepOutputs
+
+    runner, most = llm.executor.runner, llm.executor.max_draft_len
+    known = torch.tensor(llm.tokenizer.encode(TEXT), dtype=torch.int32)
+
+    def run(plan: Any) -> StepOutputs:
+        time.sleep(seconds)
+        contexts, generations = len(plan.batch.contexts), len(plan.batch.generations)
+        lens = torch.ones(contexts + generations, dtype=torch.int32)
+        lens[contexts:] = torch.randint(1, plan.num_drafts + 2, [generations])
+        return StepOutputs(
+            new_tokens=known[torch.randint(len(known), [len(lens), most + 1])],
+            new_tokens_lens=lens,
+            bad_requests=torch.zeros(len(lens), dtype=torch.bool),
+        )
+
+    runner.run, runner.is_replay = run, False
+    runner.num_drafts_to_verify = lambda *_: most
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -114,11 +154,13 @@ async def of_async(engine: Any, args: argparse.Namespace) -> float:
     return time.perf_counter() - started
 
 
-def of_server(args: argparse.Namespace, config: Any, port: int, is_streamed: bool) -> float:
+def of_server(args: argparse.Namespace, port: int, *more: str) -> float:
     words = [sys.executable, __file__, "--client", str(port), "--requests", str(args.requests)]
-    words += ["--max-tokens", str(args.max_tokens), *(["--stream"] if is_streamed else [])]
+    words += ["--max-tokens", str(args.max_tokens), *more]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["seconds"])
+    found = json.loads(done.stdout)
+    args.num_events = found["events"]
+    return float(found["seconds"])
 
 
 async def client(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,12 +184,18 @@ async def client(args: argparse.Namespace) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": args.stream,
     }
+
+    def ask(prompt: str) -> Awaitable[bytes]:
+        if not args.chat:
+            return post("/v1/completions", body | {"prompt": prompt})
+        messages = [{"role": "user", "content": prompt}]
+        return post("/v1/chat/completions", body | {"messages": messages})
+
     await post("/reset_prefix_cache", {})
     started = time.perf_counter()
-    await asyncio.gather(
-        *(post("/v1/completions", body | {"prompt": prompt}) for prompt in _prompts(args))
-    )
-    return {"seconds": time.perf_counter() - started}
+    replies = await asyncio.gather(*map(ask, _prompts(args)))
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "events": sum(reply.count(b"data: ") for reply in replies)}
 
 
 def _tiny(folder: Path) -> Path:
@@ -156,7 +204,9 @@ def _tiny(folder: Path) -> Path:
     from tiny import tiny_model_dir
 
     path = tiny_model_dir(folder, max_position_embeddings=1024)
-    save_tokenizer(path)
+    tokenizer = save_tokenizer(path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -165,14 +215,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ngram", action="store_true", help="draft by n-grams, K = 3")
+    parser.add_argument("--step-ms", type=float, default=None, help="wait in place of each step")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=None, help="as many as --batch")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--interval", type=float, default=0.005, help="of Python's thread switches")
     parser.add_argument("--client", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--chat", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.requests = args.batch if args.requests is None else args.requests
+    return args
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from .checks import is_int
 from .config import DecodingBaseConfig
 from .errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from .executor.request import Request
-from .frontend.engine_thread import SHUT_DOWN, EngineThread, Feed
+from .frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed
 from .frontend.inputs import NOTHING, Messages, Prompt, checked_id
 from .frontend.outputs import NOTHING_NEW, OutputReader, Piece, join
 from .frontend.time_limit import TimeLimit
@@ -308,8 +308,8 @@ class AsyncLLM:
         self._num_preparing -= count
         self._idle.set()
 
-    def start(self, requests: Sequence[Request], ready: asyncio.Event) -> list[Feed]:
-        feeds = [Feed(request, ready, self._end) for request in requests]
+    def start(self, requests: Sequence[Request], bell: Bell, is_whole: bool) -> list[Feed]:
+        feeds = [Feed(request, bell, self._end, is_whole) for request in requests]
         self._engine.add(feeds)
         self._live.update(feeds)
         self.release(len(feeds))
@@ -333,7 +333,6 @@ class OutputStream(AsyncIterator[RequestOutput]):
         n: int,
     ):
         self._llm, self._prepare, self._n = llm, prepare, n
-        self._ready = asyncio.Event()
         self._feeds: list[Feed] = []
         self._readers: list[OutputReader] = []
         self._is_started = False
@@ -341,6 +340,10 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """Decodes the text. Another may be set before the stream is started."""
         self.arrived = 0.0
         """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
+        self.bell = Bell()
+        """Rings when there is news. Another may be set before, which several streams share."""
+        self.is_whole = False
+        """Set before: nothing is new before a completion ends, which is cheaper."""
 
     @property
     def requests(self) -> list[Request]:
@@ -370,7 +373,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
             for request in requests:
                 request.arrived = arrived
             self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
-            self._feeds = self._llm.start(requests, self._ready)
+            self._feeds = self._llm.start(requests, self.bell, self.is_whole)
         except BaseException:
             self._llm.release(self._n)
             raise
@@ -382,23 +385,31 @@ class OutputStream(AsyncIterator[RequestOutput]):
             EngineError: the engine failed. Other errors as `AsyncLLM.generate`.
         """
         await self.start()
-        while True:
-            pieces = []
-            for index, (feed, reader) in enumerate(zip(self._feeds, self._readers, strict=True)):
-                if reader.is_done or not (feed.is_done or feed.num_tokens > reader.num_seen):
-                    continue
-                error = feed.request.error
-                if feed.is_done and error is not None and error == self._llm.failure:
-                    raise EngineError(error)
-                pieces.append((index, reader.take(feed.num_tokens, is_finished=feed.is_done)))
-            if pieces or all(reader.is_done for reader in self._readers):
-                return pieces
-            self._ready.clear()
+        while not (pieces := self.take()) and not self.is_read:
             try:
-                await self._ready.wait()
+                await self.bell.wait()
             except BaseException:  # the task is cancelled
                 self.cancel()
                 raise
+        return pieces
+
+    def take(self) -> list[tuple[int, Piece]]:
+        """Returns what is new by now, as `pieces` does; [] if nothing is. It is started before."""
+        pieces, index = [], 0
+        for feed, reader in zip(self._feeds, self._readers, strict=True):
+            is_last = feed.is_done
+            if not reader.is_done and (is_last or feed.num_tokens > reader.num_seen):
+                error = feed.request.error
+                if is_last and error is not None and error == self._llm.failure:
+                    raise EngineError(error)
+                pieces.append((index, reader.take(feed.num_tokens, is_finished=is_last)))
+            index += 1
+        return pieces
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the end of every completion was taken."""
+        return all(reader.is_done for reader in self._readers)
 
     async def __anext__(self) -> RequestOutput:
         pieces = dict(await self.pieces())

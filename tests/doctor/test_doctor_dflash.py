@@ -35,6 +35,8 @@ from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor import Diagnosis, diagnose
 from trtspec.doctor.blocks import block_trials
 from trtspec.models.drafters.dflash import DFlashHead
+from trtspec.train import unroll as unroll_module
+from trtspec.train.blocks import Block
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
@@ -45,9 +47,12 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 class Case:
-    """A head trained on the texts by which it is judged. Its target may scale embeddings."""
+    """A head trained on the texts by which it is judged. Its target may scale embeddings.
 
-    def __init__(self, path: Path, kind: str, scale: float | None = None):
+    With `shift` context row t reads token t + shift: 1 is right.
+    """
+
+    def __init__(self, path: Path, kind: str, scale: float | None = None, shift: int | None = None):
         target_dir = tiny_model_dir(path, seed=1, num_hidden_layers=8)
         self.target, self.head_dir, self.scale = load_target(target_dir), path / "head", scale
         data = GreedyTexts(target_dir, count=12, length=20)
@@ -60,6 +65,7 @@ class Case:
             layers_to_capture=CAPTURED,
             block_size=BLOCK,
             mask_token_id=VOCAB,
+            context_embeddings=shift is not None,
         )
         head = create_head(spec, self.target, None, F32, seed=5)
         assert isinstance(head, DFlashHead)
@@ -76,7 +82,12 @@ class Case:
             checkpoint_every=100,
         )
         self.texts: Sequences = data.take(torch.arange(12))
-        Trainer(self.target, head, data, [self.texts], config, self.head_dir).train()
+        trainer = Trainer(self.target, head, data, [self.texts], config, self.head_dir)
+        with pytest.MonkeyPatch.context() as patch:
+            wrong = functools.partial(Block, shift=shift)
+            if shift is not None:
+                patch.setattr(unroll_module, "Block", lambda a, p, _, n: wrong(a, p, num_rows=n))
+            trainer.train()
 
     def diagnose(self, tmp_path: Path, change: Change) -> Diagnosis:
         out = tmp_path / "sabotaged"
@@ -202,6 +213,19 @@ def test_a_missing_embedding_scale_is_named(tmp_path: Path, kind: str) -> None:
     assert case.target.config.hidden_size == 48
     diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None)
     assert "the target's embedding should be scaled" in diagnosis.changes[0].name
+
+
+@pytest.mark.parametrize(
+    ("shift", "name"), [(1, None), *thinned([(0, "a row's own token"), (2, "after the next")], 2)]
+)
+def test_a_wrong_token_beside_a_state_is_named(
+    tmp_path: Path, shift: int, name: str | None
+) -> None:
+    diagnosis = Case(tmp_path, "dspark", shift=shift).diagnose(tmp_path, lambda raw, tensors: None)
+    if name is None:
+        assert not diagnosis.changes and not diagnosis.problems
+    else:
+        assert name in diagnosis.changes[0].name
 
 
 # -- trials change what the loader would -------------------------------------------------------

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from drafting import make_case
 from matrix import thinned
+from perfect import one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
 
 from trtspec import (
@@ -25,12 +27,16 @@ from trtspec import (
     NGramDecodingConfig,
     SamplingParams,
 )
-from trtspec.executor import auto_draft_len
-from trtspec.executor.auto_draft_len import AutoDraftLen, RunningAcceptance
+from trtspec.checkpoints.zoo import resolve_head
+from trtspec.executor import auto_draft_len, drafters
+from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.drafters import may_choose
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
+from trtspec.executor.request import ScheduledBatch
+from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
 from trtspec.executor.step_costs import StepCosts, StepShape
 
-K = 6
+K, HEAD = 6, "smollm2-135m-eagle3"
 GREEDY = StepShape(1, all_greedy=True)
 HOST_SECONDS = 2e-4  # between two calls of `step`, under overlap
 
@@ -49,6 +55,7 @@ class Engine:
         costs: StepCosts | None = None,
         *,
         overlap: bool = False,
+        options: dict[str, Any] | None = None,
         **limits: Any,
     ):
         self.now, self.seconds, self.overlap = 0.0, seconds, overlap
@@ -56,8 +63,9 @@ class Engine:
         monkeypatch.setattr(auto_draft_len, "time", clock)
         config = NGramDecodingConfig(max_draft_len=K, draft_len_schedule="auto", **limits)
         self.auto = AutoDraftLen(
-            K, config, costs or StepCosts(), lambda n: n, runs_at_launch=not overlap
-        )
+            K, config, costs or StepCosts(), lambda n: n, runs_at_launch=not overlap,
+            **options or {},
+        )  # fmt: skip
         self.rng, self.lengths = random.Random(0), Counter[int]()
         self.in_flight: list[tuple[Any, float, list[tuple[int, int]]]] = []
         self.device_is_free = 0.0
@@ -81,7 +89,7 @@ class Engine:
 
     def _step(self, size: int, rates: Sequence[float], temperature: float, has_prompt: bool) -> int:
         params = SamplingParams(temperature=temperature)
-        requests = [SimpleNamespace(sampling_params=params)] * size
+        requests = [SimpleNamespace(sampling_params=params, steps=None)] * size
         batch: Any = SimpleNamespace(
             generations=requests,
             requests=requests,
@@ -226,6 +234,157 @@ def test_known_times_need_no_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert 0 in first.lengths
 
 
+def known_costs(size: int = 1) -> StepCosts:
+    costs = StepCosts()
+    for k in range(K + 1):
+        costs.set(StepShape(size, all_greedy=True), k, of_gpu(size, k))
+    return costs
+
+
+def test_lengths_that_cannot_win_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With known times and good drafts, 0 is 0.4 times as fast. Neighbours are near, and tried."""
+    engine = Engine(monkeypatch, of_gpu, known_costs())
+    engine.run(4000, [0.7] * K)
+    assert 0 not in engine.lengths
+    assert engine.auto.num_trials > 0
+
+
+def test_after_a_rest_new_results_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request: a trial of 8 steps sees 8 results, where the rest began after hundreds."""
+    engine = Engine(monkeypatch, of_gpu, known_costs())
+    engine.run(1500, [0.01] * K)
+    assert engine.auto.chosen == 0
+    engine.run(6000, [0.8] * K)
+    assert engine.auto.chosen >= 3
+
+
+def test_a_rest_that_hardly_pays_is_tried_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    for share in (0.01, 0.5):  # of a step's time, for one more draft
+        engine = Engine(monkeypatch, lambda size, k, share=share: 1e-3 * (1 + share * k))
+        engine.run(200, [0.0] * K)
+        assert engine.auto.chosen == 0
+        steps.append(engine.auto._probes[GREEDY].every)
+    assert steps[0] < steps[1]
+
+
+class Captures:
+    """Graphs that are captured when they are first launched, which takes half a second."""
+
+    def __init__(self, ready: set[int]):
+        self.ready = ready
+
+    def options(self) -> dict[str, Any]:
+        is_ready = lambda batch, k: k in self.ready  # noqa: E731
+        return {"is_ready": is_ready, "price": lambda: 0.5, "tries_unknown": False}
+
+
+def test_a_length_is_captured_once_it_would_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Length 1 has a graph. The best, 4 or more, is a third faster: a step of 0.5 ms loses 0.2."""
+    captures = Captures({1})
+    engine = Engine(monkeypatch, of_gpu, known_costs(), options=captures.options())
+    engine.run(1000, [0.85] * K)
+    assert set(engine.lengths) == {1}
+    engine.run(3000, [0.85] * K)
+    best = max(engine.lengths)
+    assert best > 3
+    captures.ready.add(best)
+    engine.run(100, [0.85] * K)
+    assert engine.auto.chosen == best
+    assert set(engine.lengths) == {1, best}, "no other one would gain its price"
+
+
+def test_the_first_length_is_free_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, of_gpu, known_costs(), options=Captures(set()).options())
+    engine.run(20, [0.85] * K)
+    assert set(engine.lengths) <= set(range(2, K + 1))
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.95])
+def test_acceptance_is_kept_for_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rate: float
+) -> None:
+    options = {"rates_path": tmp_path / "new" / "times.rates"}
+    first = Engine(monkeypatch, of_gpu, known_costs(32), options=options)
+    first.run(1000, [rate] * K, 32)
+    first.auto.close()
+    second = Engine(monkeypatch, of_gpu, known_costs(32), options=options)
+    second.run(1, [rate] * K, 32)
+    assert second.auto.chosen == first.auto.chosen == (0 if rate < 0.5 else K)
+    assert json.loads(options["rates_path"].read_text()).keys() == {"greedy"}
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"greedy": [2.0]}', '{"other": []}', '{"greedy": 1}'])
+def test_a_broken_file_of_rates_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = tmp_path / "times.rates"
+    path.write_text(text)
+    assert load_rates(path) == {}
+    assert "holds no shares" in caplog.text
+    save_rates(path, {True: [0.5], False: []})
+    assert load_rates(path) == {True: [0.5]}
+
+
+def batch_of(*requests: Any) -> Any:
+    return SimpleNamespace(
+        generations=list(requests), requests=list(requests), contexts=[], is_guided=False,
+        num_sampled=sum(not r.sampling_params.is_greedy for r in requests),
+    )  # fmt: skip
+
+
+def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To seeds that depend on K, to steps that are recorded, and to `runtime`."""
+    engine = Engine(monkeypatch, of_gpu, known_costs(), options={"is_default": True})
+    auto = engine.auto
+    engine.run(600, [0.01] * K, 1)
+    assert auto.chosen == 0 and auto.may_rest
+
+    def request(steps: Any = None, **params: Any) -> Any:
+        return SimpleNamespace(sampling_params=SamplingParams(**params), steps=steps)
+
+    greedy, seeded = request(seed=3, temperature=0), request(seed=3, temperature=1.0)
+    free = request(temperature=1.0)
+    for one in (seeded, request(steps=[], temperature=0)):
+        assert auto.of(batch_of(greedy, one), batch_of(greedy, one)) == K
+        assert auto.bound() == K and not auto.may_rest
+        assert auto.of(batch_of(greedy), batch_of(greedy)) == 0
+        assert auto.bound() == 0 and auto.may_rest
+        assert auto.bound([greedy, one]) == K and not auto.may_rest, "it may start now"
+    auto.of(batch_of(free), batch_of(free))
+    assert auto.may_rest
+    auto.runtime = 2
+    assert auto.of(batch_of(greedy), batch_of(greedy)) == 2
+    asked = Engine(monkeypatch, of_gpu, known_costs()).auto
+    asked.chosen = 0
+    asked._shape = asked.shape_of(batch_of(seeded))
+    asked._until = 100
+    assert asked.of(batch_of(seeded), batch_of(seeded)) == 0, "who asks for auto gets it"
+
+
+def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chooses(config: Any, device: str = "cuda", size: int = 1, head: str = HEAD) -> bool:
+        parallel = SimpleNamespace(size=size)
+        target: Any = SimpleNamespace(
+            device=torch.device(device), config=SimpleNamespace(parallel=parallel)
+        )
+        return may_choose(config, resolve_head(head), target)
+
+    eagle = EagleDecodingConfig(speculative_model=HEAD)
+    assert chooses(eagle)
+    assert not chooses(eagle, device="cpu")
+    assert not chooses(eagle, size=2)
+    assert not chooses(eagle, head="elsewhere/smollm2-135m-eagle3")
+    for fields in (
+        {"draft_len_schedule": {4: 2}},
+        {"max_concurrency": 4},
+        {"eagle3_one_model": False},
+    ):
+        assert not chooses(replace(eagle, **fields)), fields
+    monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "2")
+    assert not chooses(eagle)
+
+
 def test_it_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts turn worthless, and good again: it stops drafting, and finds that it pays again."""
     engine = Engine(monkeypatch, of_gpu)
@@ -296,6 +455,7 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
         raise GraphMemoryError("no memory")
 
     graphs._graphs, graphs._lost, graphs._capture = {}, set(), capture
+    graphs.batch_sizes, graphs.enable_padding, graphs.capture_seconds = [4], True, []
     config = SimpleNamespace(parallel=SimpleNamespace(size=1))
     graphs.step = SimpleNamespace(target=SimpleNamespace(config=config))
     key, other = (GraphKey(4, k, k, all_greedy=True, has_filters=False) for k in (2, 3))
@@ -308,6 +468,13 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
     assert graphs.is_lost(4, 2, all_greedy=True, is_guided=False)
     assert not graphs.is_lost(4, 1, all_greedy=True, is_guided=False)
     assert not graphs.is_lost(4, 2, all_greedy=False, is_guided=False)
+    params = SamplingParams(temperature=0)
+    batch = ScheduledBatch([], [SimpleNamespace(sampling_params=params)] * 3)  # type: ignore[list-item]
+    graphs._graphs = {key._replace(num_drafts=1, draft_len=1): None}
+    assert [graphs.is_ready(batch, k) for k in range(4)] == [False, True, True, True]
+    assert graphs.price == pytest.approx(0.05)
+    graphs.capture_seconds = [9.0, *[0.1] * 9]
+    assert graphs.price == 0.1
 
 
 # -- times -------------------------------------------------------------------------------------
@@ -436,6 +603,42 @@ def test_tokens_stay_those_of_plain_decoding(
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert set(seen) == {0, 1, 2, 3}
     llm.executor.kv_cache.check_integrity()
+
+
+def test_seeded_tokens_stay_where_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under rejection sampling they are those of K fixed, whatever is chosen for other steps. All
+    drafts are accepted, so that another K gives other tokens."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    rng, seen = random.Random(0), Counter[int]()
+
+    def at_random(self: AutoDraftLen, batch: Any, most: int) -> int:
+        self.chosen, self._until = rng.choice([0, 0, 2]), self._steps + 9
+        seen[self.chosen] += 1
+        return min(self.chosen, most)
+
+    monkeypatch.setattr(AutoDraftLen, "_choose", at_random)
+    target = one_layer_target(tmp_path)
+    config = EagleDecodingConfig(speculative_model=perfect_eagle3(tmp_path, target))
+    engine: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": 128}
+    prompts = [[3 + i % 7, 5] * (1 + 5 * i % 17) for i in range(12)]
+    params = [
+        SamplingParams(max_tokens=40 - 20 * (i % 4 == 1), ignore_eos=True, temperature=heat, seed=i)
+        for i, heat in enumerate([0.0, 0.8, 0.0, 0.0] * 3)
+    ]
+
+    def tokens(is_default: bool, **fields: Any) -> list[list[int]]:
+        monkeypatch.setattr(drafters, "may_choose", lambda *where: is_default)
+        llm = LLM(target, replace(config, **fields), max_batch_size=3, **engine)
+        assert llm.executor.max_draft_len == 4
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    expected = tokens(False)
+    assert not seen
+    assert tokens(True) == expected
+    assert set(seen) == {0, 2}
+    assert tokens(False, draft_len_schedule="auto") != expected, "what the first relies on"
 
 
 def test_a_step_that_drafts_nothing_reserves_one_row(

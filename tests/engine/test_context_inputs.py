@@ -26,9 +26,11 @@ from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
 from trtspec.executor.request import ContextChunk, ScheduledBatch, StepPlan
 from trtspec.executor.step_launch import StepLaunch
+from trtspec.layers.linear import Linear
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS, AttentionMetadata
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.models.decoder import Decoder
+from trtspec.ops.layer.fp8 import Fp8Weight
 
 triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
 MODES = {"none": False, "ngram": True, "eagle3": True, "mtp_eagle": False, "draft_target": False}
@@ -130,12 +132,14 @@ def test_padding_changes_no_token(
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
 
 
-@pytest.mark.parametrize("spans", [[(0, 9)], [(0, 20), (8, 11)], [(16, 17), (0, 14)]])
+@pytest.mark.parametrize(
+    "spans", [[(0, 9)], [(0, 20), (8, 11)], [(16, 17), (0, 14)], [(0, 32)], [(3, 12), (0, 23)]]
+)
 def test_a_pass_is_what_the_host_would_send(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, spans: list[tuple[int, int]]
 ) -> None:
-    """Everything a step reads of the real rows; padding writes nowhere and ends at a row of its
-    own, lest what is written for it lands in a prompt's row."""
+    """Everything a step reads of the real rows. Padding writes nowhere, and ends at a row of its
+    own if there is one."""
     executor = _llm(target_dir, None, monkeypatch).executor
     chunks = []
     for i, (start, end) in enumerate(spans):
@@ -170,7 +174,7 @@ def test_a_pass_is_what_the_host_would_send(
     assert torch.equal(wide.next_prompt_tokens[:count], spec.next_prompt_tokens)
     assert torch.equal(wide.slot_ids[:count], spec.slot_ids)
     assert torch.equal(wide.sampling.positions[:count], spec.sampling.positions)
-    assert (wide.gather_ids[count:] >= rows).all()
+    assert (wide.gather_ids[count:] == min(rows, 31)).all()
     assert (wide.slot_ids[count:] == executor.config.max_batch_size).all()
 
 
@@ -209,7 +213,7 @@ def test_what_a_shape_holds(target_dir: Path, monkeypatch: pytest.MonkeyPatch) -
         return ContextChunk(request, request.token_ids[:count], 0, count)
 
     assert shape.num_contexts == 2
-    assert shape.holds([chunk(31)]) and not shape.holds([chunk(32)])  # a row for the padding
+    assert shape.holds([chunk(32)]) and not shape.holds([chunk(33)])
     assert shape.holds([chunk(16), chunk(16)]) and not shape.holds([chunk(16), chunk(17)])
     assert not shape.holds([chunk(1)] * 3)
 
@@ -254,8 +258,9 @@ def test_where_prompts_have_no_graphs_it_is_said(
 
 def test_default_sizes() -> None:
     most = 10_000
-    assert CudaGraphConfig().context_sizes(8192, most) == [64, 128, 256, 512, 1024, 2048]
-    assert CudaGraphConfig().context_sizes(8192, 800) == [64, 128, 256, 512]
+    sizes = [64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert CudaGraphConfig().context_sizes(8192, most) == sizes
+    assert CudaGraphConfig().context_sizes(8192, 700) == sizes[:5]
     assert CudaGraphConfig().context_sizes(300, most) == [64, 128, 256]
     assert CudaGraphConfig().context_sizes(20, most) == [20]
     assert CudaGraphConfig().context_sizes(20, 40) == [20]
@@ -286,6 +291,27 @@ def test_the_larger_a_layer_the_fewer_rows_are_worth_a_graph(
         }  # fmt: skip
     with torch.device("meta"):
         target = Decoder(parse_config(raw, Path("config.json")), TorchAttention()).to(dtype)
+    assert least < most_worth_capturing(target) < most
+
+
+@pytest.mark.parametrize(("columns", "least", "most"), [(None, 2000, 2100), (128, 700, 850)])
+def test_quicker_products_make_more_rows_worth_a_graph(
+    columns: int | None, least: int, most: int
+) -> None:
+    """FP8 weights with a scale for each row; with scales of columns activations stay floats."""
+    raw = {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 1000,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2,
+    }  # fmt: skip
+    with torch.device("meta"):
+        target = Decoder(parse_config(raw, Path("config.json")), TorchAttention())
+        target.to(torch.bfloat16)
+        for module in target.layers.modules():
+            if isinstance(module, Linear):
+                group = columns or module.in_features
+                codes = torch.empty(module.out_features, module.in_features).to(torch.float8_e4m3fn)
+                scales = torch.empty(module.out_features, module.in_features // group)
+                module.hold_fp8(Fp8Weight(codes, scales, group))
     assert least < most_worth_capturing(target) < most
 
 

@@ -72,7 +72,7 @@ MORE_MASKED = ["pard"] if full() else []
 CASES_OF_KIND: dict[str, Any] = {
     "chain": (make_case, Script, ["eagle3", "mtp_vanilla", *MORE_CHAINS]),
     "masked": (make_masked_case, MaskedScript, ["p_eagle", *MORE_MASKED]),
-    "block": (make_dflash_case, MaskedScript, ["dflash"]),
+    "block": (make_dflash_case, MaskedScript, ["dflash", "dflash_next"]),
     "markov": (make_dspark_case, Script, ["dspark"]),
 }  # fmt: skip
 

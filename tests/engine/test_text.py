@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trtspec.api.text_stream import TextStream
+from transformers import PreTrainedTokenizerFast
+
+from trtspec.api.text_stream import TextStream, decoder_of, is_local
 
 
 class _Wrapped:
@@ -61,11 +63,48 @@ def test_whole_characters_decode_as_at_once(tokenizer: Any) -> None:
     assert stream.final() == text == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_step_at_once_is_its_tokens_one_by_one(tokenizer: Any, is_fast: bool) -> None:
+    """What is sure after each step, too. A fast tokenizer of transformers is called directly."""
+    given = PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner) if is_fast else tokenizer
+    is_byte_level = tokenizer.inner.token_to_id("<unk>") is None
+    assert is_local(given) == (is_fast and is_byte_level)
+    rng, texts = random.Random(1), ["日本🙂", "a é the", "\ufffd", "\u0301x"]
+    for _ in range(200):
+        ids = [rng.randrange(tokenizer.inner.get_vocab_size()) for _ in range(rng.randint(1, 6))]
+        for byte in rng.choice(texts).encode():
+            ids.append(byte if not is_byte_level else tokenizer.inner.token_to_id(TABLE[byte]))
+        single, steps = TextStream(tokenizer), TextStream(given)
+        while ids:
+            new, ids = ids[: (count := rng.randint(1, 8))], ids[count:]
+            for token in new:
+                single.extend_with([token])
+            steps.extend_with(new)
+            assert steps.safe_text() == single.safe_text()
+        assert steps.final() == single.final()
+        if is_fast and is_byte_level:
+            assert steps.final() == given.decode(steps._ids)
+
+
+def test_only_tokenizers_that_decode_plainly_are_called_directly(tokenizer: Any) -> None:
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, *_: Any, **__: Any) -> str:
+            return "own"
+
+    assert decoder_of(Own(tokenizer_object=tokenizer.inner))([1]) == "own"
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.inner)
+    plain.clean_up_tokenization_spaces = True
+    assert decoder_of(plain)([2, 3]) == plain.decode([2, 3], skip_special_tokens=True)
+
+
 def _byte_alphabet() -> dict[int, str]:
     """GPT-2's printable stand-ins for bytes."""
     keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
     spare = (chr(256 + i) for i in range(256))
     return {byte: chr(byte) if byte in keep else next(spare) for byte in range(256)}
+
+
+TABLE = _byte_alphabet()
 
 
 def test_stop_strings_and_what_is_held_back(tokenizer: Any) -> None:

@@ -209,6 +209,15 @@ def test_shifted_context_ids() -> None:
     assert shifted.tolist() == [2, 11, 23]  # one of them has no rows
 
 
+def test_padding_contexts_leave_the_token_behind_a_prompt() -> None:
+    """They end where the last prompt does if it fills the pass; what they sampled is theirs."""
+    worker = _worker(1)
+    ids, following = torch.tensor([1, 2, 3, 4]), torch.tensor([[50], [60], [70], [80]])
+    ends = torch.tensor([1, 3, 3, 3])
+    shifted = worker.prepare_context_input_ids(ids, following, [4, 0, 0, 0], last_rows=ends)
+    assert shifted.tolist() == [2, 50, 4, 60]
+
+
 def test_draft_sampler_maps_offsets() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0], [5.0, 0.0, float("nan")]])
     worker = _worker(1)

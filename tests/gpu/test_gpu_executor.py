@@ -12,7 +12,7 @@ import pytest
 import steady
 import torch
 from matrix import MASKED, NETWORKS, Drafters, config_of, covering, make_drafters
-from oracle import VOCAB, random_prompts
+from oracle import VOCAB, Oracle, random_prompts
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny_heads import mtp_model_dir
 
@@ -295,6 +295,9 @@ def test_graphs_of_prompts_say_the_same(
     )  # fmt: skip
     outputs = llm.generate(random_prompts(6), SamplingParams(max_tokens=24, ignore_eos=True))
     assert [output.outputs[0].token_ids for output in outputs] == expected
+    full = [(7 * i) % VOCAB for i in range(32)]  # no row is left for padding
+    alone = llm.generate(full, SamplingParams(max_tokens=24, ignore_eos=True))
+    assert alone.outputs[0].token_ids == Oracle(target_dir).extend(full, 24)
     captured = {key.context_tokens for key in llm.executor.graphs._graphs}
     assert captured & {32, 96} and 0 in captured
 

@@ -23,7 +23,7 @@ from drafting import (
 )
 from masked import MaskedScript
 from oracle import VOCAB
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from speculators_reference import block_logits, build_dflash
 from tiny import prefill_metadata, tiny_model_dir
 from tiny_dflash import LAYERS, as_speculators, dflash_dir
@@ -176,13 +176,13 @@ def test_draft_logits_up_to_the_maximum_length(target_dir: Path, tmp_path: Path,
     assert output.token_ids == expected and output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_anchor"])
+@pytest.mark.parametrize("name", ["dflash", "dflash_anchor", "dflash_next"])
 def test_drafting_can_be_turned_down_and_up(target_dir: Path, tmp_path: Path, name: str) -> None:
     case = make_dflash_case(name, target_dir, tmp_path, 3)
     run_with_changing_draft_len(case, MaskedScript)
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_windows"])
+@pytest.mark.parametrize("name", ["dflash", "dflash_windows", "dflash_next"])
 def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name: str) -> None:
     """Its windows are shorter than what it may miss."""
     read = run_with_rests(make_dflash_case(name, target_dir, tmp_path, 3), MaskedScript)
@@ -234,6 +234,8 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"dflash_config": []}, "must be objects"),
         ({"architectures": "DFlashDraftModel"}, "it must be a list of names"),
         ({"num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ({"context_embeddings": 1}, "context_embeddings=1; it must be true or false"),
+        ({"context_embeddings": True}, "has no context_embedding_fc.weight. Copy the head"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -245,6 +247,24 @@ def test_what_cannot_be_is_refused(
     config = DFlashDecodingConfig(speculative_model=head)
     with pytest.raises(CheckpointError, match=said):
         LLM(target_dir, config, device="cpu", max_seq_len=48)
+
+
+def test_context_embeddings_are_in_config_and_tensors(target_dir: Path, tmp_path: Path) -> None:
+    head = dflash_dir(tmp_path, reads_next=True)
+    raw, config = json.loads((head / "config.json").read_text()), None
+    nested = raw["dflash_config"]
+    for size, said in ((VOCAB, r"context_embedding_fc.*hidden_size"), (None, "does not say")):
+        if size is None:
+            nested.pop("context_embeddings")
+        else:
+            tensors = load_file(head / "model.safetensors")
+            good = tensors["context_embedding_fc.weight"]
+            wrong = tensors | {"context_embedding_fc.weight": good.new_zeros(len(good), size)}
+            save_file(wrong, head / "model.safetensors")
+        (head / "config.json").write_text(json.dumps(raw))
+        config = DFlashDecodingConfig(speculative_model=head)
+        with pytest.raises(CheckpointError, match=said):
+            LLM(target_dir, config, device="cpu", max_seq_len=48)
 
 
 def test_a_null_says_nothing(target_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def _load(model: Any, path: Path, target: Decoder) -> DraftHead:
     """Our head, read from the files that the package writes for `model`."""
+    return _read(save_eagle3(model, path), target)
+
+
+def _read(path: Path, target: Decoder) -> DraftHead:
     return load_head(
-        save_eagle3(model, path),
+        path,
         target,
         HeadRequest(kind="eagle"),
         LoadOptions(
@@ -131,6 +136,26 @@ def test_sliding_window(target: Decoder, tmp_path: Path) -> None:
     """Only step 0: later the package's training mask keeps each row's first window."""
     window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
     _compare(target, tmp_path, "qwen3", steps=1, head_dim=8, num_hidden_layers=2, **window)
+
+
+def test_a_window_of_llamas_kind(target: Decoder, tmp_path: Path) -> None:
+    """A Llama has none, but a head of its kind may: a row is as if the text began at its window."""
+    model, window = build_eagle3(), 6
+    whole, (hidden, ids) = _load(model, tmp_path / "whole", target), _inputs(model)
+    path = save_eagle3(model, tmp_path / "slides")
+    config = json.loads((path / "config.json").read_text())
+    inner = config["transformer_layer_config"]
+    inner |= {"layer_types": ["sliding_attention"], "sliding_window": window}
+    (path / "config.json").write_text(json.dumps(config))
+    slides = _read(path, target)
+    assert slides.config.decoder.window(0) == window and whole.config.decoder.window(0) is None
+    with torch.no_grad():
+        logits = _first_pass(slides, hidden, ids)
+        for row in (3, window - 1, window, ROWS - 1):
+            rows = slice(max(0, row + 1 - window), row + 1)
+            seen, positions = prefill_metadata(whole.config.decoder, [rows.stop - rows.start], PAGE)
+            out, _ = whole(ids[rows], positions, whole.project_target_hidden(hidden[rows]), seen, 0)
+            _close(logits[row], whole.compute_logits(out[-1:], 0)[0])
 
 
 @pytest.mark.filterwarnings("ignore:--target-layer-ids")

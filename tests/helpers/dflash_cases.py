@@ -31,6 +31,10 @@ class NaiveDFlash(NaiveHead):
         ids = torch.tensor([text[-1]] + [MASK_TOKEN] * masks)
         self.known, self.positions = known, torch.arange(known + len(ids))
         self.context = self.norm(self.linear(hidden.double(), "fc"), "hidden_norm")
+        if self.flags.get("reads_next"):
+            following = self.embedding[text[1:]] * self.flags.get("embedding_scale", 1)
+            following = self.norm(following, "context_embedding_norm")
+            self.context = self.context + self.linear(following, "context_embedding_fc")
         out = self.embedding[ids] * self.flags.get("embedding_scale", 1)
         for i in range(self.raw["num_hidden_layers"]):
             p = f"layers.{i}."
@@ -129,10 +133,17 @@ WINDOWS = {
     "use_sliding_window": True, "max_window_layers": 0,
 }  # fmt: skip
 THREE_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-DFLASH_CASES = ["dflash", "dflash_vocab", "dflash_causal", "dflash_anchor", "dflash_windows"]
+DFLASH_CASES = [
+    "dflash",
+    "dflash_next",
+    "dflash_vocab",
+    "dflash_causal",
+    "dflash_anchor",
+    "dflash_windows",
+]  # fmt: skip
 
 
-DSPARK_CASES = ["dspark", "dspark_gated", "dspark_rnn"]
+DSPARK_CASES = ["dspark", "dspark_next", "dspark_gated", "dspark_rnn"]
 
 
 DFLASH2_CASES = ["dflash2", "dflash2_three_taps", "dflash2_anchor", "dflash2_capped"]
@@ -189,6 +200,9 @@ def make_dspark_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
     kind = name.removeprefix("dspark_") if "_" in name else "vanilla"
     options: dict[str, Any] = {"markov": kind, "block": max(2, k)}
     flags: dict[str, Any] = {"theta": 5000.0, "markov": kind, "sample_from_anchor": True}
+    if kind == "next":
+        options |= {"markov": "vanilla", "reads_next": True}
+        flags |= {"markov": "vanilla", "reads_next": True}
     if kind == "gated":
         options |= {"draft_vocab": 40}
     if kind == "rnn":  # the last token's row updates the state, though it proposes nothing
@@ -204,6 +218,9 @@ def make_dflash_case(name: str, target: Path, tmp_path: Path, k: int, block: int
     flags: dict[str, Any] = {"theta": 5000.0}
     if name == "dflash_vocab":
         options |= {"draft_vocab": 40, "bias": True, "num_layers": 3}
+    if name == "dflash_next":
+        options |= {"reads_next": True, "input_embedding_scale": 1.7}
+        flags |= {"reads_next": True, "embedding_scale": 1.7}
     if name == "dflash_causal":
         options |= {"causal": True}
         flags |= {"sees_ahead": [False, False]}

@@ -70,8 +70,8 @@ def make_drafters(folder: Path, oracle: Oracle | None = None) -> Drafters:
     return Drafters(
         draft=tiny_model_dir(folder, seed=2), head=eagle3_dir(folder),
         masked_head=p_eagle_dir(folder), masked_draft=pard_dir(folder),
-        block_head=dflash_dir(folder), path_head=dflash_dir(folder, path={}),
-        markov_head=dflash_dir(folder, markov="gated"),
+        block_head=dflash_dir(folder), path_head=dflash_dir(folder, path={}, reads_next=True),
+        markov_head=dflash_dir(folder, markov="gated", reads_next=True),
         oracle=oracle,
     )  # fmt: skip
 

@@ -29,17 +29,23 @@ DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 12, "s
 def dflash_dir(
     tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
     draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
-    path: dict[str, int] | None = None, inner: dict[str, Any] | None = None, **dflash_config: Any,
+    path: dict[str, int] | None = None, inner: dict[str, Any] | None = None,
+    reads_next: bool = False, **dflash_config: Any,
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
 
-    With `path` it is a DFlash2 head: fields in place of those of `DFLASH2`.
+    With `reads_next` its context rows read the token after them. With `path` it is a DFlash2 head:
+    fields in place of those of `DFLASH2`.
     """
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (SIZE, len(LAYERS) * SIZE),
         "hidden_norm.weight": (SIZE,),
         "norm.weight": (SIZE,),
     }
+    if reads_next:
+        dflash_config["context_embeddings"] = True
+        shapes["context_embedding_norm.weight"] = (SIZE,)
+        shapes["context_embedding_fc.weight"] = (SIZE, SIZE)
     for i in range(num_layers):
         p = f"layers.{i}."
         shapes |= _layer_shapes(p, SIZE, SIZE, bias)

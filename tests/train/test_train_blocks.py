@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unrolled import CAPTURED, CPU, F32, STEPS, VOCAB, GreedyTexts, load_target, padded_texts
 
 from trtspec import LLM, DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
+from trtspec.attention import blocks
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
@@ -110,6 +111,25 @@ def test_every_step_of_every_block_is_the_formula(tmp_path: Path, name: str) -> 
     assert compared > 60
 
 
+@pytest.mark.parametrize("name", ["dflash_windows", "dflash_windows_ahead", "dspark"])
+def test_groups_of_blocks_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=8)
+    make = make_dspark_case if name in DSPARK_CASES else make_dflash_case
+    target = load_target(target_dir)
+    config = make(name, target_dir, tmp_path, STEPS).config
+    assert isinstance(config, DFlashDecodingConfig)
+    head = load(Path(str(config.speculative_model)), target)
+    texts = padded_texts([[9, 5, 6], [18], [12, 8]], 20)
+    hidden, found = teach(target, head, texts).hidden, []
+    for group in (4, 32):  # of 12 blocks
+        monkeypatch.setattr(blocks, "GROUP", group)
+        steps = unroll(head, texts, hidden, STEPS, use=Use(anchors=Anchors(count=12)))
+        found.append(torch.stack([step.hidden for step in steps]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
+
+
 def test_anchors_are_before_what_the_target_wrote() -> None:
     texts = padded_texts([[30], [8, 6]], 32)
     texts.loss_mask[0] = torch.arange(32) >= 20
@@ -153,9 +173,11 @@ def disturb(head: DFlashHead) -> None:
             parameter.data.normal_(generator=generator)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "reads_next"), [*((k, False) for k in CONFIGS), ("dspark", True)])
 @pytest.mark.parametrize("format", ["raw", "speculators"])
-def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: str) -> None:
+def test_a_new_head_is_saved_as_it_computes(
+    tmp_path: Path, format: str, kind: str, reads_next: bool
+) -> None:
     """What the loader reads back proposes what the head proposed in training, and in serving."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
     target = load_target(target_dir)
@@ -165,6 +187,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
         layers_to_capture=CAPTURED,
         block_size=block_of(kind),
         mask_token_id=VOCAB,
+        context_embeddings=reads_next,
     )
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
@@ -174,6 +197,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
     save_head(head, target.config, tmp_path / "head", format=format, notes={"why": "test"})
     again = load(tmp_path / "head", target)
     assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
+    assert again.reads_next_tokens == reads_next
     config = CONFIGS[kind](speculative_model=tmp_path / "head")
     llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
     request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
@@ -199,7 +223,7 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, format: str, kind: s
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kind: str) -> None:
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
-    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0)
+    spec = NewHead(kind=kind, num_layers=2, block_size=4, mask_token_id=0, context_embeddings=True)
     head = create_head(spec, target, None, F32, seed=3)
     texts = padded_texts([[12], [12]], 12)
     teacher = teach(target, head, texts)
@@ -215,7 +239,8 @@ def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path, kin
     assert any("markov" in n for n in parameters) == (kind == "dspark")
     assert any("codebook" in n for n in parameters) == (kind == "dflash2")
     assert any("base_kernel" in n for n in parameters) == (kind == "dflash2")
-    assert not any("embed" in n or "lm_head" in n for n in parameters)
+    assert not any("embed_tokens" in n or "lm_head" in n for n in parameters)
+    assert sum("context_embedding" in n for n in parameters) == 2
     assert all(p.grad is None for p in target.parameters())
 
 
@@ -316,6 +341,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         Trainer(target, head, GreedyTexts.__new__(GreedyTexts), [], TrainConfig(), tmp_path)
     with pytest.raises(ConfigError, match=r"markov_rank is of DSpark heads, not of dflash"):
         NewHead(kind="dflash", markov_rank=4)
+    with pytest.raises(ConfigError, match=r"context_embeddings is of block heads, not of mtp"):
+        NewHead(kind="mtp", context_embeddings=True)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what bytes of an unfinished character decode to
+_FOR_BPE = "_for_bpe_even_though_it_will_corrupt_output"  # of an attribute of transformers
 
 
 class TextStream:
     """The text of one request so far; it only ever grows, except that a stop string cuts it.
 
-    The usual two-offset window: the tokens since `_prefix` are decoded with and without the new
+    The usual two-offset window, where a token's text depends on the one before it: the tokens since `_prefix` are decoded with and without the new
     ones, and the difference is new text unless it ends inside a character. (`tokenizers` has a
     DecodeStream, which raises on some sequences of byte-fallback tokenizers.) Special tokens are
     not part of the text. Without a tokenizer the text stays empty.
     """
 
     def __init__(self, tokenizer: Any | None, stop_strings: tuple[str, ...] = ()):
-        self._tokenizer, self._stops = tokenizer, stop_strings
+        self._decode = None if tokenizer is None else decoder_of(tokenizer)
+        self._stops, self._is_local = stop_strings, is_local(tokenizer)
         self._ids: list[int] = []
         self._text, self._stopped = "", False
         self._prefix, self._read = 0, 0  # tokens before _read are in the text
@@ -32,29 +35,43 @@ class TextStream:
 
     def extend_with(self, new: Sequence[int]) -> bool:
         """Does the same for output ids that follow those it knows."""
-        if self._tokenizer is None:
-            return False
+        if self._decode is None or not new:
+            return self._stopped
+        if self._stops:
+            self._add_each(new)
+        elif not self._add(new) and len(new) > 1:
+            # The last character is not complete. What comes before it is sure.
+            del self._ids[len(self._ids) - len(new) :]
+            self._add_each(new)
+        return self._stopped
+
+    def _add_each(self, new: Sequence[int]) -> None:
         for token in new:
             if self._stopped:
                 break
-            self._ids.append(token)
-            piece = self._new_text()
-            if piece and not piece.endswith(_INCOMPLETE):
-                self._take(piece)
-        return self._stopped
+            self._add((token,))
+
+    def _add(self, new: Sequence[int]) -> bool:
+        """Adds ids. Returns whether they end with a whole character."""
+        self._ids += new
+        piece = self._new_text()
+        if piece and not piece.endswith(_INCOMPLETE):
+            self._take(piece)
+            return True
+        return False
 
     def _new_text(self) -> str:
+        assert self._decode is not None
+        if self._is_local:  # the text ends with a whole character
+            return self._decode(self._ids[self._read :])
         before = self._decode(self._ids[self._prefix : self._read])
         return self._decode(self._ids[self._prefix :])[len(before) :]
 
-    def _decode(self, ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
-
     def _take(self, piece: str) -> None:
-        start = max(0, len(self._text) - max((len(s) for s in self._stops), default=0))
-        text = self._text + piece
-        found = [i for i in (text.find(s, start) for s in self._stops) if i >= 0]
+        text, found = self._text + piece, []
+        if self._stops:
+            start = max(0, len(self._text) - max(map(len, self._stops)))
+            found = [i for i in (text.find(s, start) for s in self._stops) if i >= 0]
         if found:
             text = text[: min(found)]
         # At once: an interrupt leaves all of it or nothing.
@@ -68,7 +85,7 @@ class TextStream:
     def safe_text(self) -> str:
         """Returns the text that no later token can change: without a tail that may start a stop."""
         text = self._text
-        if self._stopped:
+        if self._stopped or not self._stops:
             return text
         starts = ((s, min(len(s), len(text) + 1)) for s in self._stops)
         held = max(
@@ -78,8 +95,45 @@ class TextStream:
 
     def final(self) -> str:
         """Returns all of the text, once the request ended. An unfinished character stays marked."""
-        if self._tokenizer is not None and not self._stopped:
+        if self._decode is not None and not self._stopped:
             piece = self._new_text()
             if piece:
                 self._take(piece)
         return self._text
+
+
+def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Returns what decodes ids without special tokens, as `tokenizer.decode` does.
+
+    transformers' part of a fast tokenizer is left out: it takes three times what decoding takes.
+    """
+    if _is_plain(tokenizer):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def is_local(tokenizer: Any) -> bool:
+    """Returns whether a token's bytes are the same behind any other, as in GPT-2's kind."""
+    return (
+        _is_plain(tokenizer) and type(tokenizer.backend_tokenizer.decoder).__name__ == "ByteLevel"
+    )
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Returns whether `tokenizers` alone decodes."""
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return False
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind = type(tokenizer)
+    if (
+        not isinstance(tokenizer, Fast)
+        or kind.decode != Fast.decode
+        or kind._decode != Fast._decode
+    ):
+        return False
+    if not tokenizer.clean_up_tokenization_spaces:
+        return True
+    # Of BPE newer versions clean nothing up.
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return is_bpe and not getattr(tokenizer, f"clean_up_tokenization_spaces{_FOR_BPE}", True)

@@ -69,6 +69,7 @@ _CONFIG_FIELDS = {
     "router": "num_experts and hidden_size",
     "proj": "num_experts and hidden_size",
     "centroids": "num_centroids and hidden_size",
+    "context_embedding_fc": "hidden_size",
     "fc": "hidden_size, target_hidden_size and the captured layers",
 }
 

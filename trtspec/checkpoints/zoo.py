@@ -62,11 +62,19 @@ DRAFT_LENS = {"smollm2-135m-mtp": 3}
 """K that a head's card gives its figures for, where the head's own files cannot say."""
 
 
+HEADS_DIR = Path(__file__).parent.parent / "data" / "heads"
+
+
 def resolve_head(head: str | os.PathLike[str]) -> Path:
     """A name in `HEADS` as its directory in the package; anything else as it is."""
     if str(head) in HEADS and not os.path.isdir(head):
-        return Path(__file__).parent.parent / "data" / "heads" / str(head)
+        return HEADS_DIR / str(head)
     return Path(head)
+
+
+def is_of_package(head: str | os.PathLike[str]) -> bool:
+    """Whether a head comes with the package."""
+    return resolve_head(head).resolve().parent == HEADS_DIR.resolve()
 
 
 def head_for(model: str | os.PathLike[str], kind: str) -> str | None:

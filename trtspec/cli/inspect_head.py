@@ -149,6 +149,8 @@ def _block(head: HeadConfig) -> str:
         sight = f"rows see earlier ones alone{layers}"
     anchor = "the last token's row and the masks propose"
     facts = [sight, anchor if head.samples_from_anchor else "the masks propose"]
+    if head.context_embeddings:
+        facts.append("a context row reads the token after it too")
     if head.selector_rank:
         taps, group = head.block_convolution
         facts.append(f"convolutions of {taps} rows, {group} channels in a group")

@@ -447,6 +447,14 @@ class TrainOptions:
             "cross-entropy. Default: dspark 0.9, others 0.",
         ),
     ] = None
+    context_embeddings: Annotated[
+        bool,
+        typer.Option(
+            "--context-embeddings",
+            help="dflash, dflash2, dspark: a context row reads the token after it, as EAGLE-3's "
+            "do. Such a head is for trtspec alone.",
+        ),
+    ] = False
     markov_rank: Annotated[
         int | None,
         typer.Option(

@@ -68,6 +68,7 @@ def run_train(options: TrainOptions) -> int:
         block_size=options.block_size or DEFAULT_BLOCK,
         mask_token_id=options.mask_token_id,
         markov_rank=options.markov_rank,
+        context_embeddings=options.context_embeddings,
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
     )
@@ -188,6 +189,7 @@ def _check_kind(options: TrainOptions) -> None:
         "--anchors": options.num_anchors,
         "--position-weights": options.position_weights,
         "--total-variation": options.variation,
+        "--context-embeddings": options.context_embeddings or None,
     }
     is_block = options.kind in BLOCK_KINDS
     others: dict[str, Any] = {"--unroll": options.num_steps} if is_block else of_blocks

@@ -72,6 +72,10 @@ class KvCacheConfig:
             )
 
 
+DEFAULT_CONTEXT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Beside 64. Between powers of two, for what fills a shape up is computed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
     """Batch sizes for which a generation step is captured as one CUDA graph.
@@ -84,10 +88,10 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
             generations' graph; prompts that fit none run eagerly, with the generations. None is
-            64, 128, … 2048 up to the engine's max_num_tokens and to where an H200 computes a layer
-            for longer than a host launches it (in bf16 512 tokens for 8 B parameters), if such
-            graphs can be had (modes that draft inside the step, but not vanilla MTP or
-            SAVE_HIDDEN_STATES; attention in Triton); () is none.
+            64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200
+            computes a layer for longer than a host launches it (for 8 B parameters 768 tokens in
+            bf16, 2048 in FP8), if such graphs can be had (modes that draft inside the step, but
+            not vanilla MTP or SAVE_HIDDEN_STATES; attention in Triton); () is none.
         enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
             each large product of up to 128 rows in a captured step (under a second for a batch
             size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured
@@ -128,7 +132,7 @@ class CudaGraphConfig:
         `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            sizes = [min(64, max_num_tokens), *(2**i for i in range(7, 12))]
+            sizes = [min(64, max_num_tokens), *DEFAULT_CONTEXT_TOKENS]
             return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
         return sorted({min(n, max_num_tokens) for n in sizes})
 

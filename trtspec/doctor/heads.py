@@ -47,7 +47,7 @@ def trials_of(patient: Patient) -> list[Trial]:
     head, trials = patient.head, list[Trial]()
     if head.advances_positions:  # one that reads the target's keys must be rotated as they are
         trials += rope_trials(head, patient.target)
-    if not isinstance(head, DFlashHead):  # which reads no token beside a state
+    if not isinstance(head, DFlashHead) or head.reads_next_tokens:
         trials += shift_trials()
     trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)
     if head.d2t is not None:

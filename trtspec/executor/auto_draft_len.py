@@ -12,63 +12,28 @@ distribution of tokens. Seeded tokens may change where they depend on K.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..config import DecodingBaseConfig
 from .draft_len import DraftLen
-from .request import ScheduledBatch
+from .request import Request, ScheduledBatch
 from .results import LaunchedStep, RequestResult
+from .running_acceptance import RunningAcceptance, load_rates, save_rates
 from .step_costs import StepCosts, StepShape
 
 TRIAL, REST = 8, 16  # steps for which a length is tried, and kept before the next decision
 FIRST_PROBE, LAST_PROBE = 512, 8192  # steps between trials of neighbours
+SHORTEST_REST = 64  # steps between two trials at K = 0
+PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
+NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
-KEEP, MEMORY = 0.9, 400  # of earlier acceptance at each decision; in results at most
-PRIOR, PRIOR_STEPS = 0.6, 4.0  # acceptance of the first draft before anything is seen
+KEPT_AT_REST = 16.0  # earlier results that count beside a trial at K = 0
 START = 3
+RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
-
-
-class RunningAcceptance:
-    """Shares of accepted drafts by position, where all before were accepted. It forgets slowly."""
-
-    def __init__(self, max_draft_len: int):
-        self._seen: Counter[tuple[int, int]] = Counter()  # (asked, accepted) -> results
-        self._reached = [0.0] * max_draft_len
-        self._accepted = [0.0] * max_draft_len
-
-    def add(self, num_asked: int, num_accepted: int) -> None:
-        """Adds a result: drafts asked for, found or not, and how many were accepted."""
-        self._seen[num_asked, num_accepted] += 1
-
-    def fold(self) -> None:
-        """Takes in what was added since; earlier results count less from now on."""
-        if not any(asked for asked, _ in self._seen):  # nothing was drafted
-            self._seen.clear()
-            return
-        kept = min(KEEP, MEMORY / max(1.0, *self._reached))
-        for sums in (self._reached, self._accepted):
-            sums[:] = [kept * value for value in sums]
-        for (asked, accepted), results in self._seen.items():
-            for position in range(min(asked, len(self._reached))):
-                if accepted >= position:
-                    self._reached[position] += results
-                    self._accepted[position] += results * (accepted > position)
-        self._seen.clear()
-
-    def expected_tokens(self) -> list[float]:
-        """Returns the tokens of a request's step for K = 0, 1, …
-
-        A position that was seldom reached is taken to be like the one before it.
-        """
-        tokens, product, rate = [1.0], 1.0, PRIOR
-        for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            rate = (accepted + PRIOR_STEPS * rate) / (reached + PRIOR_STEPS)
-            product *= rate
-            tokens.append(tokens[-1] + product)
-        return tokens
 
 
 @dataclass
@@ -89,6 +54,13 @@ class AutoDraftLen(DraftLen):
         tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
             would make requests wait: there they are tried with the neighbours, more rarely.
         is_lost: whether a length cannot be used with a shape: its graph found no memory.
+        is_ready: whether a length's step can be launched at once. Otherwise a graph is captured
+            first, while requests wait.
+        price: the seconds that a capture takes.
+        rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
+        is_default: nobody asked for this choice. It gives way to `runtime`, where that is set, and
+            leaves steps alone in which it could be told: those with a request whose seeded tokens
+            would change with K, or whose steps are recorded.
     """
 
     is_exact = True
@@ -103,18 +75,34 @@ class AutoDraftLen(DraftLen):
         runs_at_launch: bool,
         tries_unknown: bool = True,
         is_lost: Callable[[StepShape, int], bool] = lambda shape, draft_len: False,
+        is_ready: Callable[[ScheduledBatch, int], bool] = lambda batch, draft_len: True,
+        price: Callable[[], float] = lambda: 0.0,
+        rates_path: Path | None = None,
+        is_default: bool = False,
     ):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
         self._tries_unknown, self._is_lost = tries_unknown, is_lost
+        self._is_ready, self._price, self._is_default = is_ready, price, is_default
+        self._seeds_matter = config.acceptance in RULES_OF_K
+        self._gives_way = False  # whether the last step was left alone
+        self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
         self._is_held_down = False  # whether the last step drafted less than was chosen
         self.lengths = (*(k for k in LENGTHS if k < max_draft_len), max_draft_len)
         self.chosen = min(START, max_draft_len)
         self._allowed = self.lengths  # those within the limits of this step
         self._shape: StepShape | None = None
+        self._most = max_draft_len  # within the limits of this step
         self._share_sampled = 0.0  # of this step's requests
-        self._acceptance = {kind: RunningAcceptance(max_draft_len) for kind in (True, False)}
-        self._steps = self._until = self._folded = 0
+        self._rates_path, kept = rates_path, load_rates(rates_path)
+        self._acceptance = {
+            is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
+            for is_greedy in (True, False)
+        }
+        self._steps = self._until = self._folded = self._since = 0
+        self._loss = 0.0  # seconds of each step since, for want of a faster length's graph
+        self._owed: dict[StepShape, float] = {}
+        self.num_trials = 0
         self._trials: deque[int] = deque()
         self._tried: set[tuple[StepShape, int]] = set()
         self._before_trials: int | None = None  # what was chosen before the trials that run
@@ -125,6 +113,11 @@ class AutoDraftLen(DraftLen):
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         most = super().of(batch, part)
+        self._gives_way = self._is_default and (
+            self._is_runtime_given or any(map(self._would_tell, batch.requests))
+        )
+        if self._gives_way and part.generations:
+            return min(most, self.limit)
         if not part.generations:
             # Prompts draft as many as any step may verify, so that one graph serves them.
             return most
@@ -132,22 +125,45 @@ class AutoDraftLen(DraftLen):
         self._is_held_down = chosen > self.limit
         return min(chosen, self.limit)
 
-    def bound(self) -> int:
+    def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
+        self._gives_way |= self._is_default and any(map(self._would_tell, waiting))
+        if self._gives_way:
+            return self.max_draft_len
         decides = self._steps + 1 >= self._until
         is_resting = self.chosen == 0 and not (decides or self._is_held_down)
         return 0 if is_resting else self.max_draft_len
 
+    @property
+    def may_rest(self) -> bool:
+        return not self._gives_way
+
+    def _would_tell(self, request: Request) -> bool:
+        """Whether a request's outcome shows how many drafts its steps had."""
+        params = request.sampling_params
+        is_seeded = self._seeds_matter and params.seed is not None and not params.is_greedy
+        return is_seeded or request.steps is not None
+
     def close(self) -> None:
+        self._save()
+
+    def _save(self) -> None:
         self.costs.save()
+        seen = {kind: acceptance.seen for kind, acceptance in self._acceptance.items()}
+        save_rates(self._rates_path, seen)
 
     def shape_of(self, batch: ScheduledBatch) -> StepShape:
         """Returns what a step of these generations is timed as."""
-        return StepShape(
-            size=self._bucket(len(batch.generations)),
-            all_greedy=not batch.num_sampled,
-            is_guided=batch.is_guided,
-        )
+        facts = len(batch.generations), not batch.num_sampled, batch.is_guided
+        if facts not in self._shapes:
+            self._shapes[facts] = StepShape(self._bucket(facts[0]), *facts[1:])
+        return self._shapes[facts]
+
+    @property
+    def rates(self) -> dict[bool, list[float]]:
+        """Shares of drafts accepted by position, as estimated: of greedy requests (True), of
+        sampled ones."""
+        return {kind: acceptance.rates for kind, acceptance in self._acceptance.items()}
 
     # -- what steps bring ----------------------------------------------------------------------
     def add_result(self, result: RequestResult) -> None:
@@ -182,18 +198,48 @@ class AutoDraftLen(DraftLen):
     # -- the choice ----------------------------------------------------------------------------
     def _choose(self, batch: ScheduledBatch, most: int) -> int:
         shape, self._steps = self.shape_of(batch), self._steps + 1
-        self._share_sampled = batch.num_sampled / len(batch.generations)
-        usable = (k for k in self.lengths if k <= most and not self._is_lost(shape, k))
-        self._allowed = tuple(usable) or (0,)
         if self._steps - self._folded >= REST:
             self._folded = self._steps
             for acceptance in self._acceptance.values():
                 acceptance.fold()
-        if shape != self._shape or self.chosen not in self._allowed:
-            self._begin(shape)
-        elif self._steps >= self._until:
-            self._decide(shape)
+        is_new = shape is not self._shape or most != self._most
+        if is_new or self._steps >= self._until or self._is_lost(shape, self.chosen):
+            self._settle()
+            self._share_sampled, self._most = batch.num_sampled / len(batch.generations), most
+            self._allowed = self._lengths_for(shape, batch)
+            if is_new or self.chosen not in self._allowed:
+                self._begin(shape)
+            else:
+                self._decide(shape)
         return self.chosen
+
+    def _settle(self) -> None:
+        """Books what was lost since the last choice for want of a graph."""
+        if self._shape is not None and self._loss:
+            lost = self._loss * (self._steps - self._since)
+            self._owed[self._shape] = self._owed.get(self._shape, 0.0) + lost
+        self._loss, self._since = 0.0, self._steps
+
+    def _lengths_for(self, shape: StepShape, batch: ScheduledBatch) -> tuple[int, ...]:
+        """Returns the lengths to choose from.
+
+        A length without a graph is one of them where none has a graph, or once its graph would
+        have saved what it costs.
+        """
+        usable = [k for k in self.lengths if k <= self._most and not self._is_lost(shape, k)]
+        ready = [k for k in usable if self._is_ready(batch, k)]
+        missing = [k for k in usable if k not in ready]
+        if not (ready and missing):
+            return tuple(usable) or (0,)
+        fastest, sought = self._fastest(shape, ready), self._fastest(shape, missing)
+        speed = self._speeds(shape, (fastest, sought))
+        if speed[sought] > BETTER * speed[fastest]:
+            if self._owed.get(shape, 0.0) >= self._price():
+                self._owed[shape] = 0.0
+                return tuple(sorted([*ready, sought]))
+            seconds = self.costs.of(shape, [fastest])[fastest]
+            self._loss = seconds * (1 - speed[fastest] / speed[sought])
+        return tuple(ready)
 
     def _begin(self, shape: StepShape) -> None:
         """Starts with a shape, or with other limits. Trials that were cut off are put back."""
@@ -210,6 +256,8 @@ class AutoDraftLen(DraftLen):
             best = self._best(shape)
             if self._before_trials is not None:
                 self._end_trials(shape, best)
+            elif best == 0 < self.chosen:
+                self._probes[shape] = self._probe_at_rest(shape)
             self.chosen = best
             self._trials.extend(self._to_try(shape))
             if self._trials:
@@ -217,22 +265,45 @@ class AutoDraftLen(DraftLen):
         if self._trials:
             self.chosen = self._trials.popleft()
             self._tried.add((shape, self.chosen))
+            self.num_trials += 1
         self._until = self._steps + (REST if self._before_trials is None else TRIAL)
 
     def _to_try(self, shape: StepShape) -> list[int]:
         """Returns lengths to try next: unknown ones that matter, or neighbours if it is time."""
         near, known = self._neighbours(shape), self.costs.is_known
         unknown = [k for k in near if (shape, k) not in self._tried and not known(shape, k)]
-        if not self._tries_unknown:
-            unknown = []
-        self._is_probe = not unknown
-        if unknown or self._steps < self._probe_of(shape).at:
+        self._is_probe = not (unknown and self._tries_unknown)
+        if not self._is_probe:
             return unknown
+        probe = self._probe_of(shape)
+        if self._steps < probe.at:
+            return []
+        if self.chosen == 0:
+            for acceptance in self._acceptance.values():
+                acceptance.fade(KEPT_AT_REST)
+            return near
+        speed = self._speeds(shape, (*near, self.chosen))
+        least = NEAR * speed[self.chosen]
+        near = [k for k in near if speed[k] > least or not known(shape, k)]
+        if not near:
+            probe.at = self._steps + probe.every
         return near
+
+    def _probe_at_rest(self, shape: StepShape) -> _Probe:
+        """Returns when drafting is tried again after it has stopped: the sooner, the less that
+        costs."""
+        drafting = self._allowed[1:]
+        if not drafting:
+            return _Probe(self._steps + FIRST_PROBE)
+        one = self._fastest(shape, drafting)
+        speed = self._speeds(shape, (0, one))
+        every = round(TRIAL * (1 - speed[one] / speed[0]) / PROBE_SHARE)
+        every = min(FIRST_PROBE, max(SHORTEST_REST, every))
+        return _Probe(self._steps + every, every)
 
     def _end_trials(self, shape: StepShape, best: int) -> None:
         """Waits longer before the next probe if this one changed nothing."""
-        self.costs.save()
+        self._save()
         if self._is_probe:
             probe, is_same = self._probe_of(shape), best == self._before_trials
             probe.every = min(LAST_PROBE, 2 * probe.every) if is_same else FIRST_PROBE

@@ -185,6 +185,7 @@ def _build(
         mode=drafter.mode,
         device=device,
         layers_to_capture=drafter.layers_to_capture,
+        chooses_by_default=drafter.chooses_by_default,
     )
     if link is None:
         return StepRunner(parts, config), config, loader.saver(target)
@@ -233,7 +234,8 @@ def _load(
         engine, directory, replace(target_config, parallel=parallel), device, backend, seq_len
     )
     drafter = loader.load(target)
-    worker = create_worker(drafter.config, drafter.mask_token_id)
+    reads_next = getattr(drafter.model, "reads_next_tokens", False)
+    worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,

@@ -11,6 +11,7 @@ from ..utils import cache_dir
 from .auto_draft_len import AutoDraftLen
 from .draft_len import DraftLen
 from .graphs import CudaGraphs
+from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
@@ -22,21 +23,25 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
     config, most = runner.step.worker.config, runner.max_draft_len
     if config is None or config.draft_len_schedule != "auto" or most == 0:
         return DraftLen(most, config)
-    costs = StepCosts(_path(runner))
+    path, graphs = _path(runner), runner.graphs
     auto = AutoDraftLen(
         most,
         config,
-        costs,
+        StepCosts(path),
         lambda count: _bucket(runner, count),
         runs_at_launch=runner.device.type == "cpu",
-        tries_unknown=runner.graphs is None,
+        tries_unknown=graphs is None,
         is_lost=lambda shape, draft_len: _is_lost(runner, shape, draft_len),
+        is_ready=lambda batch, draft_len: _is_ready(runner, batch, draft_len),
+        price=lambda: 0.0 if runner.graphs is None else runner.graphs.price,
+        rates_path=path.with_suffix(".rates"),
+        is_default=runner.chooses_by_default,
     )
-    if runner.graphs is not None:
-        runner.graphs.may_lose_graphs = True
+    if graphs is not None:
+        graphs.may_lose_graphs = True
     # Over several ranks a replay of one rank alone would hang.
-    if runner.graphs is not None and runner.step.target.config.parallel.size == 1:
-        _measure(runner.graphs, auto)
+    if graphs is not None and runner.step.target.config.parallel.size == 1:
+        _measure(graphs, auto)
     return auto
 
 
@@ -52,16 +57,29 @@ def _is_lost(runner: StepRunner, shape: StepShape, draft_len: int) -> bool:
     )
 
 
+def _is_ready(runner: StepRunner, batch: ScheduledBatch, draft_len: int) -> bool:
+    """Whether a step can be launched without a capture."""
+    return runner.graphs is None or runner.graphs.is_ready(batch, draft_len)
+
+
 def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
-    """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest."""
-    sizes = [size for size in graphs.batch_sizes if size & (size - 1) == 0]
-    for size in sorted({*sizes, graphs.batch_sizes[-1]}, reverse=True):
+    """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest.
+
+    Where graphs are captured at start, all sizes' lengths are.
+    """
+    sizes = {size for size in graphs.batch_sizes if size & (size - 1) == 0}
+    sizes.add(graphs.batch_sizes[-1])
+    for size in reversed(graphs.batch_sizes):
+        if graphs.captures_at_start:
+            graphs.prepare_missed(size)
         for shape in (StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)):
             for draft_len in auto.lengths:
-                if not auto.costs.is_known(shape, draft_len):
+                if size in sizes and not auto.costs.is_known(shape, draft_len):
                     seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
                     if seconds is not None:
                         auto.costs.set(shape, draft_len, seconds)
+                elif graphs.captures_at_start:
+                    graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
     auto.costs.save()
 
 

@@ -1,8 +1,8 @@
 """The inputs of a context pass in a fixed shape, so that one captured graph serves many passes.
 
 A pass of this shape has T token rows and C contexts. Unused rows belong to no context and write
-nowhere. Unused contexts have no rows and use the scratch slot. All that differs between passes is
-one device tensor, which the host sends in one copy.
+nowhere. Unused contexts have no rows of their own and use the scratch slot. All that differs
+between passes is one device tensor, which the host sends in one copy.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
+from ..layers.linear import Linear
 from ..models.decoder import Decoder
-from ..ops.launch.machine import FLOPS, FLOPS_FP32, LAUNCH_SECONDS_PER_LAYER
+from ..ops.launch.machine import (
+    FLOPS,
+    FLOPS_FP8,
+    FLOPS_FP32,
+    LAUNCH_SECONDS_PER_LAYER,
+    LAUNCH_SECONDS_PER_LAYER_FP8,
+)
 from ..state.kv_cache import KVCacheManager
 from ..utils import to_device
 from .inputs import ContextRows, StepInputs
@@ -27,16 +34,23 @@ def most_worth_capturing(target: Decoder) -> int:
 
     With more rows a graph saves nothing, and its padding costs time.
     """
-    weights = 0.0  # number of weights that each row is multiplied with
+    full = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
+    seconds, launching = 0.0, 0.0  # for a row, for a pass
     for i, layer in enumerate(target.layers):
         moe = target.config.moe_of_layer(i)
+        codes = {
+            id(module.weight)
+            for module in layer.modules()
+            if isinstance(module, Linear) and (weight := module.fp8) is not None and weight.by_rows
+        }
         for name, parameter in layer.named_parameters():
             if name.endswith("scales"):
                 continue
             share = moe.experts_per_token / moe.num_experts if moe and ".experts." in name else 1
-            weights += parameter.numel() * share
-    flops = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
-    return int(LAUNCH_SECONDS_PER_LAYER * len(target.layers) * flops / (2 * weights))
+            flops = FLOPS_FP8 if id(parameter) in codes else full
+            seconds += 2 * parameter.numel() * share / flops
+        launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
+    return int(launching / seconds)
 
 
 class ContextInputs:
@@ -61,10 +75,7 @@ class ContextInputs:
         self.fill([])
 
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
-        """Whether the chunks fit. One that fills a whole pass does not: a row must be free."""
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        if len(chunks) < self.num_contexts:
-            tokens += 1  # the row at which padding contexts end
         return tokens <= self.num_tokens and len(chunks) <= self.num_contexts
 
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
@@ -88,7 +99,7 @@ class ContextInputs:
             last[i] = start - 1
             slots[i], ends[i] = chunk.request.slot, chunk.end
             following[i] = chunk.next_prompt_token
-        last[len(chunks) :] = start
+        last[len(chunks) :] = min(start, tokens - 1)  # a padding row, if there is one
         tables = self.kv_cache.block_tables([chunk.request.request_id for chunk in chunks])
         offset = 3 * tokens + 4 * contexts
         for table, width in zip(tables, self.widths, strict=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..checks import is_int
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
-from .request import ScheduledBatch
+from .request import Request, ScheduledBatch
 from .results import LaunchedStep, RequestResult
 
 
@@ -26,7 +26,7 @@ class DraftLen:
         self.max_concurrency = None if config is None else config.max_concurrency
         schedule = None if config is None else config.draft_len_schedule
         self._schedule = sorted(schedule.items()) if isinstance(schedule, Mapping) else None
-        self._runtime = max_draft_len
+        self._runtime, self._is_runtime_given = max_draft_len, False
         self.last = max_draft_len  # proposed by the last step of generations
         self.limit = max_draft_len  # of the step that is scheduled; read where `is_exact`
 
@@ -42,10 +42,19 @@ class DraftLen:
             raise ConfigError(
                 f"runtime_draft_len={value}: it must be in 0 … max_draft_len={self.max_draft_len}."
             )
-        self._runtime = value
+        self._runtime, self._is_runtime_given = value, True
 
-    def bound(self) -> int:
-        """Returns how many drafts the next step may verify or propose at most."""
+    @property
+    def may_rest(self) -> bool:
+        """Whether a step that finds no blocks for its drafts may draft nothing instead."""
+        return self.is_exact
+
+    def bound(self, waiting: Iterable[Request] = ()) -> int:
+        """Returns how many drafts the next step may verify or propose at most.
+
+        Args:
+            waiting: requests that it may start.
+        """
         return self.max_draft_len
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:

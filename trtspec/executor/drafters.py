@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..acceptance.forced import get_force_num_accepted_tokens
 from ..attention.base import AttentionBackend
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
 from ..checkpoints.heads.load import load_head
@@ -23,7 +24,7 @@ from ..checkpoints.heads.records import HeadRequest, LoadOptions
 from ..checkpoints.hf_config import load_config
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import finish, load_decoder
-from ..checkpoints.zoo import resolve_model
+from ..checkpoints.zoo import is_of_package, resolve_model
 from ..config import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
@@ -80,6 +81,7 @@ class LoadedDrafter:
     model: Decoder | DraftHead | None = None  # None: no network drafts
     layers_to_capture: tuple[int, ...] = ()  # target layers whose outputs are captured
     mask_token_id: int | None = None  # of a masked drafter
+    chooses_by_default: bool = False  # its lengths choose themselves, though nobody asked for it
 
     @property
     def mode(self) -> SpeculativeDecodingMode:
@@ -131,6 +133,9 @@ class HeadLoader(DrafterLoader[HeadSpec]):
         )
         spec = self.settle(head, directory)
         _check_draft_len(spec, head)
+        chooses = self.spec.max_draft_len == 0 and may_choose(spec, directory, target)
+        if chooses:
+            spec = replace(spec, draft_len_schedule="auto")
         return LoadedDrafter(
             config=spec,
             vocab_size=min(head.config.draft_vocab_size, target.config.vocab_size),
@@ -138,6 +143,7 @@ class HeadLoader(DrafterLoader[HeadSpec]):
             model=head,
             layers_to_capture=head.layers_to_capture,
             mask_token_id=head.config.mask_token_id,
+            chooses_by_default=chooses,
         )
 
     def settle(self, head: DraftHead, directory: Path) -> HeadSpec:
@@ -338,6 +344,19 @@ def drafter_loader(spec: DecodingBaseConfig | None) -> DrafterLoader:
         ConfigError, CheckpointError: the drafter cannot be found.
     """
     return next(LOADERS[base] for base in type(spec).__mro__ if base in LOADERS)(spec)
+
+
+def may_choose(spec: HeadDecodingConfig, directory: Path, target: LoadedTarget) -> bool:
+    """Whether draft lengths choose themselves where K was left open (decision 019).
+
+    That is for heads of the package on one GPU, which times steps well. Other settings of lengths,
+    forced acceptance and passes outside of the step keep K.
+    """
+    is_open = spec.draft_len_schedule is None and spec.max_concurrency is None
+    is_alone = target.device.type == "cuda" and target.config.parallel.size == 1
+    is_inside = not spec.spec_dec_mode.drafts_in_passes()
+    is_free = get_force_num_accepted_tokens() == 0
+    return is_open and is_alone and is_inside and is_free and is_of_package(directory)
 
 
 def _check_draft_len(spec: HeadDecodingConfig, head: DraftHead) -> None:

@@ -33,10 +33,12 @@ from .device_step import DeviceStep
 from .forward_step import StepOutputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
-from .request import ContextChunk, Request, StepPlan
+from .request import ContextChunk, Request, ScheduledBatch, StepPlan
 from .step_launch import StepLaunch
 
 logger = logging.getLogger(__name__)
+
+SECONDS_OF_CAPTURE = 0.05  # before any was timed
 
 
 class GraphMemoryError(ConfigError):
@@ -82,6 +84,7 @@ class CudaGraphs:
     ):
         self.step, self.kv_cache, self.device = step, step.kv_cache, device
         self.enable_padding = graph_config.enable_padding
+        self.captures_at_start = graph_config.capture_at_start
         self.enable_autotuner = graph_config.enable_autotuner
         self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
@@ -106,6 +109,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
+        self.capture_seconds: list[float] = []  # of each capture
 
     def bucket(self, batch_size: int) -> int | None:
         """Returns the smallest captured size that holds the batch; None if there is none."""
@@ -124,9 +128,7 @@ class CudaGraphs:
             return None
         keys = [_key_of(plan, batch_size=bucket)]
         if plan.reads_missed:
-            keys.append(
-                GraphKey(bucket, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
-            )
+            keys.append(_key_of_missed(bucket))
         if any(key not in self._graphs for key in keys):
             plan.finish_before()
             if not all(self._is_there(key) for key in keys):
@@ -158,12 +160,28 @@ class CudaGraphs:
 
     def is_lost(self, size: int, draft_len: int, *, all_greedy: bool, is_guided: bool) -> bool:
         """Whether a graph of this size and draft length found no memory."""
+        if not self._lost:
+            return False
         sought = size, draft_len, all_greedy, is_guided
         return any(
             sought == (key.batch_size, key.draft_len, key.all_greedy, key.is_guided)
             for key in self._lost
             if not key.reads_missed
         )
+
+    def is_ready(self, batch: ScheduledBatch, draft_len: int) -> bool:
+        """Whether a step of generations that verifies and proposes K drafts needs no capture."""
+        bucket = self.bucket(len(batch.generations))
+        if bucket is None:
+            return True
+        plan = StepPlan(batch=batch, num_drafts=draft_len, draft_len=draft_len)
+        key = _key_of(plan, batch_size=bucket)
+        return key in self._graphs or key in self._lost
+
+    @property
+    def price(self) -> float:
+        """The seconds that a capture takes, going by the latest ones."""
+        return median(self.capture_seconds[-9:]) if self.capture_seconds else SECONDS_OF_CAPTURE
 
     def shape_for(self, chunks: Sequence[ContextChunk]) -> ContextInputs | None:
         """Returns the smallest captured shape that holds these parts of prompts, if any does."""
@@ -218,6 +236,15 @@ class CudaGraphs:
                 if not self._capture_contexts(inputs, key):
                     break
 
+    def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> None:
+        """Captures a step that verifies and proposes K drafts."""
+        self._is_there(_key_at_start(draft_len, size, all_greedy))
+
+    def prepare_missed(self, size: int) -> None:
+        """Captures the pass over rows that the head has missed, where there may be some."""
+        if self.step.state.missed is not None:
+            self._is_there(_key_of_missed(size))
+
     def replay_seconds(
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
     ) -> float | None:
@@ -225,8 +252,7 @@ class CudaGraphs:
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
-        keys = _keys_at_start(draft_len, batch_size=size)
-        key = next(key for key in keys if key.all_greedy == all_greedy)
+        key = _key_at_start(draft_len, size, all_greedy)
         if not self._is_there(key):
             return None
         self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
@@ -264,7 +290,7 @@ class CudaGraphs:
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. All its rows are inert, so that warming up changes no request."""
-        free = torch.cuda.mem_get_info(self.device)[0]
+        free, began = torch.cuda.mem_get_info(self.device)[0], time.perf_counter()
         try:
             with cublaslt.tuning(self.enable_autotuner):
                 captured = self._capture_inert(key)
@@ -276,6 +302,7 @@ class CudaGraphs:
             ) from error
         taken = max(0, free - torch.cuda.mem_get_info(self.device)[0])
         self.memory_bytes += taken
+        self.capture_seconds.append(time.perf_counter() - began)
         logger.info("Captured %s: %.1f MiB.", key, taken / 2**20)
         return captured
 
@@ -375,19 +402,27 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
     )
 
 
+def _key_of_missed(batch_size: int) -> GraphKey:
+    return GraphKey(batch_size, 0, 0, all_greedy=True, has_filters=False, reads_missed=True)
+
+
+def _key_at_start(
+    num_drafts: int, batch_size: int, all_greedy: bool, context_tokens: int = 0
+) -> GraphKey:
+    return GraphKey(
+        batch_size=batch_size,
+        num_drafts=num_drafts,
+        draft_len=num_drafts,
+        all_greedy=all_greedy,
+        has_filters=False,
+        context_tokens=context_tokens,
+    )
+
+
 def _keys_at_start(num_drafts: int, batch_size: int, context_tokens: int = 0) -> list[GraphKey]:
     """Returns the keys to capture at start: greedy and sampled, without filters."""
-    return [
-        GraphKey(
-            batch_size=batch_size,
-            num_drafts=num_drafts,
-            draft_len=num_drafts,
-            all_greedy=all_greedy,
-            has_filters=False,
-            context_tokens=context_tokens,
-        )
-        for all_greedy in (True, False)
-    ]
+    kinds = True, False
+    return [_key_at_start(num_drafts, batch_size, kind, context_tokens) for kind in kinds]
 
 
 class _Recorder:

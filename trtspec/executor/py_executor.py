@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -94,7 +95,6 @@ class PyExecutor:
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
-        self.scheduler.may_rest = self._draft_len.is_exact
         self.stop_check: StopCheck | None = None
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
@@ -338,7 +338,9 @@ class PyExecutor:
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
         while True:
-            self.scheduler.most_drafts = self._draft_len.bound()
+            next_ones = islice(self.scheduler.waiting, self.config.max_batch_size)
+            self.scheduler.most_drafts = self._draft_len.bound(next_ones)
+            self.scheduler.may_rest = self._draft_len.may_rest
             batch, victims = self.scheduler.schedule()
             if not victims:
                 self._draft_len.limit = self.scheduler.most_drafts

@@ -56,6 +56,7 @@ class EngineParts:
     mode: SpeculativeDecodingMode
     device: torch.device
     layers_to_capture: tuple[int, ...] = ()  # target layers that a head reads, or that are saved
+    chooses_by_default: bool = False  # lengths choose themselves, though nobody asked for it
 
 
 class StepRunner:
@@ -64,6 +65,7 @@ class StepRunner:
     def __init__(self, parts: EngineParts, config: ExecutorConfig):
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
         self.max_batch_size = config.max_batch_size
+        self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
         self._masked_drafts = config.guided_masked_drafts
         target, worker = parts.target, parts.worker

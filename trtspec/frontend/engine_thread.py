@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..api.sampling_params import MAX_TOKENS
 from ..errors import EngineError, RankError
 from ..executor.py_executor import PyExecutor
 from ..executor.request import Request
@@ -33,19 +34,50 @@ MAX_FAILED_STEPS = 2
 SHUT_DOWN = "The engine is shut down."
 
 
+class Bell:
+    """Wakes the one task that waits for news, at half the cost of an `asyncio.Event`."""
+
+    __slots__ = ("_waiter", "on_ring")
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self.on_ring: Callable[[], None] | None = None
+        """Called at each ring, in place of waking a task. It raises nothing."""
+
+    def ring(self) -> None:
+        if self.on_ring is not None:
+            self.on_ring()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Waits for the next ring.
+
+        Raises:
+            RuntimeError: another task waits.
+        """
+        if self._waiter is not None and not self._waiter.done():
+            raise RuntimeError("Another task reads this stream: one at a time can.")
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
 class Feed:
     """What the event loop knows of one request.
 
     Args:
-        ready: set when there is news. Several feeds of one reader share it.
+        bell: rings when there is news. Several feeds of one reader share it.
         on_done: called once, in the event loop.
+        is_whole: the end is the only news.
     """
 
-    __slots__ = ("_on_done", "announced", "is_done", "num_tokens", "ready", "request")
+    __slots__ = ("_on_done", "announced", "bell", "is_done", "num_tokens", "request")
 
-    def __init__(self, request: Request, ready: asyncio.Event, on_done: Callable[[Feed], None]):
-        self.request, self.ready, self._on_done = request, ready, on_done
-        self.announced = 0  # tokens handed over; the engine thread's
+    def __init__(
+        self, request: Request, bell: Bell, on_done: Callable[[Feed], None], is_whole: bool = False
+    ):
+        self.request, self.bell, self._on_done = request, bell, on_done
+        self.announced = MAX_TOKENS if is_whole else 0  # tokens handed over; the engine thread's
         self.num_tokens, self.is_done = 0, False
 
     def update(self, num_tokens: int, is_done: bool) -> None:
@@ -54,7 +86,7 @@ class Feed:
         if is_done and not self.is_done:
             self.is_done = True
             self._on_done(self)
-        self.ready.set()
+        self.bell.ring()
 
 
 class News(NamedTuple):

@@ -76,12 +76,8 @@ class OutputReader:
     def __init__(self, request: Request, prompt: str | None, tokenizer: Any):
         self.request, self.prompt = request, prompt
         self._stream = TextStream(tokenizer, request.sampling_params.stop_strings)
-        self._seen_tokens, self._seen_text = 0, 0
+        self.num_seen, self._seen_text = 0, 0  # tokens, characters
         self.is_done = False  # the end was taken
-
-    @property
-    def num_seen(self) -> int:
-        return self._seen_tokens
 
     def take(self, num_tokens: int, *, is_finished: bool) -> Piece:
         """Returns what is new.
@@ -89,7 +85,7 @@ class OutputReader:
         Args:
             num_tokens: tokens of the output that may be read. Later ones may be computed again.
         """
-        request, first = self.request, self._seen_tokens
+        request, first = self.request, self.num_seen
         new = request.output_token_ids[first:num_tokens]
         if new:
             self._stream.extend_with(new)
@@ -101,13 +97,13 @@ class OutputReader:
             sources=None if request.sources is None else request.sources[first:num_tokens],
             finish_reason=request.finish_reason if is_finished else None,
         )
-        self._seen_tokens, self._seen_text = num_tokens, len(text)
+        self.num_seen, self._seen_text = num_tokens, len(text)
         self.is_done = is_finished
         return piece
 
     def snapshot(self, piece: Piece, acceptance: Acceptance) -> RequestOutput:
         """Returns the output up to now; `_diff` fields are the piece's, which was taken last."""
-        request, count = self.request, self._seen_tokens
+        request, count = self.request, self.num_seen
         completion = CompletionOutput(
             token_ids=request.output_token_ids[:count],
             text=self._stream.final() if self.is_done else self._stream.safe_text(),

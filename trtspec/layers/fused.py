@@ -234,7 +234,9 @@ def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
 def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
-    if not x.is_cuda or type(layer) is not Linear or layer.weight is None:
+    if not (x.is_cuda and 0 < x.shape[0] <= MAX_ROWS):
+        return None
+    if type(layer) is not Linear or layer.weight is None:
         return None
     if x.dtype != torch.bfloat16 and (x.dtype != torch.float16 or norms):
         return None  # x times a norm's weight may leave fp16's range before it is scaled
@@ -249,7 +251,7 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
             return None
     else:
         rows, is_large = x.shape[0], weight.numel() >= LARGE
-        if not 0 < rows <= (MAX_ROWS_OF_LARGE if is_large else MAX_ROWS):
+        if is_large and rows > MAX_ROWS_OF_LARGE:
             return None
         if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
             return None

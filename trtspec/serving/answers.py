@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring
 from typing import Any
 
 from ..api.outputs import Logprob, SpecStats
@@ -26,6 +27,11 @@ Json = dict[str, Any]
 
 def dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def text_of(value: str) -> str:
+    """Returns a text as `dumped` writes it, at a tenth of the cost."""
+    return encode_basestring(value)
 
 
 def event_of(value: Any) -> bytes:
@@ -167,7 +173,7 @@ async def start(streams: Sequence[OutputStream]) -> None:
 
 
 async def next_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tuple[int, Piece]]:
-    """Returns what is new of an answer.
+    """Waits for news. Returns what is new of an answer; [] once all is read.
 
     Raises:
         ApiError: the engine failed, or a request did.
@@ -176,6 +182,21 @@ async def next_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tu
         pieces = await stream.pieces()
     except EngineError as error:
         raise of_library(error) from None
+    return _checked(stream, asked, pieces)
+
+
+def new_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tuple[int, Piece]]:
+    """Returns what is new by now, as `next_pieces` does; [] if nothing is."""
+    try:
+        pieces = stream.take()
+    except EngineError as error:
+        raise of_library(error) from None
+    return _checked(stream, asked, pieces)
+
+
+def _checked(
+    stream: OutputStream, asked: GenerationRequest, pieces: list[tuple[int, Piece]]
+) -> list[tuple[int, Piece]]:
     for index, piece in pieces:
         if piece.finish_reason in ("error", "cancelled"):
             stream.cancel()

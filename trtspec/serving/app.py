@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -31,18 +31,16 @@ from .protocol import (
     TokenizeRequest,
     parse,
 )
-from .streams import ClientGone, EventStream, while_connected
+from .streams import ClientGone, EventSource, EventStream, while_connected
 
 logger = logging.getLogger(__name__)
 G = TypeVar("G", bound=GenerationRequest)
 
 
-class Answer(Protocol):
+class Answer(EventSource, Protocol):
     async def whole(self) -> Json: ...
 
     async def wait(self) -> None: ...
-
-    def events(self) -> AsyncGenerator[bytes]: ...
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
@@ -83,7 +81,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
             if not asked.stream:
                 return JSONResponse(await opened.whole())
             await opened.wait()
-            return EventStream(opened.events())
+            return EventStream(opened)
 
         return await while_connected(request.receive, answer())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..async_llm import AsyncLLM, OutputStream, Tokens
 from ..errors import EngineError, RequestError
+from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
     Header,
@@ -20,8 +20,10 @@ from .answers import (
     dumped,
     event_of,
     metrics_of,
+    new_pieces,
     next_pieces,
     start,
+    text_of,
     usage_of,
 )
 from .config import ServerConfig
@@ -120,6 +122,8 @@ class ChatEndpoint:
 
         stream = self.llm.open(given, params, request.cache_salt, request.include_token_sources)
         stream.arrived = arrived
+        # The first call is an end that the engine does not know.
+        stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
         await start([stream])
         make = partial(self._choice, request, is_inside)
@@ -208,6 +212,7 @@ class Choice:
         self._is_named, self._ends_at_call = is_named, ends_at_call
         self._splitter, self._parser, self.texts = splitter, parser, texts
         self.num_tokens, self.has_calls = 0, False
+        self.is_plain = splitter is None and parser is None and texts is None
 
     @property
     def is_cut(self) -> bool:
@@ -266,6 +271,12 @@ class ChatAnswer:
         self._stream, self._choices = stream, choices
         self._header = Header("chat.completion", endpoint.model_name, "chatcmpl")
         self._first: list[tuple[int, Piece]] = []
+        self._num_open, self.is_done = len(choices), False
+        options = request.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._has_usage_always = options is not None and options.continuous_usage_stats
+        self._is_plain = not (request.logprobs or self._has_usage_always)
+        self._head = f"data: {dumped(self._header.fields(is_chunk=True))[:-1]}"
 
     async def whole(self) -> Json:
         """Returns the answer when it is complete."""
@@ -325,55 +336,66 @@ class ChatAnswer:
         """Waits for the first tokens, so that an error before them has a status of its own."""
         self._first = await next_pieces(self._stream, self._request)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yields server-sent events."""
-        request = self._request
-        options = request.stream_options
-        has_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        head = dumped(self._header.fields(is_chunk=True))[1:-1]
-        pieces = self._first
+    # -- streamed --------------------------------------------------------------------------------
+    @property
+    def bell(self) -> Bell:
+        return self._stream.bell
+
+    def close(self) -> None:
+        self._stream.cancel()
+
+    def take(self) -> bytes:
+        """Returns the server-sent events that are due. `wait` comes first."""
+        events = []
         try:
-            for index in range(len(self._choices)):
-                usage = {"usage": self._usage()} if continuous else None
-                yield self._chunk(index, {"role": "assistant", "content": ""}, more=usage)
-            num_open = len(self._choices)
-            while pieces:
-                for index, piece in pieces:
-                    choice = self._choices[index]
-                    delta = self._take(index, piece)
-                    is_plain = not (delta.calls or delta.reasoning or request.logprobs)
-                    if is_plain and choice.texts is None and piece.finish_reason is None:
-                        if delta.content and not continuous:
-                            yield (
-                                f'data: {{{head},"choices":[{{"index":{index},"delta":'
-                                f'{{"content":{dumped(delta.content)}}},"logprobs":null,'
-                                '"finish_reason":null}]}\n\n'
-                            ).encode("utf-8", "replace")
-                            continue
-                        if not delta.content:
-                            continue
-                    more: Json = {}
-                    if choice.texts is not None:
-                        more["trtspec"] = {"tokens": choice.texts.of(piece)}
-                    reason = choice.reason(piece)
-                    num_open -= reason is not None
-                    if continuous:
-                        more["usage"] = self._usage()
-                    if num_open == 0 and not has_usage:
-                        more["metrics"] = metrics_of(self._llm, self._stream.requests)
-                    logprobs = self._logprobs(piece) if request.logprobs else None
-                    yield self._chunk(index, delta.fields(), reason, logprobs, more)
-                pieces = await next_pieces(self._stream, self._request) if num_open else []
-            if has_usage:
-                yield event_of(
-                    self._header.fields(is_chunk=True) | {"choices": []} | self._totals()
-                )
+            pieces, self._first = self._first, []
+            if pieces:
+                usage = {"usage": self._usage()} if self._has_usage_always else None
+                beginning = {"role": "assistant", "content": ""}
+                events += [self._chunk(i, beginning, more=usage) for i in range(len(self._choices))]
+            for index, piece in pieces or new_pieces(self._stream, self._request):
+                events.append(self._event(index, piece))
+            if self._num_open:
+                return b"".join(events)
+            if self._has_usage:
+                fields = self._header.fields(is_chunk=True)
+                events.append(event_of(fields | {"choices": []} | self._totals()))
         except ApiError as error:
-            yield event_of(error.body())
-        finally:
-            self._stream.cancel()
-        yield DONE
+            events.append(event_of(error.body()))
+        self.is_done = True
+        return b"".join([*events, DONE])
+
+    def _event(self, index: int, piece: Piece) -> bytes:
+        """Returns the event of a piece, b"" if there is nothing to say."""
+        choice, request = self._choices[index], self._request
+        if choice.is_plain and self._is_plain and piece.finish_reason is None:
+            choice.num_tokens += len(piece.token_ids)
+            return self._text(index, piece.text) if piece.text else b""
+        delta = self._take(index, piece)
+        has_more = delta.calls or delta.reasoning or request.logprobs or choice.texts is not None
+        if not (has_more or piece.finish_reason):
+            if not delta.content:
+                return b""
+            if not self._has_usage_always:
+                return self._text(index, delta.content)
+        more: Json = {}
+        if choice.texts is not None:
+            more["trtspec"] = {"tokens": choice.texts.of(piece)}
+        reason = choice.reason(piece)
+        self._num_open -= reason is not None
+        if self._has_usage_always:
+            more["usage"] = self._usage()
+        if self._num_open == 0 and not self._has_usage:
+            more["metrics"] = metrics_of(self._llm, self._stream.requests)
+        logprobs = self._logprobs(piece) if request.logprobs else None
+        return self._chunk(index, delta.fields(), reason, logprobs, more)
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Returns the event of text alone, as `_chunk` writes it."""
+        return (
+            f'{self._head},"choices":[{{"index":{index},"delta":{{"content":{text_of(text)}}},'
+            '"logprobs":null,"finish_reason":null}]}\n\n'
+        ).encode("utf-8", "replace")
 
     def _chunk(
         self,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..async_llm import AsyncLLM, OutputStream
 from ..errors import EngineError, RequestError
+from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
     Header,
     Json,
     TokenTexts,
+    dumped,
     event_of,
     finite,
     logprobs_by_text,
     metrics_of,
+    new_pieces,
     next_pieces,
     start,
+    text_of,
     usage_of,
 )
 from .config import ServerConfig
@@ -60,6 +64,9 @@ class CompletionEndpoint:
         ]
         for stream in streams:
             stream.arrived = arrived
+            stream.is_whole = not request.stream
+            if request.stream:  # one task reads them all
+                stream.bell = streams[0].bell
         try:
             await start(streams)
             echoes = [await self._echo(request, prompt) for prompt in prompts]
@@ -92,7 +99,7 @@ class _Choice:
 
     def __init__(self, tokenizer: Any, has_texts: bool):
         self.texts = TokenTexts(tokenizer) if has_texts else None
-        self.num_tokens = 0
+        self.num_tokens, self.is_begun = 0, False
         self._offset, self._read = 0, TokenTexts(tokenizer)
 
     def logprobs(self, names: TokenNames, piece: Piece, count: int) -> Json:
@@ -125,6 +132,12 @@ class CompletionAnswer:
         tokenizer, has_texts = endpoint.llm.llm.tokenizer, request.include_token_sources
         self._choices = [_Choice(tokenizer, has_texts) for _ in range(len(streams) * request.n)]
         self._header = Header("text_completion", endpoint.model_name, "cmpl")
+        self._first: list[tuple[int, int, Piece]] = []
+        self._num_open, self.is_done = len(self._choices), False
+        options = request.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._has_usage_always = options is not None and options.continuous_usage_stats
+        self._head = f"data: {dumped(self._header.fields())[:-1]}"
 
     async def whole(self) -> Json:
         """Returns the answer when it is complete."""
@@ -180,83 +193,70 @@ class CompletionAnswer:
 
     async def wait(self) -> None:
         """Waits for the first tokens, so that an error before them has a status of its own."""
-        self._news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-        self._readers = [
-            asyncio.create_task(self._read(number, stream))
-            for number, stream in enumerate(self._streams)
-            if len(self._streams) > 1
-        ]
         try:
-            self._first = await self._next()
+            while not (first := self._new()):
+                await self.bell.wait()
+            self._first = first
         except BaseException:
-            await self._stop()
+            self._cancel()
             raise
 
-    async def _read(self, number: int, stream: OutputStream) -> None:
-        """Passes on what is new of one prompt, one piece at a time: a slow client holds it back."""
-        try:
-            while pieces := await next_pieces(stream, self._request):
-                is_taken = asyncio.Event()
-                self._news.put_nowait((number, (pieces, is_taken)))
-                await is_taken.wait()
-        except ApiError as error:
-            self._news.put_nowait((number, error))
+    # -- streamed --------------------------------------------------------------------------------
+    @property
+    def bell(self) -> Bell:
+        return self._streams[0].bell  # all have this one
 
-    async def _next(self) -> tuple[int, list[tuple[int, Piece]]]:
-        if len(self._streams) == 1:
-            return 0, await next_pieces(self._streams[0], self._request)
-        number, news = await self._news.get()
-        if isinstance(news, ApiError):
-            raise news
-        pieces, is_taken = news
-        is_taken.set()
-        return number, pieces
-
-    async def _stop(self) -> None:
+    def close(self) -> None:
         self._cancel()
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yields server-sent events. `wait` comes first."""
-        options = self._request.stream_options
-        has_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        num_open, (number, pieces) = len(self._choices), self._first
-        has_echo = set()
+    def _new(self) -> list[tuple[int, int, Piece]]:
+        """Returns what is new: the prompt's number, the choice's, the piece."""
+        return [
+            (number, number * self._n + i, piece)
+            for number, stream in enumerate(self._streams)
+            for i, piece in new_pieces(stream, self._request)
+        ]
+
+    def take(self) -> bytes:
+        """Returns the server-sent events that are due. `wait` comes first."""
+        events = []
         try:
-            while True:
-                for i, piece in pieces:
-                    index = number * self._n + i
-                    choice, text = self._choices[index], piece.text
-                    choice.num_tokens += len(piece.token_ids)
-                    if self._request.echo and index not in has_echo:
-                        has_echo.add(index)
-                        text = self._echoes[number] + text
-                    num_open -= piece.finish_reason is not None
-                    has_more = self._request.logprobs is not None or choice.texts is not None
-                    if not (text or has_more or piece.finish_reason):
-                        continue
-                    entry: Json = {"index": index, "text": text, "logprobs": None}
-                    entry["finish_reason"] = piece.finish_reason
-                    if self._request.logprobs is not None:
-                        entry["logprobs"] = choice.logprobs(self._names, piece, self._num_top)
-                    more: Json = {"choices": [entry]}
-                    if choice.texts is not None:
-                        more["trtspec"] = {"tokens": choice.texts.of(piece)}
-                    if continuous:
-                        more["usage"] = self._usage()
-                    if num_open == 0 and not has_usage:
-                        more["metrics"] = metrics_of(self._llm, self._requests())
-                    yield event_of(self._header.fields() | more)
-                if num_open == 0:
-                    break
-                number, pieces = await self._next()
-            if has_usage:
-                yield event_of(self._header.fields() | {"choices": []} | self._totals())
+            pieces, self._first = self._first or self._new(), []
+            for number, index, piece in pieces:
+                events.append(self._event(number, index, piece))
+            if self._num_open:
+                return b"".join(events)
+            if self._has_usage:
+                events.append(event_of(self._header.fields() | {"choices": []} | self._totals()))
         except ApiError as error:
-            yield event_of(error.body())
-        finally:
-            await self._stop()
-        yield DONE
+            events.append(event_of(error.body()))
+        self.is_done = True
+        return b"".join([*events, DONE])
+
+    def _event(self, number: int, index: int, piece: Piece) -> bytes:
+        """Returns the event of a piece, b"" if there is nothing to say."""
+        choice, text, reason = self._choices[index], piece.text, piece.finish_reason
+        choice.num_tokens += len(piece.token_ids)
+        if not choice.is_begun:
+            choice.is_begun, text = True, self._echoes[number] + text
+        has_logprobs, has_texts = self._request.logprobs is not None, choice.texts is not None
+        if not (has_logprobs or has_texts or reason):
+            if not text:
+                return b""
+            if not self._has_usage_always:
+                return (
+                    f'{self._head},"choices":[{{"index":{index},"text":{text_of(text)},'
+                    '"logprobs":null,"finish_reason":null}]}\n\n'
+                ).encode("utf-8", "replace")
+        entry: Json = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        self._num_open -= reason is not None
+        if has_logprobs:
+            entry["logprobs"] = choice.logprobs(self._names, piece, self._num_top)
+        more: Json = {"choices": [entry]}
+        if choice.texts is not None:
+            more["trtspec"] = {"tokens": choice.texts.of(piece)}
+        if self._has_usage_always:
+            more["usage"] = self._usage()
+        if self._num_open == 0 and not self._has_usage:
+            more["metrics"] = metrics_of(self._llm, self._requests())
+        return event_of(self._header.fields() | more)

@@ -17,14 +17,69 @@ from ..async_llm import AsyncLLM
 from ..errors import ConfigError
 from .app import build_app
 from .config import ServerConfig
+from .streams import CONNECTION
 
 MAX_HEAD_BYTES = 64 * 1024
 SWITCH_SECONDS = 0.0005
 """How long the engine's thread waits for the event loop's: Python's 5 ms are several GPU steps."""
 
 
+class Outbox:
+    """Connections with something to send. At the end of a turn of the event loop all are sent to.
+
+    A step brings text for all of its streams. Clients are woken once for all that is sent in a row:
+    a sixth of what each send costs if others' text is decoded before the next.
+    """
+
+    def __init__(self) -> None:
+        self._full: list[Outgoing] = []
+
+    def add(self, connection: Outgoing) -> None:
+        if not self._full:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._full.append(connection)
+
+    def _send(self) -> None:
+        full, self._full = self._full, []
+        for connection in full:
+            connection.flush()
+
+
+class Outgoing:
+    """A transport that sends when its outbox says so. All else is the transport's."""
+
+    def __init__(self, transport: Any, outbox: Outbox):
+        self._transport, self._outbox = transport, outbox
+        self._pieces: list[bytes] = []
+        self.is_closing = transport.is_closing
+        self.is_full = False
+        self.on_room: Callable[[], None] | None = None
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._outbox.add(self)
+        self._pieces.append(data)
+
+    def send_chunk(self, data: bytes) -> None:
+        self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def flush(self) -> None:
+        if self._pieces:
+            data = b"".join(self._pieces)
+            self._pieces.clear()
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
     """Returns uvicorn's protocol, for which slow or endless heads and slow readers are gone."""
+    outbox = Outbox()
 
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **kwargs: Any):
@@ -38,8 +93,12 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(Outgoing(transport, outbox))
             self._expect_head()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope[CONNECTION] = self.transport
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop(self._head_timer)
@@ -61,12 +120,16 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
+            self.transport.is_full = True
             self._stop(self._write_timer)
             self._write_timer = self.loop.call_later(config.write_timeout, self.transport.abort)
 
         def resume_writing(self) -> None:
             self._stop(self._write_timer)
             super().resume_writing()
+            self.transport.is_full = False
+            if self.transport.on_room is not None:
+                self.transport.on_room()
 
         def timeout_keep_alive_handler(self) -> None:
             if self.transport.get_write_buffer_size():  # close() would wait for the reader

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..attention.blocks import BlockPass
 from ..models.drafters.dflash import DFlashHead
-from .records import DraftStep, Sequences, without_waiting
+from .records import DraftStep, Sequences, ahead, without_waiting
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Block:
 
     anchors: Anchors = DEFAULT_ANCHORS
     position_offset: int = 0
+    shift: int = 1  # row t of the context reads token t + shift, if it reads one
     num_rows: int | None = None  # None is what the steps need; later steps of fewer are its last
 
 
@@ -80,7 +81,8 @@ def unroll_blocks(
     ids[..., 0] = sequences.input_ids.gather(1, places)
     most = head.rope_tables.num_positions - 1
     positions = sequences.positions.gather(1, places)[..., None] + offsets + how.position_offset
-    context = head.context_of(hidden, sequences.positions.flatten().clamp(max=most))
+    following = ahead(sequences.input_ids, how.shift, 0).flatten()
+    context = head.context_of(hidden, sequences.positions.flatten().clamp(max=most), following)
     meta = BlockPass(sequences.document_ids, places, block, context, head.config.sees_ahead)
     out, _ = head(ids.flatten(), positions.clamp(0, most).flatten(), hidden, meta, step=0)
     by_place = out.view(-1, block, out.shape[-1])

@@ -55,6 +55,7 @@ class NewHead:
     mask_token_id: int | None = None  # of block heads: read in place of drafts; not one of texts
     markov_rank: int | None = None  # DSpark, of its bias; None is `default_rank`'s
     selector_rank: int | None = None  # DFlash2, of its choice; None is `default_rank`'s
+    context_embeddings: bool = False  # of block heads: context rows read the token after them
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -71,6 +72,8 @@ class NewHead:
                 require_int(self, name, 1, None)
                 if self.kind != kind:
                     raise ConfigError(f"{name} is of {called} heads, not of {self.kind}.")
+        if self.context_embeddings and self.kind not in BLOCK_KINDS:
+            raise ConfigError(f"context_embeddings is of block heads, not of {self.kind}.")
         if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
@@ -370,6 +373,7 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
         block_convolution=CONVOLUTION if is_dflash2 else (0, 0),
         selector_rank=(spec.selector_rank or rank) if is_dflash2 else 0,
         selector_candidates=min(CANDIDATES, target.vocab_size) if is_dflash2 else 0,
+        context_embeddings=spec.context_embeddings,
     )
 
 
@@ -504,6 +508,12 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
             "enable_confidence_head": False,
             "sample_from_anchor": config.samples_from_anchor,
         }
+    nested: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.layers_to_capture),
+    }
+    if config.context_embeddings:
+        (own if format == "speculators" else nested)["context_embeddings"] = True
     if format == "speculators":
         return {
             "architectures": [f"{name}Speculator"],
@@ -522,10 +532,7 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
         **layers,
         "block_size": block_rows(config),
         "num_target_layers": target.num_layers,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.layers_to_capture),
-        },
+        "dflash_config": nested,
         **own,
         "dtype": "bfloat16",
     }

@@ -431,6 +431,7 @@ class Trainer:
             "head": config.kind,
             "captured layers": list(config.layers_to_capture),
             **({} if config.mask_token_id is None else {"mask token": config.mask_token_id}),
+            **({"context embeddings": True} if config.context_embeddings else {}),
             "dtype": str(weight.dtype),
             "target or draft vocabulary": digest.hexdigest()[:16],
         }

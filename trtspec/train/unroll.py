@@ -43,7 +43,7 @@ from .records import DraftStep, Sequences, Teacher, ahead
 class Use:
     """How a head is used along sequences. The defaults are drafting's; the doctor tries others."""
 
-    shift: int = 1  # row t reads token t + shift + s at step s
+    shift: int = 1  # row t reads token t + shift + s at step s; of blocks, context row t + shift
     position_offset: int = 0
     advances: bool | None = None  # step s is at position t + s; None: as the head does
     feeds_back: bool = True  # otherwise each step reads the target's states again
@@ -99,7 +99,7 @@ def unroll(
         use: drafting's, unless the doctor tries a mistake.
     """
     if isinstance(head, DFlashHead):
-        block = Block(use.anchors, use.position_offset, use.block)
+        block = Block(use.anchors, use.position_offset, use.shift, use.block)
         yield from unroll_blocks(head, sequences, hidden, num_steps, block)
         return
     advances = use.advances

@@ -51,13 +51,17 @@ MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
 
 
 def create_worker(
-    config: DecodingBaseConfig | None, mask_token_id: int | None = None
+    config: DecodingBaseConfig | None,
+    mask_token_id: int | None = None,
+    *,
+    reads_next_tokens: bool = False,
 ) -> SpecWorkerBase:
     """Returns the worker of a decoding config; `None` is plain decoding.
 
     Args:
         mask_token_id: what a masked drafter reads in place of its drafts, so that all of them come
             from one pass. None runs one pass for each draft.
+        reads_next_tokens: the head's, of a block head: the prefix cache then looks a token ahead.
 
     Raises:
         ConfigError: as `resolve_speculative_config`, K is not settled, or the mode has no masked
@@ -83,7 +87,10 @@ def create_worker(
             f"Mode {mode.name} does not draft in parallel (mask token {mask_token_id}); {modes} "
             "do. For an EAGLE-3 head leave out eagle3_one_model=False."
         )
-    return MASKED_WORKER_OF_MODE[mode](config, mask_token_id)
+    worker = MASKED_WORKER_OF_MODE[mode](config, mask_token_id)
+    if isinstance(worker, DFlashWorker):
+        worker.reads_next_tokens = reads_next_tokens
+    return worker
 
 
 __all__ = [

@@ -456,7 +456,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             context_lens: rows per context.
             next_prompt_tokens: [C], the next prompt token where a chunk ends inside the prompt, -1
                 at its end. It is used in place of the sample.
-            last_rows: [C] int64, each context's last row; None follows from context_lens.
+            last_rows: [C] int64, each context's last row, ascending; None follows from
+                context_lens. A context without rows ends where the one before does.
 
         Returns:
             [T_ctx], e.g. `a1 a2 | b1` with next `a3 | b2` -> `a2 a3 | b2`.
@@ -473,6 +474,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
             last_rows = to_device((lens.cumsum(0) - 1)[some], input_ids.device)
             if len(some) < len(lens):
                 following = following[to_device(some, input_ids.device)]
+        else:  # what is written to a row is the same for all contexts that end there
+            following = following[torch.searchsorted(last_rows, last_rows)]
         shifted[last_rows] = following.to(shifted.dtype)
         return shifted
 

@@ -14,6 +14,8 @@ A head that samples from the anchor has one mask less: a row then proposes the t
 and the last token's proposes too. A DSpark head chooses the drafts in turn: a bias by the token
 before is added to each row's logits. A DFlash2 head walks through each row's best tokens, the
 token before having a say. With K = 0 the context is read and nothing else, at once or later.
+A head with `context_embeddings` reads the token after each context row too. The last accepted row's
+is the block's first.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows
 from ..ops.tokens.accept import last_accepted
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
-from .heads import draft_source, read_undrafted
+from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
 from .masked import MaskedWorker
 from .protocols import BlockDraftModel, DraftInputs, both_outputs
 
@@ -37,6 +39,8 @@ class DFlashWorker(MaskedWorker):
     """Modes DFLASH and DSPARK."""
 
     can_read_late = True
+    reads_next_tokens = False
+    """Whether the head's context rows read the token after them, for `num_tokens_ahead`."""
 
     def num_proposals(self, inputs: DraftInputs) -> int:
         """Returns P, perhaps 0: the context is read in any case."""
@@ -52,7 +56,7 @@ class DFlashWorker(MaskedWorker):
 
     @property
     def num_tokens_ahead(self) -> int:
-        return 0  # a context row reads the target's state at its own token
+        return int(self.reads_next_tokens)
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         model, meta, hidden_states = draft_source(inputs)
@@ -60,7 +64,11 @@ class DFlashWorker(MaskedWorker):
         if inputs.step.missed is not None:
             read_undrafted(self, inputs)
             return self.no_drafts(inputs)
-        head.read_context(hidden_states, meta.position_ids, meta)
+        if head.reads_next_tokens:
+            ids, embeds = shifted_input_ids(self, inputs, meta), merged_embeds(inputs)
+            head.read_context(hidden_states, meta.position_ids, meta, ids, **embeds)
+        else:
+            head.read_context(hidden_states, meta.position_ids, meta)
         if not self.num_proposals(inputs):
             return self.no_drafts(inputs)
         rows = self.rows_of_block(inputs, meta, head.samples_from_anchor)

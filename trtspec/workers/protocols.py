@@ -103,11 +103,17 @@ class BlockDraftModel(DraftModel, Protocol):
     """
 
     samples_from_anchor: bool  # the last token's row proposes too
+    reads_next_tokens: bool  # a context row reads the token after it
     markov_head: MarkovBias | None  # DSpark's
     candidate_selector: PathSelector | None  # DFlash2's; without both all rows propose at once
 
     def read_context(
-        self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        meta: AttentionMetadata,
+        next_tokens: Tensor | None = None,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> None:
         """Writes keys and values of the target's rows: hidden_states [T, n * Ht] as captured."""
 

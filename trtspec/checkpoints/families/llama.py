@@ -10,6 +10,7 @@ from ...errors import CheckpointError
 from .moe import qwen_moe
 
 MAX_WINDOW = 2**24
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def llama(hf: Any, where: Path) -> dict[str, Any]:
@@ -52,20 +53,20 @@ def windows_by_type(hf: Any, where: Path) -> tuple[int | None, ...]:
         CheckpointError: a type is unknown, or has no window.
     """
     window, types, count = _window(hf, where), hf.layer_types, hf.num_hidden_layers
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown or len(types) != count:
         raise CheckpointError(
             f"{where}: layer_types has {len(types)} entries for {count} layers, unknown ones: "
             f"{unknown}. Give 'full_attention' or 'sliding_attention' for every layer."
         )
-    if window is None and "sliding_attention" in types:
+    if window is None and SLIDING in types:
         raise CheckpointError(
             f"{where}: layer_types names 'sliding_attention', but no window is in force "
             f"(use_sliding_window={getattr(hf, 'use_sliding_window', None)!r}). Set "
             "use_sliding_window to true and sliding_window to a number, or make those layers "
             "'full_attention'."
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 def _window(hf: Any, where: Path) -> int | None:

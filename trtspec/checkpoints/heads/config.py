@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ...checks import are_ints, checked_int, is_int
@@ -18,6 +19,7 @@ from ...config import MAX_DRAFT_LEN
 from ...errors import CheckpointError
 from ...models.config import DecoderConfig
 from ...models.drafters.base import HeadConfig
+from ..families.llama import SLIDING, windows_by_type
 from ..hf_config import MAX_SIZE, parse_config, refuse_quantized
 from .masked import parse_masked
 from .records import Sources
@@ -207,7 +209,7 @@ def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> Decoder
     if "rope_theta" not in values and not has_theta:
         # Plain RoPE with EAGLE's own base: never the target's, nor a family's newer default.
         values["rope_theta"] = 10000.0
-    decoder = parse_config(values, where)
+    decoder = _with_windows(parse_config(values, where), values, where)
     found = with_found_parameters(decoder, sources)
     for name, tensor, there in (
         ("attention_bias", "q_proj.bias", found.qkv_bias),
@@ -221,6 +223,16 @@ def head_layers(inner: dict[str, Any], sources: Sources, where: Path) -> Decoder
                 "config."
             )
     return found
+
+
+def _with_windows(decoder: DecoderConfig, values: dict[str, Any], where: Path) -> DecoderConfig:
+    """The config with the sliding windows of `layer_types`, which a Llama model has not."""
+    types = values.get("layer_types")
+    if any(decoder.layer_windows) or not isinstance(types, list) or SLIDING not in types:
+        return decoder
+    count, window = decoder.num_layers, values.get("sliding_window")
+    fields = SimpleNamespace(layer_types=types, num_hidden_layers=count, sliding_window=window)
+    return replace(decoder, layer_windows=windows_by_type(fields, where))
 
 
 def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConfig:

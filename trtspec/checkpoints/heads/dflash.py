@@ -3,7 +3,7 @@
 z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers to capture are
 0-based outputs. ModelOpt exports heads so, DSpark's with `projector_type: "dspark"` in place of a
 name of their own. The speculators format (`speculators_model_type: "dflash"`) counts them as
-inputs. DFlash2 is DFlash with more fields.
+inputs. DFlash2 is DFlash with more fields. `context_embeddings` is a field of ours.
 The network is in `models/drafters/dflash.py`.
 """
 
@@ -61,6 +61,7 @@ _RELATIVES = {
 }
 """Fields by which a head computes more than DFlash does."""
 MAX_CANDIDATES = 128
+_CONTEXT_EMBEDDING = "context_embedding_fc.weight"
 _WINDOWS_SEE = "sliding_window_non_causal"
 
 
@@ -124,9 +125,26 @@ def _read(
             "head's tensors, or not all of them. Copy the head again from its source."
         )
     config = report.config = parse_dflash(files, report, target, request.layers_to_capture)
+    _check_context_embeddings(report, config, files.config_path)
     check_ends(report, config, target)
     check_vocabulary_map(report, config)
     return config
+
+
+def _check_context_embeddings(report: HeadReport, config: HeadConfig, where: Path) -> None:
+    """Raises CheckpointError where the field and the tensors differ: the head would draft badly."""
+    present = _CONTEXT_EMBEDDING in report.tensors
+    if present and not config.context_embeddings:
+        raise CheckpointError(
+            f"{where} does not say context_embeddings, but the head has {_CONTEXT_EMBEDDING}: it "
+            'was trained to read the token after each row. Write "context_embeddings": true into '
+            "dflash_config."
+        )
+    if config.context_embeddings and not present:
+        raise CheckpointError(
+            f"{where} says context_embeddings, but the head has no {_CONTEXT_EMBEDDING}. Copy the "
+            "head again from its source, or remove the field."
+        )
 
 
 def _dspark_tensors(sources: Sources) -> Sources:
@@ -227,6 +245,7 @@ def parse_dflash(
         logit_scale=_factor(flags, "output_multiplier", where) or 1.0,
         logit_softcap=_factor(flags, "final_logit_softcapping", where),
         embedding_scale=_factor(flags, "input_embedding_scale", where),
+        context_embeddings=flag_field(flags, "context_embeddings", where),
         **extra,
     )
 

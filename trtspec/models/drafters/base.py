@@ -67,6 +67,7 @@ class HeadConfig:
     logit_scale: float = 1.0  # DFlash: of the head's logits
     logit_softcap: float | None = None  # DFlash: behind that, cap * tanh(logits / cap)
     embedding_scale: float | None = None  # DFlash: of the target's embedding; None is the target's
+    context_embeddings: bool = False  # DFlash: a context row reads the token after it too
 
 
 class HeadTarget(Protocol):

@@ -7,6 +7,12 @@
     logits    lm_head(norm(x)) at the masks (at all rows of heads that sample from the anchor)
 
 No attention and no MLP runs over the context: its keys and values need the target's states alone.
+With `context_embeddings`, an option of ours, they need the token after each row too:
+
+    layer i's keys and values are those of hidden_norm(c) + context_embedding_fc(norm(embedding))
+
+So a row knows what followed it, as an EAGLE-3 head's does, and the head can copy that.
+
 Inside a block rows see each other both ways, in layers for which the head's config says so.
 DSpark heads add a bias by the token before (`markov.py`). DFlash2 heads have convolutions along a
 block's rows (`convolved.py`) and choose among each row's best tokens (`selector.py`).
@@ -50,6 +56,11 @@ class DFlashHead(DraftHead):
         norm = decoder.hidden_size, decoder.rms_norm_eps
         self.fc = Linear(captured * config.target_hidden_size, decoder.hidden_size, config.fc_bias)
         self.hidden_norm = RMSNorm(*norm)
+        self.context_embedding_norm: RMSNorm | None = None
+        self.context_embedding_fc: Linear | None = None
+        if config.context_embeddings:
+            self.context_embedding_norm = RMSNorm(*norm)
+            self.context_embedding_fc = Linear(decoder.hidden_size, decoder.hidden_size, bias=False)
         layer_class: Any = DecoderLayer
         if all(config.block_convolution):
             layer_class = partial(ConvolvedLayer, convolution=config.block_convolution)
@@ -105,11 +116,17 @@ class DFlashHead(DraftHead):
         """Whether the last token's row proposes too."""
         return self.config.samples_from_anchor
 
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Whether a context row reads the token after it."""
+        return self.config.context_embeddings
+
     @torch.no_grad()
     def prepare_context(self) -> None:
         """Copies all layers' weights of keys and values into one, by which a context is read.
 
-        Call it before the layers' own weights are packed.
+        Those of the next tokens' embeddings stand to the left. Call it before the layers' own
+        weights are packed.
         """
         weights, biases = [], []
         for i in range(self.num_layers):
@@ -119,10 +136,15 @@ class DFlashHead(DraftHead):
             weights.append(projection.weight[queries:])
             if projection.bias is not None:
                 biases.append(projection.bias[queries:])
-        rows = sum(weight.shape[0] for weight in weights)
+        weight = torch.cat(weights)
+        if self.context_embedding_fc is not None:
+            assert self.context_embedding_fc.weight is not None
+            ahead = weight.float() @ self.context_embedding_fc.weight.float()
+            weight = torch.cat([ahead.to(weight.dtype), weight], dim=1)
+        rows, size = weight.shape
         with torch.device("meta"):
-            context_kv = Linear(self.config.decoder.hidden_size, rows, bias=bool(biases))
-        context_kv.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+            context_kv = Linear(size, rows, bias=bool(biases))
+        context_kv.weight = nn.Parameter(weight, requires_grad=False)
         if biases:
             context_kv.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         self.context_kv = context_kv
@@ -142,10 +164,15 @@ class DFlashHead(DraftHead):
         attn_metadata: AttentionMetadata,
         inputs_embeds: RowEmbeds | None = None,
     ) -> None:
-        self.read_context(hidden_states, position_ids, attn_metadata)
+        self.read_context(hidden_states, position_ids, attn_metadata, input_ids, inputs_embeds)
 
     def read_context(
-        self, hidden_states: Tensor, position_ids: Tensor, meta: AttentionMetadata
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        meta: AttentionMetadata,
+        next_tokens: Tensor | None = None,
+        inputs_embeds: RowEmbeds | None = None,
     ) -> None:
         """Writes the keys and values of rows that the target has read, for all layers.
 
@@ -153,9 +180,16 @@ class DFlashHead(DraftHead):
             hidden_states: [T, n * Ht], as captured.
             position_ids: [T] int64.
             meta: of the target's pass.
+            next_tokens: [T] int, after each row, for heads that read them; anything after rejected
+                rows. inputs_embeds: of those that have no embedding of their own.
         """
-        projected = self.project_target_hidden(hidden_states)
-        rows = linear((projected,), self.context_kv, (self.hidden_norm,))
+        inputs: tuple[Tensor, ...] = (self.project_target_hidden(hidden_states),)
+        before: tuple[RMSNorm, ...] = (self.hidden_norm,)
+        if self.context_embedding_norm is not None:
+            assert next_tokens is not None, "the head reads the token after each row"
+            inputs = self.embed(next_tokens, inputs_embeds), *inputs
+            before = self.context_embedding_norm, *before
+        rows = linear(inputs, self.context_kv, before)
         ropes = self.rope_tables.at(position_ids, meta)
         for i, kv in enumerate(rows.chunk(self.num_layers, dim=-1)):
             attention = self._attention(i)
@@ -168,13 +202,19 @@ class DFlashHead(DraftHead):
             heads = kv.unflatten(-1, (2 * attention.num_kv_heads, attention.head_dim))
             rope_and_write(heads, ropes[i], 0, to, norms)
 
-    def context_of(self, hidden_states: Tensor, position_ids: Tensor) -> list[Keys]:
+    def context_of(
+        self, hidden_states: Tensor, position_ids: Tensor, next_tokens: Tensor
+    ) -> list[Keys]:
         """Returns each layer's keys and values of a context, [T, Hkv, D] both; differentiable.
 
         Args:
             hidden_states: [T, n * Ht], as captured. position_ids: [T] int64.
+            next_tokens: [T] int64, after each row.
         """
         states = self.hidden_norm(self.project_target_hidden(hidden_states))
+        if self.context_embedding_fc is not None and self.context_embedding_norm is not None:
+            embeddings = self.context_embedding_norm(self.embed(next_tokens))
+            states = states + self.context_embedding_fc(embeddings)
         found = []
         for i, rope in enumerate(self.rope_tables.at(position_ids)):
             attention = self._attention(i)

@@ -10,6 +10,8 @@ MULTIPROCESSORS = 132
 
 LAUNCH_SECONDS_PER_LAYER = 0.58e-3
 """What an H200's host needs to launch one layer of an eager pass over prompts."""
+LAUNCH_SECONDS_PER_LAYER_FP8 = 0.9e-3
+"""The same where activations are rounded to FP8: rounding and rescaling are further kernels."""
 
-FLOPS, FLOPS_FP32 = 600e12, 60e12
-"""What an H200 computes in a second of passes over prompts, in 16 bits and in float32."""
+FLOPS, FLOPS_FP8, FLOPS_FP32 = 600e12, 1000e12, 60e12
+"""What an H200 computes in a second of passes over prompts, in 16 bits, FP8 and float32."""

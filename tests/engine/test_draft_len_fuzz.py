@@ -1,0 +1,183 @@
+"""Random schedules with draft lengths that change at any step: tokens stay those of plain decoding.
+
+Requests come and go, some are cancelled, prompts come in chunks and share blocks, small caches
+preempt, the head rests for one step or for thirty. Right and wrong drafts are planted, so that
+every number of them is accepted. `--full` runs 2,100 schedules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix import full
+from oracle import VOCAB
+from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
+from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
+from tiny_heads import eagle3_dir
+
+from trtspec import (
+    LLM,
+    DFlashDecodingConfig,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+)
+from trtspec.config import DecodingBaseConfig
+from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.request import Request, ScheduledBatch
+
+K, LENGTH, LAYERS = 4, 96, 6
+SCHEDULES = 150 if full() else 3  # of each engine
+AUTO: dict[str, Any] = {"draft_len_schedule": "auto", "acceptance": "exact_match"}
+
+
+Made = tuple[Path, DecodingBaseConfig]  # a target, and what drafts for it
+
+
+def _eagle3(folder: Path, **fields: Any) -> Made:
+    target = one_layer_target(folder)
+    head = perfect_eagle3(folder, target)
+    return target, EagleDecodingConfig(max_draft_len=K, speculative_model=head, **fields, **AUTO)
+
+
+def _mtp(folder: Path, **fields: Any) -> Made:
+    target = one_layer_target(folder)
+    add_perfect_mtp(target, K)
+    return target, MTPDecodingConfig(num_nextn_predict_layers=K, **fields, **AUTO)
+
+
+def _full_attention(folder: Path) -> Made:
+    target = tiny_model_dir(folder, seed=1, num_hidden_layers=LAYERS)
+    config = EagleDecodingConfig(max_draft_len=K, speculative_model=eagle3_dir(folder), **AUTO)
+    return target, config
+
+
+def _dflash(folder: Path) -> Made:
+    target = tiny_model_dir(folder, seed=1, num_hidden_layers=LAYERS)
+    config = DFlashDecodingConfig(
+        max_draft_len=K, speculative_model=dflash_dir(folder), target_layer_ids=[1, 3, 4], **AUTO
+    )
+    return target, config
+
+
+def _ngram(folder: Path) -> Made:
+    config = NGramDecodingConfig(max_draft_len=K, min_matching_ngram_size=1, **AUTO)
+    return one_layer_target(folder), config
+
+
+DRAFTERS: dict[str, Callable[[Path], Made]] = {
+    "eagle3": _eagle3,
+    "eagle3_two_engine": lambda folder: _eagle3(folder, eagle3_one_model=False),
+    "mtp_eagle": _mtp,
+    "mtp_vanilla": lambda folder: _mtp(folder, use_mtp_vanilla=True),
+    "full_attention": _full_attention,
+    "dflash": _dflash,
+    "ngram": _ngram,
+}
+PRESSED: dict[str, Any] = {
+    "max_num_tokens": 3 * (K + 1) + 6,
+    "enable_chunked_prefill": True,
+    "kv_cache_config": KvCacheConfig(max_tokens=100, tokens_per_block=4),
+}
+
+
+class Fuzz:
+    """An engine whose lengths are drawn at random, beside a plain one."""
+
+    def __init__(self, target: Path, config: DecodingBaseConfig, **options: Any):
+        engine: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_seq_len": LENGTH}
+        self.plain = LLM(target, max_batch_size=8, **engine)
+        self.llm = LLM(target, config, max_batch_size=3, **engine, **options)
+        self.executor, self.rng = self.llm.executor, random.Random(0)
+        self.expected: dict[int, list[int]] = {}  # by request, what plain decoding says
+        self.lengths, self.until, self.chosen = Counter[int](), 0, K
+        self.run = self.executor.runner.run
+        self.executor.runner.run = self._run_and_plant  # type: ignore[method-assign]
+
+    def choose(self, batch: ScheduledBatch, most: int) -> int:
+        self.until -= 1
+        if self.until < 0:
+            self.chosen = self.rng.choice([0, 0, *range(K + 1)])
+            self.until = self.rng.choice([0, 0, 1, 3, 8, 30])
+        self.lengths[self.chosen] += 1
+        self.executor._draft_len.chosen = self.chosen  # type: ignore[attr-defined]
+        self.executor._draft_len._until = self.until + 1_000_000  # type: ignore[attr-defined]
+        return min(self.chosen, most)
+
+    def _run_and_plant(self, plan: Any) -> Any:
+        """Some of the first drafts become what plain decoding says, the next one something else."""
+        outputs = self.run(plan)
+        state = self.executor.state
+        for request in plan.batch.requests:
+            tokens, known = state.next_tokens[request.slot], state.past_lens[request.slot] + 1
+            said = self.expected[request.request_id][int(known) - len(request.prompt_token_ids) :]
+            good = self.rng.choice([*range(K), K, K])
+            for place, token in enumerate(said[: good + 1], start=1):
+                if place <= K and tokens[place] >= 0:
+                    tokens[place] = token if place <= good else (token + 1) % VOCAB
+        return outputs
+
+    def schedule(self, seed: int) -> None:
+        """Runs one, and compares."""
+        rng = self.rng = random.Random(seed)
+        shared = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        waiting = []
+        for number in range(rng.randint(2, 7)):
+            prompt = shared[: rng.randint(1, len(shared))] * rng.randint(0, 1)
+            prompt += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+            heat = rng.choice([0.0, 0.0, 0.8])
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 40), ignore_eos=True, temperature=heat, seed=number
+            )
+            waiting.append((prompt, params))
+        expected = [
+            o.outputs[0].token_ids
+            for o in self.plain.generate(*map(list, zip(*waiting, strict=True)))
+        ]
+        requests: list[Request] = []
+        eagerness, executor = rng.choice([0.05, 0.3, 1.0]), self.executor
+        while len(requests) < len(waiting) or executor.has_work:
+            if len(requests) < len(waiting) and rng.random() < eagerness:
+                request = executor.make_request(*waiting[len(requests)])
+                self.expected[request.request_id] = expected[len(requests)]
+                requests.append(request)
+                executor.add(request)
+            executor.step()
+            if requests and rng.random() < 0.01:
+                executor.cancel(rng.choice(requests).request_id)
+        for request, tokens in zip(requests, expected, strict=True):
+            ours = request.output_token_ids
+            assert ours == tokens[: len(ours)], (seed, request.request_id)
+            assert len(ours) == len(tokens) or request.finish_reason == "cancelled", seed
+        executor.kv_cache.check_integrity()
+        assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, seed
+
+
+@pytest.mark.parametrize("is_pressed", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_random_schedules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_pressed: bool
+) -> None:
+    """With overlap where blocks suffice; without it, and in chunks, where they do not."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path / "cache"))
+    target, config = DRAFTERS[name](tmp_path)
+    options = PRESSED if is_pressed else {"disable_overlap_scheduler": False}
+    fuzz = Fuzz(target, config, **options)
+    monkeypatch.setattr(AutoDraftLen, "_choose", lambda self, *given: fuzz.choose(*given))
+    for seed in range(SCHEDULES):
+        fuzz.schedule(seed + 10_000 * is_pressed)
+    assert len(fuzz.lengths) > 2
+    if full():
+        assert set(fuzz.lengths) == set(range(K + 1))
+        accepted = set(fuzz.executor.statistics.accepted_lens)
+        assert accepted == set(range(K + 1)), "every number was accepted"
+        is_windowed = name != "full_attention"  # its requests hold few blocks
+        assert is_windowed or not is_pressed or fuzz.executor.stats().num_preemptions > 0

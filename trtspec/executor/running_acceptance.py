@@ -1,0 +1,124 @@
+"""`RunningAcceptance`: the share of drafts accepted at each position. Kept on disk between runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+KEEP, MEMORY = 0.9, 400  # of earlier acceptance at each decision; in results at most
+PRIOR, PRIOR_STEPS = 0.6, 4.0  # acceptance of the first draft before anything is seen
+KEPT = 16.0  # results that an earlier engine's shares count as
+NAMES = {"greedy": True, "sampled": False}
+
+
+class RunningAcceptance:
+    """Shares of accepted drafts by position, where all before were accepted. It forgets slowly.
+
+    Args:
+        kept: the shares of an earlier engine, of the first positions. They count as few results.
+    """
+
+    def __init__(self, max_draft_len: int, kept: Sequence[float] = ()):
+        self._seen: Counter[tuple[int, int]] = Counter()  # (asked, accepted) -> results
+        self._reached = [0.0] * max_draft_len
+        self._accepted = [0.0] * max_draft_len
+        # What is assumed at first is forgotten as what is seen.
+        self._reached[0], self._accepted[0] = PRIOR_STEPS, PRIOR_STEPS * PRIOR
+        for position, rate in enumerate(kept[:max_draft_len]):
+            self._reached[position], self._accepted[position] = KEPT, KEPT * rate
+
+    def add(self, num_asked: int, num_accepted: int) -> None:
+        """Adds a result: drafts asked for, found or not, and how many were accepted."""
+        self._seen[num_asked, num_accepted] += 1
+
+    def fold(self) -> None:
+        """Takes in what was added since; earlier results count less from now on."""
+        if not any(asked for asked, _ in self._seen):  # nothing was drafted
+            self._seen.clear()
+            return
+        kept = min(KEEP, MEMORY / max(1.0, *self._reached))
+        for sums in (self._reached, self._accepted):
+            sums[:] = [kept * value for value in sums]
+        for (asked, accepted), results in self._seen.items():
+            for position in range(min(asked, len(self._reached))):
+                if accepted >= position:
+                    self._reached[position] += results
+                    self._accepted[position] += results * (accepted > position)
+        self._seen.clear()
+
+    def fade(self, most: float) -> None:
+        """Lets earlier results count as `most` at most, so that new ones decide."""
+        kept = min(1.0, most / max(1.0, *self._reached))
+        for sums in (self._reached, self._accepted):
+            sums[:] = [kept * value for value in sums]
+
+    @property
+    def rates(self) -> list[float]:
+        """Shares accepted by position, as they are estimated."""
+        rates = [rate := self._accepted[0] / self._reached[0]]
+        for reached, accepted in zip(self._reached[1:], self._accepted[1:], strict=True):
+            rate = (accepted + PRIOR_STEPS * rate) / (reached + PRIOR_STEPS)
+            rates.append(rate)
+        return rates
+
+    @property
+    def seen(self) -> list[float]:
+        """Shares of the first positions, as far as enough results reached them."""
+        pairs = zip(self.rates, self._reached, strict=True)
+        return [rate for rate, _ in takewhile(lambda pair: pair[1] >= KEPT, pairs)]
+
+    def expected_tokens(self) -> list[float]:
+        """Returns the tokens of a request's step for K = 0, 1, …
+
+        A position that was seldom reached is taken to be like the one before it.
+        """
+        tokens, product = [1.0], 1.0
+        for rate in self.rates:
+            product *= rate
+            tokens.append(tokens[-1] + product)
+        return tokens
+
+
+def load_rates(path: Path | None) -> dict[bool, list[float]]:
+    """Returns a file's shares, of greedy requests (True) and of sampled ones; none where it is
+    missing or broken."""
+    try:
+        kept = {} if path is None else json.loads(path.read_text())
+        rates = {NAMES[name]: [float(rate) for rate in of] for name, of in kept.items()}
+        if not all(0 <= rate <= 1 for of in rates.values() for rate in of):
+            raise ValueError("a share is outside of 0 … 1")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        logger.warning("%s holds no shares of accepted drafts and is ignored: %s", path, error)
+        return {}
+    return rates
+
+
+def save_rates(path: Path | None, seen: Mapping[bool, Sequence[float]]) -> None:
+    """Writes the file, at once as a whole. A folder that cannot be written is no error.
+
+    Where nothing was seen of a kind of requests, the file's shares stay.
+    """
+    if path is None or not any(seen.values()):
+        return
+    rates = load_rates(path) | {kind: of for kind, of in seen.items() if of}
+    text = json.dumps({name: rates[kind] for name, kind in NAMES.items() if kind in rates})
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(text)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        logger.info("Shares of accepted drafts are not kept: %s", error)
