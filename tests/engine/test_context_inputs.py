@@ -258,13 +258,15 @@ def test_where_prompts_have_no_graphs_it_is_said(
 
 def test_default_sizes() -> None:
     most = 10_000
-    sizes = [64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
+    sizes = [8, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
     assert CudaGraphConfig().context_sizes(8192, most) == sizes
-    assert CudaGraphConfig().context_sizes(8192, 700) == sizes[:5]
-    assert CudaGraphConfig().context_sizes(300, most) == [64, 128, 256]
-    assert CudaGraphConfig().context_sizes(20, most) == [20]
-    assert CudaGraphConfig().context_sizes(20, 40) == [20]
-    assert CudaGraphConfig().context_sizes(100, 40) == []
+    assert CudaGraphConfig().context_sizes(8192, 700) == sizes[:6]
+    assert CudaGraphConfig().context_sizes(300, most) == [8, 64, 128, 256]
+    assert CudaGraphConfig().context_sizes(20, most) == [8, 20]
+    assert CudaGraphConfig().context_sizes(6, most) == [6]
+    assert CudaGraphConfig().context_sizes(20, 40) == [8, 20]
+    assert CudaGraphConfig().context_sizes(100, 40) == [8]
+    assert CudaGraphConfig().context_sizes(100, 4) == []
     assert CudaGraphConfig(context_tokens=()).context_sizes(300, most) == []
     assert CudaGraphConfig(context_tokens=[400, 16]).context_sizes(300, 1) == [16, 300]
 

@@ -73,7 +73,7 @@ class KvCacheConfig:
 
 
 DEFAULT_CONTEXT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Beside 64. Between powers of two, for what fills a shape up is computed."""
+"""Beside 8 and 64. Between powers of two, for what fills a shape up is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
             generations' graph; prompts that fit none run eagerly, with the generations. None is
-            64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200
+            8, 64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200
             computes a layer for longer than a host launches it (for 8 B parameters 768 tokens in
             bf16, 2048 in FP8), if such graphs can be had (modes that draft inside the step, but
             not vanilla MTP or SAVE_HIDDEN_STATES; attention in Triton); () is none.
@@ -132,7 +132,9 @@ class CudaGraphConfig:
         `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            sizes = [min(64, max_num_tokens), *DEFAULT_CONTEXT_TOKENS]
+            # 8: a prompt that the prefix cache knows leaves its last token alone.
+            small = {min(8, max_num_tokens), min(64, max_num_tokens)}
+            sizes = sorted({*small, *DEFAULT_CONTEXT_TOKENS})
             return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
         return sorted({min(n, max_num_tokens) for n in sizes})
 
@@ -179,7 +181,8 @@ class EngineConfig:
             "torchrun" has started them. None is "torchrun" where torchrun is at work, else "mp".
         pipeline_parallel_size: only 1.
         guided_masked_drafts: how many drafts of a step follow the grammar, the first ones.
-            On a GPU each waits for the host. None is all. The output is the same.
+            The host writes their masks while a drafter's passes run. None is all. The output is the
+            same.
 
     Raises:
         ConfigError: a value is of the wrong type, or out of a range that no model widens.

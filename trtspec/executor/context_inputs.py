@@ -21,7 +21,6 @@ from ..ops.launch.machine import (
     LAUNCH_SECONDS_PER_LAYER_FP8,
 )
 from ..state.kv_cache import KVCacheManager
-from ..utils import to_device
 from .inputs import ContextRows, StepInputs
 from .request import ContextChunk
 
@@ -81,7 +80,8 @@ class ContextInputs:
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
         """Sends what a pass over these chunks reads. Without chunks all rows are padding."""
         tokens, contexts = self.num_tokens, self.num_contexts
-        host = torch.zeros(self.size, dtype=torch.int32)
+        is_cuda = self.device.type == "cuda"
+        host = torch.zeros(self.size, dtype=torch.int32, pin_memory=is_cuda)
         ids, positions, rows = host[: 3 * tokens].view(3, tokens)
         slots, ends, following, last = host[3 * tokens :][: 4 * contexts].view(4, contexts)
         rows.fill_(-1)
@@ -106,7 +106,7 @@ class ContextInputs:
             table_rows = host[offset : offset + contexts * width].view(contexts, width)
             table_rows[: len(chunks), : table.shape[1]] = table
             offset += contexts * width
-        self.sent.copy_(to_device(host, self.device), non_blocking=True)
+        self.sent.copy_(host, non_blocking=True)
 
     def step_inputs(self, num_drafts: int, all_greedy: bool, has_filters: bool) -> StepInputs:
         """Returns what a step reads: views of the device tensor, and tensors computed from them."""
