@@ -154,6 +154,23 @@ def test_an_error_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(llm.generate("abc", greedy(5)).outputs[0].token_ids) == 5
 
 
+def test_grammars_that_cannot_be_had(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they are refused they are left out. Where one fails, the others are served."""
+    compiler = llm.executor.guide.compiler
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("no such vocabulary")
+
+    monkeypatch.setattr(compiler, "_grammar", fails)
+    warm_up(llm, shapes=SHAPES)
+    assert "guided request failed" in caplog.text and "no such vocabulary" in caplog.text
+    assert is_at_rest(llm)
+    llm.executor.set_tokenizer(None)
+    assert [kind.name for kind in kinds_of(llm)][-1] == "logprobs"
+
+
 @pytest.mark.parametrize("options", [[], ["--no-warm-up"]])
 def test_the_command_warms_up(
     model_dir: Path,

@@ -6,9 +6,9 @@ shape has a number of prompt tokens, a number of requests and a kind of sampling
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ..api.guided_decoding import GuidedDecodingParams
@@ -18,6 +18,7 @@ from ..executor.py_executor import PyExecutor
 from ..executor.request import Request
 from ..llm import LLM
 
+logger = logging.getLogger(__name__)
 SHORT = 8  # tokens of a prompt whose length does not matter
 MOST_STEPS = 16
 STEPS = 2  # generation steps of each request: the first may verify no drafts
@@ -28,7 +29,8 @@ class Kind(NamedTuple):
 
     name: str
     params: dict[str, Any]
-    is_common: bool  # else it is done with few shapes
+    is_common: bool = False  # else it is done with few shapes
+    may_fail: bool = False  # with a warning: clients are told, too
 
 
 class Shapes(NamedTuple):
@@ -66,18 +68,26 @@ def warm_up(
 
 
 def kinds_of(llm: LLM) -> list[Kind]:
-    """Returns what is sampled otherwise: by other kernels, or in another graph."""
+    """Returns what is served and sampled otherwise: by other kernels, or in another graph."""
+    grammar = GuidedDecodingParams(regex="[a-z ]*")
     kinds = [
         Kind("greedy", {"temperature": 0.0}, is_common=True),
         Kind("sampled", {"temperature": 1.0}, is_common=True),
         Kind("filtered", {"temperature": 1.0, "top_k": 40, "top_p": 0.9}, is_common=True),
-        Kind("penalised", {"temperature": 1.0, "presence_penalty": 0.5}, is_common=False),
-        Kind("logprobs", {"temperature": 1.0, "logprobs": 1}, is_common=False),
+        Kind("penalised", {"temperature": 1.0, "presence_penalty": 0.5}),
+        Kind("logprobs", {"temperature": 1.0, "logprobs": 1}),
+        Kind("guided", {"guided_decoding": grammar}, may_fail=True),
     ]
-    if find_spec("xgrammar") and llm.tokenizer is not None:
-        grammar = GuidedDecodingParams(regex="[a-z ]*")
-        kinds.append(Kind("guided", {"guided_decoding": grammar}, is_common=False))
-    return kinds
+    return [kind for kind in kinds if _is_served(llm.executor, kind)]
+
+
+def _is_served(executor: PyExecutor, kind: Kind) -> bool:
+    """Returns whether clients may ask for it. Grammars need a library, for example."""
+    try:
+        executor.check_params(SamplingParams(**kind.params))
+    except RequestError:
+        return False
+    return True
 
 
 def shapes_of(executor: PyExecutor, room: int) -> Shapes:
@@ -139,10 +149,10 @@ class _Run:
                     self._executor.step()
             failed = next((r for r in requests if r.error is not None), None)
             if failed is not None:
-                raise RequestError(
-                    f"A {kind.name} request failed while the server warmed up: {failed.error} "
-                    "With --no-warm-up it serves, until a client asks for this."
-                )
+                message = f"A {kind.name} request failed in the warm-up: {failed.error}"
+                if not kind.may_fail:
+                    raise RequestError(f"{message} With --no-warm-up the server begins anyway.")
+                logger.warning(message)
         finally:
             for request in requests:
                 self._executor.cancel(request.request_id)
