@@ -47,6 +47,8 @@ def test_nothing_is_left(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """Of statistics, the prefix cache, and of how well a head drafts that was given noise."""
     executor = llm.executor
     fresh = executor.stats()
+    assert executor.dead_drafter_watch is not None
+    executor.dead_drafter_watch.window = 4
     seen: list[Any] = []
     make = executor.admission.make_request
 
