@@ -37,14 +37,16 @@ def main() -> None:
     if args.client:
         print(json.dumps(asyncio.run(client(args))))
         return
-    from trtspec import LLM, AsyncLLM, NGramDecodingConfig
+    from trtspec import LLM, AsyncLLM, EagleDecodingConfig, NGramDecodingConfig
     from trtspec.serving.config import ServerConfig
     from trtspec.serving.run import Server, listen
 
     sys.setswitchinterval(args.interval)
     with tempfile.TemporaryDirectory() as folder:
         model = _tiny(Path(folder)) if args.model == "tiny" else args.model
-        drafter = NGramDecodingConfig(max_draft_len=3) if args.ngram else None
+        drafter: Any = NGramDecodingConfig(max_draft_len=3) if args.ngram else None
+        if args.head:
+            drafter = EagleDecodingConfig(max_draft_len=3, speculative_model=args.head)
         llm = LLM(model, drafter, device=args.device, max_batch_size=args.batch, max_seq_len=1024)
         if args.step_ms is not None:
             replace_steps(llm, args.step_ms / 1000)
@@ -215,6 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ngram", action="store_true", help="draft by n-grams, K = 3")
+    parser.add_argument("--head", help="draft with this EAGLE-3 head, K = 3")
     parser.add_argument("--step-ms", type=float, default=None, help="wait in place of each step")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--requests", type=int, default=None, help="as many as --batch")

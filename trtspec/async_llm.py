@@ -395,15 +395,15 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def take(self) -> list[tuple[int, Piece]]:
         """Returns what is new by now, as `pieces` does; [] if nothing is. It is started before."""
-        pieces, index = [], 0
-        for feed, reader in zip(self._feeds, self._readers, strict=True):
+        pieces = []
+        for index, feed in enumerate(self._feeds):
+            reader = self._readers[index]
             is_last = feed.is_done
             if not reader.is_done and (is_last or feed.num_tokens > reader.num_seen):
                 error = feed.request.error
                 if is_last and error is not None and error == self._llm.failure:
                     raise EngineError(error)
                 pieces.append((index, reader.take(feed.num_tokens, is_finished=is_last)))
-            index += 1
         return pieces
 
     @property

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from transformers import PreTrainedTokenizerFast
 
 from trtspec.api.text_stream import TextStream, decoder_of, is_local

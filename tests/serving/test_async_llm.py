@@ -28,7 +28,7 @@ from trtspec import (
     RequestOutput,
     SamplingParams,
 )
-from trtspec.frontend.engine_thread import SHUT_DOWN, EngineThread
+from trtspec.frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed
 
 LONG = greedy(200)
 
@@ -74,6 +74,57 @@ def test_the_thread_uses_the_executors_gpu(
     thread = EngineThread(executor, nullcontext())
     thread.stop()
     assert used == [index] and thread.failure == SHUT_DOWN
+
+
+def test_a_loop_that_works_on_news_rests_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would take Python's lock from each step. An end is told at once."""
+    requests: list[Any] = [SimpleNamespace(request_id=i, num_read=0) for i in range(2)]
+    scheduler = SimpleNamespace(running=requests)
+    executor: Any = SimpleNamespace(
+        device=torch.device("cpu"), has_work=False, scheduler=scheduler, report_lost=print
+    )
+    thread = EngineThread(executor, nullcontext())
+    now, posted = 0.0, []  # type: float, list[Any]
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    soon: list[Any] = []
+    loop: Any = SimpleNamespace(
+        call_soon_threadsafe=lambda *call: posted.append(call),
+        call_soon=lambda *call: soon.append(call),
+    )
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    thread.bind(loop)
+    feeds = [Feed(request, Bell(), lambda feed: None) for request in requests]
+    thread._feeds.update(enumerate(feeds))
+
+    def step(count: int, *finished: Any) -> int:
+        for request in requests:
+            request.num_read += count
+            request.output_token_ids = [0] * request.num_read
+        thread._hand_over(finished)
+        return len(posted)
+
+    assert step(2) == 1 and step(1) == 1  # the loop has not begun with the first news
+    now = 1.0
+    deliver, *arguments = posted[0]
+    deliver(*arguments)
+    assert [feed.num_tokens for feed in feeds] == [2, 2]
+    now = 4.0
+    end, *arguments = soon.pop()
+    end(*arguments)
+    now = 6.5
+    assert step(1) == 1
+    now = 7.0
+    assert step(1) == 2 and [news.num_tokens for news in posted[1][1]] == [5, 5]
+    assert step(1) == 2 and step(1, requests[1]) == 3
+    assert [(n.feed, n.num_tokens, n.is_done) for n in posted[2][1]] == [
+        (feeds[0], 7, False),
+        (feeds[1], 7, False),
+        (feeds[1], 7, True),
+    ]
+    thread.bind(loop)  # another loop owes nothing
+    assert step(1) == 4
+    thread._feeds.clear()
+    thread.stop()
 
 
 def test_a_thread_without_its_gpu_says_so(

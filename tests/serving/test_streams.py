@@ -1,4 +1,4 @@
-"""Server-sent events: what is due is sent in one piece, and waits for a client that does not read."""
+"""Server-sent events: what is due goes in one piece, and waits for a client that does not read."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ _FOR_BPE = "_for_bpe_even_though_it_will_corrupt_output"  # of an attribute of t
 class TextStream:
     """The text of one request so far; it only ever grows, except that a stop string cuts it.
 
-    The usual two-offset window, where a token's text depends on the one before it: the tokens since `_prefix` are decoded with and without the new
-    ones, and the difference is new text unless it ends inside a character. (`tokenizers` has a
-    DecodeStream, which raises on some sequences of byte-fallback tokenizers.) Special tokens are
-    not part of the text. Without a tokenizer the text stays empty.
+    Where a token's text depends on the one before it, the usual two-offset window: the tokens since
+    `_prefix` are decoded with and without the new ones. The difference is new text unless it ends
+    inside a character. (`tokenizers` has a DecodeStream, which raises on some sequences of
+    byte-fallback tokenizers.) Special tokens are not part of the text. Without a tokenizer the text
+    stays empty.
     """
 
     def __init__(self, tokenizer: Any | None, stop_strings: tuple[str, ...] = ()):

@@ -222,6 +222,13 @@ class ServeOptions:
             help="Seconds that running requests have after SIGTERM. A second signal ends at once.",
         ),
     ] = 30.0
+    no_warm_up: Annotated[
+        bool,
+        typer.Option(
+            "--no-warm-up",
+            help="Compile kernels and capture graphs when a client needs them, not before.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)

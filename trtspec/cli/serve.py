@@ -33,6 +33,7 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     from ..report.step_times import step_seconds_without_drafts
     from ..serving.config import ServerConfig
     from ..serving.run import listen, serve, url_of
+    from ..serving.warm_up import warm_up
 
     config = ServerConfig(
         host=given.host,
@@ -47,6 +48,8 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     with listener:
         with redirect_stdout(sys.stderr), Progress() as progress:
             llm = load_llm(options, progress, max_seq_len=given.max_seq_len)
+            if not given.no_warm_up:
+                warm_up(llm, progress)
             progress("timing a step without drafts")
             if (seconds := step_seconds_without_drafts(llm)) is not None:
                 config = replace(config, plain_step_seconds={1: seconds})

@@ -31,6 +31,7 @@ from ..errors import RequestError
 from .admission import Admission
 from .book import RequestBook
 from .choose_draft_len import draft_len_of
+from .dead_drafter import DeadDrafterWatch
 from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import NoWatch, StepObserver, Watch
@@ -530,6 +531,17 @@ class PyExecutor:
     def reset_stats(self) -> None:
         self._looked_up_before = self._num_looked_up()
         self.statistics.reset(self.kv_cache.num_evicted_blocks)
+
+    def forget_requests(self) -> None:
+        """Begins anew: without statistics, earlier prompts, or what was seen of drafts.
+
+        No request may be left.
+        """
+        self.reset_prefix_cache()
+        self.reset_stats()
+        self.statistics.dead_drafter_watch = DeadDrafterWatch.for_mode(self.mode)
+        runtime, self._draft_len = self._draft_len.runtime, draft_len_of(self.runner)
+        self._draft_len.runtime = runtime
 
     def _num_looked_up(self) -> int:
         """Returns the drafts that were looked up beside a network's, 0 after the shutdown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.guided_decoding import GuidedDecodingParams
-from ..api.sampling_params import MAX_TOKENS, SamplingParams
+from ..api.sampling_params import MAX_SEED, MAX_TOKENS, SamplingParams
 from ..errors import RequestError, shown
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
@@ -50,7 +50,7 @@ def make_params(
             top_p=request.top_p,
             top_k=max(request.top_k, 0),  # -1 is off, too
             min_p=request.min_p,
-            seed=None if request.seed == -1 else request.seed,  # vLLM's clients send it for none
+            seed=_seed(request.seed),
             stop=request.stop or None,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
@@ -65,6 +65,13 @@ def make_params(
         )
     except RequestError as error:
         raise of_library(error) from None
+
+
+def _seed(given: int | None) -> int | None:
+    """Returns a seed from 0 on. Negative ones, which OpenAI's API takes, are others than those."""
+    if given is None or given == -1:  # what vLLM's clients send for none
+        return None
+    return given + MAX_SEED + 1 if -MAX_SEED <= given < 0 else given
 
 
 def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: int | None) -> None:
