@@ -58,7 +58,7 @@ class AutoDraftLen(DraftLen):
             first, while requests wait.
         price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
-        is_default: nobody asked for this choice. It gives way to `runtime`, where that is set, and
+        is_default: K was left open. The choice gives way to `runtime`, where that is set, and
             leaves steps alone in which it could be told: those with a request whose seeded tokens
             would change with K, or whose steps are recorded.
     """
