@@ -6,8 +6,8 @@ The cells are those of `auto_draft_len.py` with SmolLM2-135M: requests of up to 
 that is not counted and two that are. Each request has its own acceptance, around that of the
 package's EAGLE-3 head. Step times are measured ones (docs/log.md), a capture takes `--capture`
 seconds. Auto is simulated three times: any length may be captured at any time (`any time`), one is
-captured once that would have paid (`once it pays`), all are captured before (`before`). In brackets:
-captures in counted turns.
+captured once that would have paid (`once it pays`), all are captured before (`before`); with the
+captures of counted turns in brackets.
 """
 
 from __future__ import annotations
