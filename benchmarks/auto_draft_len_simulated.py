@@ -158,13 +158,13 @@ def _auto(captured: Captured, way: str, capture: float, folder: Path) -> AutoDra
                 seconds = (seconds_of(size, k, kind) + 2e-5) * rng.gauss(1, 0.02)
                 costs.set(StepShape(size, not kind), k, seconds)
 
-    def is_ready(batch: Any, k: int) -> bool:
-        size = bucket_of(len(batch.generations))
-        return way == "any time" or (size, k, batch.num_sampled > 0) in captured
+    def ready(batch: Any, lengths: list[int]) -> list[int]:
+        facts = bucket_of(len(batch.generations)), batch.num_sampled > 0
+        return [k for k in lengths if way == "any time" or (facts[0], k, facts[1]) in captured]
 
     return AutoDraftLen(
         K, NGramDecodingConfig(max_draft_len=K, draft_len_schedule="auto"), costs, bucket_of,
-        runs_at_launch=False, tries_unknown=False, is_ready=is_ready, price=lambda: capture,
+        runs_at_launch=False, tries_unknown=False, ready=ready, price=lambda: capture,
         rates_path=folder / "rates",
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ SHORTEST_REST = 64  # steps between two trials at K = 0
 PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
 NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
+SAVE_EVERY = 60.0  # seconds, at most
 KEPT_AT_REST = 16.0  # earlier results that count beside a trial at K = 0
 START = 3
 RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
@@ -54,8 +55,8 @@ class AutoDraftLen(DraftLen):
         tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
             would make requests wait: there they are tried with the neighbours, more rarely.
         is_lost: whether a length cannot be used with a shape: its graph found no memory.
-        is_ready: whether a length's step can be launched at once. Otherwise a graph is captured
-            first, while requests wait.
+        ready: which of some lengths can be launched at once with a batch. For another one a graph
+            is captured first, while requests wait.
         price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
         is_default: K was left open. The choice gives way to `runtime`, where that is set, and
@@ -75,7 +76,7 @@ class AutoDraftLen(DraftLen):
         runs_at_launch: bool,
         tries_unknown: bool = True,
         is_lost: Callable[[StepShape, int], bool] = lambda shape, draft_len: False,
-        is_ready: Callable[[ScheduledBatch, int], bool] = lambda batch, draft_len: True,
+        ready: Callable[[ScheduledBatch, list[int]], list[int]] = lambda batch, lengths: lengths,
         price: Callable[[], float] = lambda: 0.0,
         rates_path: Path | None = None,
         is_default: bool = False,
@@ -83,7 +84,7 @@ class AutoDraftLen(DraftLen):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
         self._tries_unknown, self._is_lost = tries_unknown, is_lost
-        self._is_ready, self._price, self._is_default = is_ready, price, is_default
+        self._ready, self._price, self._is_default = ready, price, is_default
         self._seeds_matter = config.acceptance in RULES_OF_K
         self._gives_way = False  # whether the last step was left alone
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
@@ -94,7 +95,7 @@ class AutoDraftLen(DraftLen):
         self._shape: StepShape | None = None
         self._most = max_draft_len  # within the limits of this step
         self._share_sampled = 0.0  # of this step's requests
-        self._rates_path, kept = rates_path, load_rates(rates_path)
+        self._rates_path, kept, self._saved = rates_path, load_rates(rates_path), 0.0
         self._acceptance = {
             is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
             for is_greedy in (True, False)
@@ -148,6 +149,7 @@ class AutoDraftLen(DraftLen):
         self._save()
 
     def _save(self) -> None:
+        self._saved = time.perf_counter()
         self.costs.save()
         seen = {kind: acceptance.seen for kind, acceptance in self._acceptance.items()}
         save_rates(self._rates_path, seen)
@@ -202,7 +204,7 @@ class AutoDraftLen(DraftLen):
             self._folded = self._steps
             for acceptance in self._acceptance.values():
                 acceptance.fold()
-        is_new = shape is not self._shape or most != self._most
+        is_new = shape != self._shape or most != self._most
         if is_new or self._steps >= self._until or self._is_lost(shape, self.chosen):
             self._settle()
             self._share_sampled, self._most = batch.num_sampled / len(batch.generations), most
@@ -227,7 +229,7 @@ class AutoDraftLen(DraftLen):
         have saved what it costs.
         """
         usable = [k for k in self.lengths if k <= self._most and not self._is_lost(shape, k)]
-        ready = [k for k in usable if self._is_ready(batch, k)]
+        ready = self._ready(batch, usable)
         missing = [k for k in usable if k not in ready]
         if not (ready and missing):
             return tuple(usable) or (0,)
@@ -303,7 +305,8 @@ class AutoDraftLen(DraftLen):
 
     def _end_trials(self, shape: StepShape, best: int) -> None:
         """Waits longer before the next probe if this one changed nothing."""
-        self._save()
+        if time.perf_counter() - self._saved > SAVE_EVERY:
+            self._save()
         if self._is_probe:
             probe, is_same = self._probe_of(shape), best == self._before_trials
             probe.every = min(LAST_PROBE, 2 * probe.every) if is_same else FIRST_PROBE
