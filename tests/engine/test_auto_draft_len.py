@@ -260,15 +260,6 @@ def test_lengths_that_cannot_win_are_not_tried(monkeypatch: pytest.MonkeyPatch) 
     assert engine.auto.num_trials > 0
 
 
-def test_after_a_rest_new_results_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request: a trial of 8 steps sees 8 results, where the rest began after hundreds."""
-    engine = Engine(monkeypatch, of_gpu, known_costs())
-    engine.run(1500, [0.01] * K)
-    assert engine.auto.chosen == 0
-    engine.run(6000, [0.8] * K)
-    assert engine.auto.chosen >= 3
-
-
 def test_a_rest_that_hardly_pays_is_tried_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for share in (0.01, 0.5):  # of a step's time, for one more draft

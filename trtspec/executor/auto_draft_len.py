@@ -31,7 +31,6 @@ PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
 NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
 SAVE_EVERY = 60.0  # seconds, at most
-KEPT_AT_REST = 16.0  # earlier results that count beside a trial at K = 0
 START = 3
 RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
@@ -281,8 +280,6 @@ class AutoDraftLen(DraftLen):
         if self._steps < probe.at:
             return []
         if self.chosen == 0:
-            for acceptance in self._acceptance.values():
-                acceptance.fade(KEPT_AT_REST)
             return near
         speed = self._speeds(shape, (*near, self.chosen))
         least = NEAR * speed[self.chosen]
