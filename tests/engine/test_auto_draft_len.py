@@ -187,6 +187,17 @@ def test_numbers_of_requests_that_change(
     assert speed > 0.93 * fixed, (speed, fixed, engine.lengths)
 
 
+def test_numbers_within_a_bucket_are_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No new start where a request comes or goes, else nothing would ever be tried."""
+    engine, begun = Engine(monkeypatch, of_gpu, known_costs(8)), []
+    engine.auto._bucket = lambda count: 8
+    begin = engine.auto._begin
+    monkeypatch.setattr(engine.auto, "_begin", lambda shape: (begun.append(shape), begin(shape)))
+    engine.run(1500, [0.7] * K, lambda number: 5 + number % 3)
+    assert begun == [StepShape(8, all_greedy=True)]
+    assert engine.auto.num_trials > 0
+
+
 def test_times_are_booked_on_the_step_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under overlap, with numbers that alternate, prompts in between, and limits."""
     costs = StepCosts()
@@ -249,15 +260,6 @@ def test_lengths_that_cannot_win_are_not_tried(monkeypatch: pytest.MonkeyPatch) 
     assert engine.auto.num_trials > 0
 
 
-def test_after_a_rest_new_results_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request: a trial of 8 steps sees 8 results, where the rest began after hundreds."""
-    engine = Engine(monkeypatch, of_gpu, known_costs())
-    engine.run(1500, [0.01] * K)
-    assert engine.auto.chosen == 0
-    engine.run(6000, [0.8] * K)
-    assert engine.auto.chosen >= 3
-
-
 def test_a_rest_that_hardly_pays_is_tried_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     for share in (0.01, 0.5):  # of a step's time, for one more draft
@@ -275,8 +277,10 @@ class Captures:
         self.ready = ready
 
     def options(self) -> dict[str, Any]:
-        is_ready = lambda batch, k: k in self.ready  # noqa: E731
-        return {"is_ready": is_ready, "price": lambda: 0.5, "tries_unknown": False}
+        def ready(batch: Any, lengths: list[int]) -> list[int]:
+            return [k for k in lengths if k in self.ready]
+
+        return {"ready": ready, "price": lambda: 0.5, "tries_unknown": False}
 
 
 def test_a_length_is_captured_once_it_would_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +475,7 @@ def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFix
     params = SamplingParams(temperature=0)
     batch = ScheduledBatch([], [SimpleNamespace(sampling_params=params)] * 3)  # type: ignore[list-item]
     graphs._graphs = {key._replace(num_drafts=1, draft_len=1): None}
-    assert [graphs.is_ready(batch, k) for k in range(4)] == [False, True, True, True]
+    assert graphs.ready(batch, [0, 1, 2, 3]) == [1, 2, 3], "captured, or lost"
     assert graphs.price == pytest.approx(0.05)
     graphs.capture_seconds = [9.0, *[0.1] * 9]
     assert graphs.price == 0.1

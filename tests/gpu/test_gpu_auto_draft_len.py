@@ -102,6 +102,47 @@ def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, c
     assert again.executor.graphs.num_graphs == 0  # the times are known
 
 
+def test_what_is_captured_at_start_is_not_captured_later(
+    target_dir: Path, drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every length of every size, greedy and sampled, and what the head reads late."""
+    graph_config = CudaGraphConfig(batch_sizes=(2, 4), capture_at_start=True)
+    config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
+    for _ in range(2):  # the second one knows the times
+        llm = LLM(target_dir, config, **ENGINE | {"cuda_graph_config": graph_config})
+        graphs = llm.executor.graphs
+        captured = graphs.num_graphs
+        assert captured == 2 * 4 * 2 + 2 + 2 * len(graphs.contexts)
+        with monkeypatch.context() as patch:
+            patch.setattr(AutoDraftLen, "_choose", _in_turn([3, 0, 0, 1, 2, 0, 3]))
+            for heat in (0.0, 0.8):
+                params = [
+                    SamplingParams(max_tokens=9 + 7 * i, ignore_eos=True, temperature=heat)
+                    for i in range(6)
+                ]
+                _tokens(llm, [[3, 5 + i] for i in range(6)], params)
+        assert graphs.num_graphs == captured
+
+
+def test_a_missing_graph_is_captured_once_it_would_have_paid(
+    target_dir: Path, drafters: Drafters
+) -> None:
+    """The next engine knows the times and has no graphs. Random drafts are not worth a step."""
+    config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
+    LLM(target_dir, config, **ENGINE).shutdown()
+    llm = LLM(target_dir, config, **ENGINE)
+    graphs, auto = llm.executor.graphs, llm.executor._draft_len
+    params = [SamplingParams(max_tokens=120, ignore_eos=True)] * 4
+    prompts = [[3, 5 + i] for i in range(4)]
+    for _ in range(200):
+        if auto.chosen == 0:
+            break
+        _tokens(llm, prompts, params)
+    assert auto.chosen == 0
+    lengths = {key.draft_len for key in graphs._graphs if not key.context_tokens}
+    assert 0 in lengths and len(lengths) < 4, "not all were worth a capture"
+
+
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "mtp_eagle"])
 def test_a_head_reads_late_what_it_missed(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch

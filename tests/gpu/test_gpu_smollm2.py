@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,27 @@ BF16_CONFIGS: dict[str, DecodingBaseConfig | None] = {
         num_nextn_predict_layers=3, speculative_model="smollm2-135m-mtp"
     ),
 }
+
+
+def test_lengths_choose_themselves_by_default(
+    prompts: list[list[int]], on_cpu: list[list[int]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Where K is left open. A seed gives the same tokens twice, whatever the clock says."""
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
+    config = EagleDecodingConfig(speculative_model="smollm2-135m-eagle3")
+    few = prompts[:FP32_PROMPTS]
+    llm, outputs = generate(MODEL_DIR, config, few, FP32_TOKENS, "cuda", "float32")
+    assert type(llm.executor._draft_len).__name__ == "AutoDraftLen"
+    assert tokens_of(outputs) == on_cpu
+    params = [SamplingParams(max_tokens=40, temperature=1.0, seed=i) for i in range(len(few))]
+    assert tokens_of(llm.generate(few, params)) == tokens_of(llm.generate(few, params))
+    for other_config in (
+        replace(config, max_draft_len=4),
+        replace(config, draft_len_schedule={8: 4}),
+    ):
+        other = LLM(MODEL_DIR, other_config, device="cuda", max_batch_size=1)
+        assert type(other.executor._draft_len).__name__ == "DraftLen"
 
 
 @pytest.mark.parametrize(

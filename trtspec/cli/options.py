@@ -61,7 +61,8 @@ class EngineOptions:
             metavar="<int>|auto",
             help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
             "auto 6, sa 16, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what "
-            "fills a block, the others 4; an EAGLE head may say its own; demo 3.",
+            "fills a block, the others 4; an EAGLE head may say its own; demo 3. On one GPU the "
+            "package's EAGLE-3 head takes that as the most, as with auto.",
         ),
     ] = None
     draft_len_schedule: Annotated[

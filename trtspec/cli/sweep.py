@@ -177,6 +177,7 @@ def _measure(
     drafter = next(name for name in (*command.columns, "fixed") if name not in ("plain", "sa"))
     scout = load_small_llm(command.engine_options(drafter, 1), SCOUT_LENGTH, progress)
     about, ways = _about(command, scout, repeat), command.ways(scout.max_draft_len)
+    longest = scout.max_draft_len
     prompts, most = (
         encode_prompts(axes, scout.apply_chat_template),
         scout.executor.config.max_seq_len,
@@ -191,10 +192,13 @@ def _measure(
 
     def open_engines(concurrency: int) -> dict[str, Any]:
         options = {name: command.engine_options(name, concurrency) for name in command.columns}
-        return {
+        engines = {
             name: load_small_llm(asked, length, progress, max_seq_len=min(most, length + 64))
             for name, asked in options.items()
         }
+        if "both" in engines:  # not what is chosen by default
+            engines["both"].executor.runtime_draft_len = longest
+        return engines
 
     run = SweepRun(
         ways=ways,

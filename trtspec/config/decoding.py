@@ -304,7 +304,8 @@ class EagleDecodingConfig(HeadDecodingConfig):
 
     Args:
         max_draft_len: K; 0 is what the head was trained for (the speculators format says so),
-            else 4.
+            else 4. With a head of the package on one GPU 0 is that many at most, chosen while
+            serving as with "auto", but for steps with seeded requests that depend on K.
         speculative_model: the head's directory, raw or speculators format, or a known name
             ("smollm2-135m-eagle3").
         eagle3_one_model: True drafts inside the target's step (EAGLE3_ONE_MODEL), False in passes

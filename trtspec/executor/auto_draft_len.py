@@ -30,7 +30,7 @@ SHORTEST_REST = 64  # steps between two trials at K = 0
 PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
 NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
-KEPT_AT_REST = 16.0  # earlier results that count beside a trial at K = 0
+SAVE_EVERY = 60.0  # seconds, at most
 START = 3
 RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
@@ -54,11 +54,11 @@ class AutoDraftLen(DraftLen):
         tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
             would make requests wait: there they are tried with the neighbours, more rarely.
         is_lost: whether a length cannot be used with a shape: its graph found no memory.
-        is_ready: whether a length's step can be launched at once. Otherwise a graph is captured
-            first, while requests wait.
+        ready: which of some lengths can be launched at once with a batch. For another one a graph
+            is captured first, while requests wait.
         price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
-        is_default: nobody asked for this choice. It gives way to `runtime`, where that is set, and
+        is_default: K was left open. The choice gives way to `runtime`, where that is set, and
             leaves steps alone in which it could be told: those with a request whose seeded tokens
             would change with K, or whose steps are recorded.
     """
@@ -75,7 +75,7 @@ class AutoDraftLen(DraftLen):
         runs_at_launch: bool,
         tries_unknown: bool = True,
         is_lost: Callable[[StepShape, int], bool] = lambda shape, draft_len: False,
-        is_ready: Callable[[ScheduledBatch, int], bool] = lambda batch, draft_len: True,
+        ready: Callable[[ScheduledBatch, list[int]], list[int]] = lambda batch, lengths: lengths,
         price: Callable[[], float] = lambda: 0.0,
         rates_path: Path | None = None,
         is_default: bool = False,
@@ -83,7 +83,7 @@ class AutoDraftLen(DraftLen):
         super().__init__(max_draft_len, config)
         self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
         self._tries_unknown, self._is_lost = tries_unknown, is_lost
-        self._is_ready, self._price, self._is_default = is_ready, price, is_default
+        self._ready, self._price, self._is_default = ready, price, is_default
         self._seeds_matter = config.acceptance in RULES_OF_K
         self._gives_way = False  # whether the last step was left alone
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
@@ -94,7 +94,7 @@ class AutoDraftLen(DraftLen):
         self._shape: StepShape | None = None
         self._most = max_draft_len  # within the limits of this step
         self._share_sampled = 0.0  # of this step's requests
-        self._rates_path, kept = rates_path, load_rates(rates_path)
+        self._rates_path, kept, self._saved = rates_path, load_rates(rates_path), 0.0
         self._acceptance = {
             is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
             for is_greedy in (True, False)
@@ -148,6 +148,7 @@ class AutoDraftLen(DraftLen):
         self._save()
 
     def _save(self) -> None:
+        self._saved = time.perf_counter()
         self.costs.save()
         seen = {kind: acceptance.seen for kind, acceptance in self._acceptance.items()}
         save_rates(self._rates_path, seen)
@@ -202,7 +203,7 @@ class AutoDraftLen(DraftLen):
             self._folded = self._steps
             for acceptance in self._acceptance.values():
                 acceptance.fold()
-        is_new = shape is not self._shape or most != self._most
+        is_new = shape != self._shape or most != self._most
         if is_new or self._steps >= self._until or self._is_lost(shape, self.chosen):
             self._settle()
             self._share_sampled, self._most = batch.num_sampled / len(batch.generations), most
@@ -227,7 +228,7 @@ class AutoDraftLen(DraftLen):
         have saved what it costs.
         """
         usable = [k for k in self.lengths if k <= self._most and not self._is_lost(shape, k)]
-        ready = [k for k in usable if self._is_ready(batch, k)]
+        ready = self._ready(batch, usable)
         missing = [k for k in usable if k not in ready]
         if not (ready and missing):
             return tuple(usable) or (0,)
@@ -279,8 +280,6 @@ class AutoDraftLen(DraftLen):
         if self._steps < probe.at:
             return []
         if self.chosen == 0:
-            for acceptance in self._acceptance.values():
-                acceptance.fade(KEPT_AT_REST)
             return near
         speed = self._speeds(shape, (*near, self.chosen))
         least = NEAR * speed[self.chosen]
@@ -303,7 +302,8 @@ class AutoDraftLen(DraftLen):
 
     def _end_trials(self, shape: StepShape, best: int) -> None:
         """Waits longer before the next probe if this one changed nothing."""
-        self._save()
+        if time.perf_counter() - self._saved > SAVE_EVERY:
+            self._save()
         if self._is_probe:
             probe, is_same = self._probe_of(shape), best == self._before_trials
             probe.every = min(LAST_PROBE, 2 * probe.every) if is_same else FIRST_PROBE

@@ -32,7 +32,7 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         runs_at_launch=runner.device.type == "cpu",
         tries_unknown=graphs is None,
         is_lost=lambda shape, draft_len: _is_lost(runner, shape, draft_len),
-        is_ready=lambda batch, draft_len: _is_ready(runner, batch, draft_len),
+        ready=lambda batch, lengths: _ready(runner, batch, lengths),
         price=lambda: 0.0 if runner.graphs is None else runner.graphs.price,
         rates_path=path.with_suffix(".rates"),
         is_default=runner.chooses_by_default,
@@ -57,9 +57,9 @@ def _is_lost(runner: StepRunner, shape: StepShape, draft_len: int) -> bool:
     )
 
 
-def _is_ready(runner: StepRunner, batch: ScheduledBatch, draft_len: int) -> bool:
-    """Whether a step can be launched without a capture."""
-    return runner.graphs is None or runner.graphs.is_ready(batch, draft_len)
+def _ready(runner: StepRunner, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
+    """Returns the lengths that can be launched without a capture."""
+    return lengths if runner.graphs is None else runner.graphs.ready(batch, lengths)
 
 
 def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:

@@ -81,7 +81,7 @@ class LoadedDrafter:
     model: Decoder | DraftHead | None = None  # None: no network drafts
     layers_to_capture: tuple[int, ...] = ()  # target layers whose outputs are captured
     mask_token_id: int | None = None  # of a masked drafter
-    chooses_by_default: bool = False  # its lengths choose themselves, though nobody asked for it
+    chooses_by_default: bool = False  # its lengths choose themselves, though K was left open
 
     @property
     def mode(self) -> SpeculativeDecodingMode:

@@ -169,14 +169,14 @@ class CudaGraphs:
             if not key.reads_missed
         )
 
-    def is_ready(self, batch: ScheduledBatch, draft_len: int) -> bool:
-        """Whether a step of generations that verifies and proposes K drafts needs no capture."""
+    def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
+        """Returns those lengths K for which a step of these generations needs no capture."""
         bucket = self.bucket(len(batch.generations))
         if bucket is None:
-            return True
-        plan = StepPlan(batch=batch, num_drafts=draft_len, draft_len=draft_len)
-        key = _key_of(plan, batch_size=bucket)
-        return key in self._graphs or key in self._lost
+            return lengths
+        key = _key_of(StepPlan(batch=batch, num_drafts=0, draft_len=0), batch_size=bucket)
+        keys = {k: key._replace(num_drafts=k, draft_len=k) for k in lengths}
+        return [k for k in lengths if keys[k] in self._graphs or keys[k] in self._lost]
 
     @property
     def price(self) -> float:

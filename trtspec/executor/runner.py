@@ -56,7 +56,7 @@ class EngineParts:
     mode: SpeculativeDecodingMode
     device: torch.device
     layers_to_capture: tuple[int, ...] = ()  # target layers that a head reads, or that are saved
-    chooses_by_default: bool = False  # lengths choose themselves, though nobody asked for it
+    chooses_by_default: bool = False  # lengths choose themselves, though K was left open
 
 
 class StepRunner:

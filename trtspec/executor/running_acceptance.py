@@ -54,12 +54,6 @@ class RunningAcceptance:
                     self._accepted[position] += results * (accepted > position)
         self._seen.clear()
 
-    def fade(self, most: float) -> None:
-        """Lets earlier results count as `most` at most, so that new ones decide."""
-        kept = min(1.0, most / max(1.0, *self._reached))
-        for sums in (self._reached, self._accepted):
-            sums[:] = [kept * value for value in sums]
-
     @property
     def rates(self) -> list[float]:
         """Shares accepted by position, as they are estimated."""
