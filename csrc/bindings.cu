@@ -44,7 +44,7 @@ void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
 }
 
 void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
-  check(p.rows <= trtspec::kMaxLinearRows, "at most 128 rows");
+  check(p.rows <= trtspec::kMaxLinearRows, "at most 32 rows");
   check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;

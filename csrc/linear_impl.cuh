@@ -49,13 +49,7 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   if (p.rows <= 16) {
     return launch(skinny_linear<T, E, kNorm, 2, kWarps, 4>, grid, block, 0, stream, p);
   }
-  if (p.rows <= 32) {
-    return launch(skinny_linear<T, E, kNorm, 4, kWarps, 2>, grid, block, 0, stream, p);
-  }
-  if (p.rows <= 64) {
-    return launch(skinny_linear<T, E, kNorm, 8, kWarps, 2>, grid, block, 0, stream, p);
-  }
-  return launch(skinny_linear<T, E, kNorm, 16, kWarps, 1>, grid, block, 0, stream, p);
+  return launch(skinny_linear<T, E, kNorm, 4, kWarps, 2>, grid, block, 0, stream, p);
 }
 
 template <typename T>

@@ -42,7 +42,7 @@ Inputs = tuple[Tensor, ...]
 Norms = tuple[RMSNorm, ...]
 """One for each input, or none."""
 
-MAX_ROWS = 128
+MAX_ROWS = 32
 """More rows than this are cuBLAS's (the kernels themselves take no more)."""
 MAX_ROWS_OF_LARGE = 8
 LARGE = 4 << 20

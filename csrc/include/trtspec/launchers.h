@@ -9,7 +9,7 @@
 
 namespace trtspec {
 
-constexpr int kMaxLinearRows = 128;
+constexpr int kMaxLinearRows = 32;
 
 // Rows 1 … kMaxLinearRows; k and k_split multiples of 32.
 template <typename T>

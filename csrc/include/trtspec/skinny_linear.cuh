@@ -171,12 +171,10 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
   }
 }
 
-// kColumns: tiles of 8 rows of x. kUnroll: steps of 32 values of k whose weights are in flight. Warps
-// join their sums kJoined tiles at a time: shared memory holds no more.
+// kColumns: tiles of 8 rows of x. kUnroll: steps of 32 values of k whose weights are in flight.
 template <typename T, Epilogue E, bool kNorm, int kColumns, int kWarps, int kUnroll>
 __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_constant__ LinearParams p) {
-  constexpr int kJoined = kColumns < 8 ? kColumns : 8;
-  __shared__ float sums[kWarps][kTile][8 * kJoined + 1];
+  __shared__ float sums[kWarps][kTile][8 * kColumns + 1];
   __shared__ float squares_of[kWarps][8 * kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int n_lo, n_hi;
@@ -237,58 +235,46 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
     }
   }
 
-  if constexpr (kNorm) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+  for (int c = 0; c < kColumns; ++c) {
+    sums[warp][g][c * 8 + t * 2] = acc[c][0];
+    sums[warp][g][c * 8 + t * 2 + 1] = acc[c][1];
+    sums[warp][g + 8][c * 8 + t * 2] = acc[c][2];
+    sums[warp][g + 8][c * 8 + t * 2 + 1] = acc[c][3];
+    if constexpr (kNorm) {
       squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 1);
       squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 2);
       if (t == 0) squares_of[warp][c * 8 + g] = squares[c];
     }
   }
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
+    const int row = i % 8, m = i / 8;
+    float total_lo = 0.0f, total_hi = 0.0f;
+    if constexpr (kNorm) {
+      const bool two = p.k_split < p.k;
+      float scale = 1.0f;
 #pragma unroll
-  for (int first = 0; first < kColumns; first += kJoined) {
-    if (first > 0) {
-      if (first * 8 >= p.rows) break;
-      __syncthreads();
-    }
-#pragma unroll
-    for (int c = 0; c < kJoined; ++c) {
-      const float* const part = acc[first + c];
-      sums[warp][g][c * 8 + t * 2] = part[0];
-      sums[warp][g][c * 8 + t * 2 + 1] = part[1];
-      sums[warp][g + 8][c * 8 + t * 2] = part[2];
-      sums[warp][g + 8][c * 8 + t * 2 + 1] = part[3];
-    }
-    __syncthreads();
-    const int rows = min(p.rows - first * 8, kJoined * 8);
-    for (int i = threadIdx.x; i < 8 * rows; i += kWarps * 32) {
-      const int row = i % 8, column = i / 8, m = first * 8 + column;
-      float total_lo = 0.0f, total_hi = 0.0f;
-      if constexpr (kNorm) {
-        const bool two = p.k_split < p.k;
-        float scale = 1.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          if (w == 0 || (two && w == kWarps / 2)) {  // the scale of this input
-            const int last = two ? w + kWarps / 2 : kWarps;
-            float total = 0.0f;
-            for (int v = w; v < last; ++v) total += squares_of[v][m];
-            const int size = two && w > 0 ? p.k - p.k_split : p.k_split;
-            scale = rsqrtf(total / static_cast<float>(size) + p.eps);
-          }
-          total_lo += scale * sums[w][row][column];
-          total_hi += scale * sums[w][row + 8][column];
+      for (int w = 0; w < kWarps; ++w) {
+        if (w == 0 || (two && w == kWarps / 2)) {  // the scale of this input
+          const int last = two ? w + kWarps / 2 : kWarps;
+          float total = 0.0f;
+          for (int v = w; v < last; ++v) total += squares_of[v][m];
+          scale = rsqrtf(total / static_cast<float>(two && w > 0 ? p.k - p.k_split : p.k_split) + p.eps);
         }
-      } else {
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          total_lo += sums[w][row][column];
-          total_hi += sums[w][row + 8][column];
-        }
+        total_lo += scale * sums[w][row][m];
+        total_hi += scale * sums[w][row + 8][m];
       }
-      tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
-      finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        total_lo += sums[w][row][m];
+        total_hi += sums[w][row + 8][m];
+      }
     }
+    tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
+    finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
   }
 }
 
