@@ -131,6 +131,23 @@ def test_prompts_of_all_lengths_that_choose_kernels(llm: LLM) -> None:
     assert list(gpu_shapes(llm, 56).prompts) == [8, 16, 32, 64, 128, 200]
 
 
+def test_long_prompts_run_beside_others(
+    llm: LLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after them: what a step has room for is asked of it."""
+    mixed, run = [], llm.executor.runner.run
+
+    def noted(plan: Any) -> Any:
+        chunks = plan.batch.contexts
+        mixed.append((len(plan.batch.generations), sum(c.end - c.start for c in chunks)))
+        return run(plan)
+
+    monkeypatch.setattr(llm.executor.runner, "run", noted)
+    most = llm.executor.config.max_num_tokens
+    warm_up(llm, shapes=Shapes([8, most - 4], [1, 4]))
+    assert {(0, most - 4), (1, most - 4), (3, most - 9)} <= set(mixed)  # K = 2
+
+
 def test_an_error_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the engine can go on."""
     step = llm.executor._launch_and_read

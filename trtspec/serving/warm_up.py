@@ -134,10 +134,14 @@ class _Run:
     def __init__(self, executor: PyExecutor):
         self._executor, self._random = executor, random.Random(0)
         self._vocab = executor.target.config.vocab_size
-        self.room = (MOST_STEPS + 2) * (executor.max_draft_len + 1)
+        self._rows = executor.max_draft_len + 1  # of a generation
+        self.room = (MOST_STEPS + 2) * self._rows
 
     def together(self, kind: Kind, lengths: Sequence[int], beside: Sequence[int] = ()) -> None:
         """Runs prompts of these lengths at once, beside others that generate already."""
+        # Beside others there is less room in a step.
+        room = self._executor.config.max_num_tokens - len(beside) * self._rows
+        lengths = [min(length, room) for length in lengths if room > 0]
         requests: list[Request] = []
         try:
             for prompts in (beside, lengths):
