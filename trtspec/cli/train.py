@@ -71,6 +71,7 @@ def run_train(options: TrainOptions) -> int:
         context_embeddings=options.context_embeddings,
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
+        sliding_window=options.sliding_window,
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
@@ -195,6 +196,7 @@ def _check_kind(options: TrainOptions) -> None:
     others: dict[str, Any] = {"--unroll": options.num_steps} if is_block else of_blocks
     if options.kind == "mtp":
         others["--capture-layers"] = options.capture_layers
+        others["--sliding-window"] = options.sliding_window
     if options.kind != "dspark":
         others["--markov-rank"] = options.markov_rank
     if options.kind != "dflash2":
@@ -228,6 +230,7 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"{config.vocab_size}: lower it."
         )
     TrainConfig(
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         num_steps=options.num_steps or DEFAULT_STEPS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
@@ -255,6 +258,7 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
         variation=options.variation,
         selector_weight=_selector_weight(options),
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,
