@@ -175,9 +175,7 @@ def test_a_window_hides_in_training_what_it_hides_in_serving(
     assert seen > 3 and matters
 
 
-def _unroll_whole(
-    head: DraftHead, texts: Sequences, hidden: Tensor, steps: int
-) -> list[DraftStep]:
+def _unroll_whole(head: DraftHead, texts: Sequences, hidden: Tensor, steps: int) -> list[DraftStep]:
     """The steps of the same head without its window."""
     attention, found = head.get_submodule("layers.0.self_attn"), []
     attention.window, kept = None, attention.window  # type: ignore[assignment]

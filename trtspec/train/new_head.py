@@ -370,10 +370,11 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             f"A DFlash2 head's convolutions have groups of {CONVOLUTION[1]} channels, which do not "
             f"divide the target's {target.hidden_size}. Train a head of kind 'dflash' or 'dspark'."
         )
+    layers_of_head = replace(_plain_layers(spec, target), qk_norm=True)
     return HeadConfig(
         kind="dspark" if is_dspark else "dflash",
         format=f"{BLOCK_NAMES[spec.kind]}, z-lab's format",
-        decoder=widened(replace(_plain_layers(spec, target), qk_norm=True), sees_ahead, spec.block_size),
+        decoder=widened(layers_of_head, sees_ahead, spec.block_size),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         layers_to_capture=_checked_layers(layers, target),

@@ -343,9 +343,7 @@ def _sees_ahead(
     return tuple(windows_see or not slide for slide in slides)
 
 
-def widened(
-    decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int
-) -> DecoderConfig:
+def widened(decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int) -> DecoderConfig:
     """Returns the layers with wider windows where rows see ahead.
 
     They reach as far back from a block's end as the checkpoint's do from its start.
