@@ -41,6 +41,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "layers_to_capture" in capsys.readouterr().err
     assert cli.main([*again, "--init-head", str(out), "--draft-vocab-size", "700"]) == 2
     assert "drafts among 600 tokens" in capsys.readouterr().err
+    assert cli.main([*again, "--init-head", str(out), "--sliding-window", "64"]) == 2
+    assert "[None] there, [64] here (leave --sliding-window out)" in capsys.readouterr().err
     assert cli.main([*again, "--init-head", str(out), "--learning-rate", "1e-9"]) == 0
     first, second = (load_file(run / "model.safetensors") for run in (out, tmp_path / "again"))
     assert torch.equal(first["d2t"], second["d2t"])

@@ -151,6 +151,7 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
         CheckpointError, CliError: it does not fit the target, or an option.
     """
     from ..checkpoints.heads.load import read_head
+    from ..train.new_head import other_windows
 
     if options.init_head is None:
         return None
@@ -162,6 +163,10 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
             f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
             f"{size} tokens, which stay. Leave the option out."
         )
+    windows = (options.sliding_window,) * options.num_layers
+    differs = [] if options.kind == "mtp" else other_windows(report.require(), windows)
+    if differs:
+        raise CliError(f"The head of --init-head has other {differs[0]}.")
     return report
 
 

@@ -193,11 +193,7 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         if field.name not in of_files
         and getattr(earlier.config, field.name) != getattr(head.config, field.name)
     ]
-    there, here = _windows(earlier.config), _windows(head.config)
-    if there != here:
-        cure = f"give --sliding-window {there[0]}" if there[0] else "leave --sliding-window out"
-        cure = f" ({cure})" if len(set(there)) == 1 else ""
-        differs.append(f"sliding windows of layers: {list(there)} there, {list(here)} here{cure}")
+    differs += other_windows(earlier.config, _windows(head.config))
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
     for name, parameter in wanted.items():
         weight = given.get(name)
@@ -211,6 +207,16 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         )
     for name, parameter in wanted.items():
         parameter.data.copy_(given[name])
+
+
+def other_windows(earlier: HeadConfig, here: tuple[int | None, ...]) -> list[str]:
+    """Returns how an earlier head's sliding windows, by layer, differ from a new one's, if so."""
+    there = _windows(earlier)
+    if there == here:
+        return []
+    cure = f"give --sliding-window {there[0]}" if there[0] else "leave --sliding-window out"
+    cure = f" ({cure})" if len(set(there)) == 1 else ""
+    return [f"sliding windows of layers: {list(there)} there, {list(here)} here{cure}"]
 
 
 def trainable(head: DraftHead) -> dict[str, nn.Parameter]:
