@@ -41,6 +41,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "layers_to_capture" in capsys.readouterr().err
     assert cli.main([*again, "--init-head", str(out), "--draft-vocab-size", "700"]) == 2
     assert "drafts among 600 tokens" in capsys.readouterr().err
+    assert cli.main([*again, "--init-head", str(out), "--sliding-window", "64"]) == 2
+    assert "[None] there, [64] here (leave --sliding-window out)" in capsys.readouterr().err
     assert cli.main([*again, "--init-head", str(out), "--learning-rate", "1e-9"]) == 0
     first, second = (load_file(run / "model.safetensors") for run in (out, tmp_path / "again"))
     assert torch.equal(first["d2t"], second["d2t"])
@@ -80,7 +82,12 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["dspark", "--self-generate", "3", "--selector-rank", "8"], "not for dspark"),
         (["dflash", "--self-generate", "3", "--selector-weight", "1"], "not for dflash"),
         (["mtp", "--self-generate", "3", "--capture-layers", "1"], "not for mtp"),
+        (["mtp", "--self-generate", "3", "--sliding-window", "64"], "not for mtp"),
         (["eagle3", "--self-generate", "3", "--context-embeddings"], "not for eagle3"),
+        (
+            ["eagle3", "--self-generate", "3", "--optimizer", "sgd"],
+            "optimizer='sgd': allowed are adamw, muon",
+        ),
         (["eagle3", "--self-generate", "3", "--capture-layers", "1,b"], "--capture-layers '1,b'"),
         (
             ["dflash2", "--self-generate", "3", "--mask-token-id", "4", "--selector-weight", "-1"],

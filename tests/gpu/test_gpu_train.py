@@ -70,11 +70,17 @@ def test_loss_and_gradients_are_those_of_the_cpu(
         torch.testing.assert_close(found[1][name], value, atol=2e-3, rtol=2e-3, msg=name)
 
 
-@pytest.mark.parametrize("weights", ["exponential", "d-pace"])
+@pytest.mark.parametrize(
+    ("weights", "optimizer"), [("exponential", "adamw"), ("d-pace", "adamw"), ("d-pace", "muon")]
+)
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dflash2", "dspark"])
-def test_an_optimizer_step_waits_for_nothing(tmp_path: Path, kind: str, weights: str) -> None:
+def test_an_optimizer_step_waits_for_nothing(
+    tmp_path: Path, kind: str, weights: str, optimizer: str
+) -> None:
     target, head = _pair(tmp_path, kind, torch.bfloat16, "cuda")
-    config = replace(TRAIN_CONFIG, num_steps=4, num_anchors=9, position_weights=weights)
+    config = replace(
+        TRAIN_CONFIG, num_steps=4, num_anchors=9, position_weights=weights, optimizer=optimizer
+    )
     trainer = Trainer(target, head, None, [], config, tmp_path / "run")  # type: ignore[arg-type]
     for _ in range(2):  # kernels are compiled
         trainer._train_step(TEXTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from trtspec.train.blocks import Anchors
 from trtspec.train.losses import Objective, decay_of_block, dpace_weights, judge, score
 from trtspec.train.new_head import (
     NewHead,
+    begin_with,
     create_head,
     default_rank,
     save_head,
@@ -173,10 +175,13 @@ def disturb(head: DFlashHead) -> None:
             parameter.data.normal_(generator=generator)
 
 
-@pytest.mark.parametrize(("kind", "reads_next"), [*((k, False) for k in CONFIGS), ("dspark", True)])
+@pytest.mark.parametrize(
+    ("kind", "reads_next", "window"),
+    [*((k, False, None) for k in CONFIGS), ("dspark", True, 5), ("dflash", False, 1)],
+)
 @pytest.mark.parametrize("format", ["raw", "speculators"])
 def test_a_new_head_is_saved_as_it_computes(
-    tmp_path: Path, format: str, kind: str, reads_next: bool
+    tmp_path: Path, format: str, kind: str, reads_next: bool, window: int | None
 ) -> None:
     """What the loader reads back proposes what the head proposed in training, and in serving."""
     target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
@@ -188,6 +193,7 @@ def test_a_new_head_is_saved_as_it_computes(
         block_size=block_of(kind),
         mask_token_id=VOCAB,
         context_embeddings=reads_next,
+        sliding_window=window,
     )
     head = create_head(spec, target, None, F32, seed=3)
     assert isinstance(head, DFlashHead)
@@ -198,6 +204,10 @@ def test_a_new_head_is_saved_as_it_computes(
     again = load(tmp_path / "head", target)
     assert again.layers_to_capture == CAPTURED and again.config.trained_draft_len == 3
     assert again.reads_next_tokens == reads_next
+    assert again.config.decoder.layer_windows == head.config.decoder.layer_windows
+    assert again.config.sees_ahead == head.config.sees_ahead
+    widened = None if window is None else window + block_of(kind)
+    assert again.config.decoder.window(1) == widened
     config = CONFIGS[kind](speculative_model=tmp_path / "head")
     llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
     request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=20, ignore_eos=True))
@@ -318,6 +328,24 @@ def test_weights_by_position() -> None:
     assert ranks == [16, 64, 256, 256]
 
 
+def test_a_head_of_another_window_is_no_beginning(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=6))
+    spec = NewHead(kind="dflash", num_layers=2, block_size=4, mask_token_id=0)
+    slides = replace(spec, sliding_window=6)
+    whole, sliding = (create_head(s, target, None, F32, seed=3) for s in (spec, slides))
+    save_head(sliding, target.config, tmp_path / "head")
+    earlier = load(tmp_path / "head", target)
+    with pytest.raises(ConfigError, match=r"\[6, 6\] there, .*give --sliding-window 6"):
+        begin_with(whole, earlier)
+    with pytest.raises(ConfigError, match=r"\[None, None\] there, .*leave --sliding-window out"):
+        begin_with(sliding, whole)
+    longer = create_head(replace(slides, block_size=8), target, None, F32, seed=4)
+    begin_with(longer, earlier)  # with longer blocks the loader's window is another, the head's not
+    for name, parameter in trainable(longer).items():
+        expected = trainable(sliding)[name].data.bfloat16().float()
+        assert torch.equal(parameter.data, expected), name
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=6))
     for token in (None, VOCAB + 1):
@@ -343,6 +371,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         NewHead(kind="dflash", markov_rank=4)
     with pytest.raises(ConfigError, match=r"context_embeddings is of block heads, not of mtp"):
         NewHead(kind="mtp", context_embeddings=True)
+    with pytest.raises(ConfigError, match=r"sliding_window are for the other kinds"):
+        NewHead(kind="mtp", sliding_window=8)
+    with pytest.raises(ConfigError, match=r"NewHead\.sliding_window=0"):
+        NewHead(kind="eagle3", sliding_window=0)
     with pytest.raises(ConfigError, match=r"NewHead\.block_size=1"):
         NewHead(kind="dflash", block_size=1)
 

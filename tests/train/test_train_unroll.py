@@ -17,8 +17,10 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
+from trtspec.models.drafters.base import DraftHead
 from trtspec.train.losses import conditional_acceptance, score
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
+from trtspec.train.records import DraftStep, Sequences
 from trtspec.train.unroll import teach, unroll
 
 CASES = ["eagle3", "eagle3_flags", "eagle3_before_fc", "eagle1", "mtp_eagle", "mtp_eagle_pre_norm",
@@ -136,6 +138,50 @@ def test_a_new_head_is_saved_as_it_computes(tmp_path: Path, kind: str, format: s
         [[3, 4, 5]], SamplingParams(max_tokens=8, ignore_eos=True)
     )
     assert len(outputs[0].outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize("format", ["raw", "speculators"])
+def test_a_window_hides_in_training_what_it_hides_in_serving(
+    tmp_path: Path, format: str, window: int
+) -> None:
+    """Of the text and, where it is shorter than the drafts, of the head's own earlier steps."""
+    target_dir = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6)
+    target = load_target(target_dir)
+    spec = NewHead(num_layers=1, layers_to_capture=CAPTURED, sliding_window=window)
+    head = create_head(spec, target, torch.arange(0, VOCAB, 2), F32, seed=3)
+    for parameter in trainable(head).values():
+        parameter.data = parameter.data.bfloat16().float()
+    save_head(head, target.config, tmp_path / "head", format=format)
+    config = EagleDecodingConfig(max_draft_len=4, speculative_model=tmp_path / "head")
+    llm = LLM(target_dir, config, device="cpu", dtype="float32", disable_overlap_scheduler=True)
+    request = llm.executor.enqueue([3, 4, 5, 6], SamplingParams(max_tokens=16, ignore_eos=True))
+    seen, matters = 0, False
+    while llm.executor.has_work:
+        llm.executor.step()
+        if not request.is_generation:
+            continue
+        drafts = llm.executor.state.next_tokens[request.slot, 1:].tolist()
+        ids = torch.tensor([[*request.token_ids, *drafts]])
+        texts = padded_texts([[ids.shape[1]]], ids.shape[1])
+        texts.input_ids.copy_(ids)
+        hidden, row = teach(target, head, texts).hidden, len(request.token_ids) - 2
+        found = [
+            [int(head.compute_logits(s.hidden[row : row + 1], s.step).argmax()) for s in steps]
+            for steps in (unroll(head, texts, hidden, 4), _unroll_whole(head, texts, hidden, 4))
+        ]
+        assert [2 * i for i in found[0]] == drafts
+        matters, seen = matters or found[0] != found[1], seen + 1
+    assert seen > 3 and matters
+
+
+def _unroll_whole(head: DraftHead, texts: Sequences, hidden: Tensor, steps: int) -> list[DraftStep]:
+    """The steps of the same head without its window."""
+    attention, found = head.get_submodule("layers.0.self_attn"), []
+    attention.window, kept = None, attention.window  # type: ignore[assignment]
+    found = list(unroll(head, texts, hidden, steps))
+    attention.window = kept  # type: ignore[assignment]
+    return found
 
 
 def test_gradients_reach_every_parameter_and_the_target_none(tmp_path: Path) -> None:

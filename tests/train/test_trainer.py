@@ -24,7 +24,8 @@ from trtspec.config import HeadDecodingConfig
 from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.train import trainer as trainer_module
-from trtspec.train.new_head import NewHead, create_head
+from trtspec.train.muon import MuonAndAdamW
+from trtspec.train.new_head import NewHead, create_head, trainable
 from trtspec.train.trainer import TrainConfig, Trainer
 
 
@@ -52,10 +53,17 @@ def _trainer(
     out: Path,
     config: TrainConfig = TRAIN_CONFIG,
     kind: str = "eagle3",
+    window: int | None = None,
 ) -> Trainer:
     target: Decoder = load_target(target_dir)
     block = config.num_steps if kind == "dspark" else config.num_steps + 1
-    spec = NewHead(kind=kind, layers_to_capture=CAPTURED, block_size=block, mask_token_id=VOCAB)
+    spec = NewHead(
+        kind=kind,
+        layers_to_capture=CAPTURED,
+        block_size=block,
+        mask_token_id=VOCAB,
+        sliding_window=window,
+    )
     draft_ids = torch.arange(VOCAB) if kind == "eagle3" else None
     head = create_head(spec, target, draft_ids, F32, seed=5)
     return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
@@ -68,6 +76,7 @@ def _log(out: Path) -> list[dict[str, object]]:
 
 TRAINED = [*thinned(["eagle3", "dflash", "dspark"], 2), "dflash2"]
 """DSpark and DFlash2 heads are DFlash heads with more."""
+RESUMED_WITH_MUON = [("eagle3", "muon"), ("dflash2", "muon")]
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -102,13 +111,16 @@ def test_it_learns_and_what_it_saves_drafts(
     assert raw["training"]["steps"] == steps
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [*((kind, "adamw") for kind in TRAINED), *RESUMED_WITH_MUON]
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    target_dir: Path, data: GreedyTexts, tmp_path: Path, kind: str
+    target_dir: Path, data: GreedyTexts, tmp_path: Path, kind: str, optimizer: str
 ) -> None:
-    whole = _trainer(target_dir, data, tmp_path / "whole", kind=kind)
+    config = replace(TRAIN_CONFIG, optimizer=optimizer)
+    whole = _trainer(target_dir, data, tmp_path / "whole", config, kind)
     whole.train()
-    killed = _trainer(target_dir, data, tmp_path / "killed", kind=kind)
+    killed = _trainer(target_dir, data, tmp_path / "killed", config, kind)
 
     def stop(line: dict[str, object]) -> None:
         if line["step"] == 7:
@@ -118,12 +130,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
         killed.train(progress=stop)
     with (tmp_path / "killed" / "log.jsonl").open("a") as file:
         file.write('{"step": 8, "los')  # a line that the kill cut short
-    again = _trainer(target_dir, data, tmp_path / "killed", kind=kind)
+    again = _trainer(target_dir, data, tmp_path / "killed", config, kind)
     assert again.resume() and again.step == 4
     again.train()
     assert _log(tmp_path / "killed") == _log(tmp_path / "whole")
     assert all(torch.equal(again.masters[n], m) for n, m in whole.masters.items())
-    assert not _trainer(target_dir, data, tmp_path / "new", kind=kind).resume()
+    assert not _trainer(target_dir, data, tmp_path / "new", config, kind).resume()
+    assert all(line["optimizer"] == optimizer for line in _log(tmp_path / "killed"))
+    raw = json.loads((tmp_path / "killed" / "config.json").read_text())
+    assert raw["training"]["config"]["optimizer"] == optimizer
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(
@@ -136,6 +151,84 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match="damaged"):
         _trainer(target_dir, data, tmp_path, replace(TRAIN_CONFIG, max_steps=4)).resume()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash2", "dspark", "mtp"])
+def test_muon_orthogonalises_each_packed_matrix(target_dir: Path, kind: str) -> None:
+    """A step from an empty state is 6 lr * 0.2 * sqrt(longer side) * U V^T of each matrix alone."""
+    is_block, target = kind in ("dflash2", "dspark"), load_target(target_dir)
+    spec = NewHead(
+        kind=kind,
+        layers_to_capture=None if kind == "mtp" else CAPTURED,
+        block_size=4,
+        mask_token_id=VOCAB if is_block else None,
+        context_embeddings=is_block,
+    )
+    head = create_head(spec, target, torch.arange(VOCAB), F32, seed=5)
+    config, generator = head.config.decoder, torch.Generator().manual_seed(2)
+    masters = {n: p.detach().clone() for n, p in trainable(head).items()}
+    for master in masters.values():
+        master.grad = torch.randn(master.shape, generator=generator)
+        if master.dim() == 2:  # parts of different sizes, columns that are far from orthogonal
+            master.grad *= 1 + torch.arange(len(master))[:, None] + torch.arange(master.shape[1])
+    before = {name: master.clone() for name, master in masters.items()}
+    rates = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    MuonAndAdamW(head, masters, **rates).step()
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    packed = {"qkv_proj": (0, [q, kv, kv]), "gate_up_proj": (0, [config.intermediate_size] * 2)}
+    packed["fc"] = 1, [target.config.hidden_size] * len(CAPTURED)
+    orthogonal = {"o_proj", "down_proj", "eh_proj", "kernel_projection", "context_embedding_fc"}
+    seen = set()
+    for name, master in masters.items():
+        change, part = before[name] - master, name.split(".")[-2]
+        if part not in packed and part not in orthogonal:  # AdamW's first step is a sign's
+            assert master.grad is not None
+            torch.testing.assert_close(change, 0.1 * master.grad.sign(), atol=1e-5, rtol=1e-3)
+            continue
+        seen.add(part)
+        dim, sizes = packed.get(part, (0, [len(change)]))
+        assert master.grad is not None
+        parts = change.split(sizes, dim), master.grad.split(sizes, dim)
+        for matrix, grad in zip(*parts, strict=True):
+            u, s, vt = torch.linalg.svd(grad, full_matrices=False)
+            values = (u.T @ matrix @ vt.T) / (6 * 0.1 * 0.2 * max(matrix.shape) ** 0.5)
+            reached = values.diagonal()[s > 0.01 * s.norm()]  # five iterations lift what is above
+            assert len(reached) > 0.7 * len(s)
+            assert reached.min() > 0.6 and reached.max() < 1.3, (name, reached)
+            assert (values - values.diagonal().diag()).abs().max() < 0.05, name
+    layers = {"qkv_proj", "gate_up_proj", "o_proj", "down_proj"}
+    assert (
+        seen
+        == layers
+        | {
+            "eagle3": {"fc"},
+            "dflash2": {"fc", "context_embedding_fc", "kernel_projection"},
+            "dspark": {"fc", "context_embedding_fc"},
+            "mtp": {"eh_proj"},
+        }[kind]
+    )
+
+
+def test_another_optimizer_or_window_is_another_run(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    """A run of before they could be given had AdamW and no window."""
+    config = replace(TRAIN_CONFIG, max_steps=4)
+    muon = replace(config, optimizer="muon")
+    _trainer(target_dir, data, tmp_path / "muon", muon).train()
+    with pytest.raises(CheckpointError, match="another run: optimizer differ"):
+        _trainer(target_dir, data, tmp_path / "muon", config).resume()
+    _trainer(target_dir, data, tmp_path / "window", config, window=6).train()
+    with pytest.raises(CheckpointError, match="another run: windows differ"):
+        _trainer(target_dir, data, tmp_path / "window", config).resume()
+    _trainer(target_dir, data, tmp_path / "old", config).train()
+    path = tmp_path / "old" / "checkpoint.pt"
+    saved = torch.load(path)
+    del saved["run"]["optimizer"], saved["run"]["windows"]
+    torch.save(saved, path)
+    with pytest.raises(CheckpointError, match="another run: optimizer differ"):
+        _trainer(target_dir, data, tmp_path / "old", muon).resume()
+    assert _trainer(target_dir, data, tmp_path / "old", config).resume()
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(
@@ -171,7 +264,7 @@ def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_steps", 0), ("learning_rate", 0.0), ("clip", float("inf")), ("step_decay", 1.5),
-     ("position_weights", "linear"), ("variation", 1.5), ("variation", "1"),
+     ("position_weights", "linear"), ("optimizer", "Muon"), ("variation", 1.5), ("variation", "1"),
      ("batch_size", "4"), ("warmup_steps", -1)],
 )  # fmt: skip
 def test_a_config_that_cannot_be_is_refused(field: str, value: object) -> None:

@@ -79,8 +79,12 @@ class DensePass:
             seen = seen & (self._distance + use < window)
         if not use:
             return seen
-        same_row = (self._distance == 0).repeat(1, use).expand(self.num_sequences, 1, -1, -1)
-        return torch.cat([seen, same_row], dim=-1)
+        parts, same_row = [seen], self._distance == 0
+        for earlier in range(1, use + 1):
+            is_seen = window is None or use - earlier < window
+            part = same_row if is_seen else torch.zeros_like(same_row)
+            parts.append(part.expand_as(seen))
+        return torch.cat(parts, dim=-1)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[N*L, H, D] -> [N, H, L, D]."""

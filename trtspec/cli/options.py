@@ -463,6 +463,14 @@ class TrainOptions:
             "do. Such a head is for trtspec alone.",
         ),
     ] = False
+    sliding_window: Annotated[
+        int | None,
+        typer.Option(
+            "--sliding-window",
+            min=1,
+            help="The head's layers see this many rows of text; not of mtp. Default: all.",
+        ),
+    ] = None
     markov_rank: Annotated[
         int | None,
         typer.Option(
@@ -513,6 +521,12 @@ class TrainOptions:
             "--unroll", min=1, help="eagle3, mtp: draft steps trained at each position. Default: 6."
         ),
     ] = None
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer", help="adamw, or muon: Muon for the layers' matrices, AdamW for the rest."
+        ),
+    ] = "adamw"
     learning_rate: Annotated[float, typer.Option("--learning-rate")] = 1e-3
     head_format: Annotated[
         str, typer.Option("--format", help="raw, or but for mtp speculators.")

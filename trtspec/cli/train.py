@@ -71,6 +71,7 @@ def run_train(options: TrainOptions) -> int:
         context_embeddings=options.context_embeddings,
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
+        sliding_window=options.sliding_window,
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
@@ -150,6 +151,7 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
         CheckpointError, CliError: it does not fit the target, or an option.
     """
     from ..checkpoints.heads.load import read_head
+    from ..train.new_head import other_windows
 
     if options.init_head is None:
         return None
@@ -161,6 +163,10 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
             f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
             f"{size} tokens, which stay. Leave the option out."
         )
+    windows = (options.sliding_window,) * options.num_layers
+    differs = [] if options.kind == "mtp" else other_windows(report.require(), windows)
+    if differs:
+        raise CliError(f"The head of --init-head has other {differs[0]}.")
     return report
 
 
@@ -195,6 +201,7 @@ def _check_kind(options: TrainOptions) -> None:
     others: dict[str, Any] = {"--unroll": options.num_steps} if is_block else of_blocks
     if options.kind == "mtp":
         others["--capture-layers"] = options.capture_layers
+        others["--sliding-window"] = options.sliding_window
     if options.kind != "dspark":
         others["--markov-rank"] = options.markov_rank
     if options.kind != "dflash2":
@@ -228,6 +235,7 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"{config.vocab_size}: lower it."
         )
     TrainConfig(
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         num_steps=options.num_steps or DEFAULT_STEPS,
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
@@ -255,6 +263,7 @@ def _train_config(options: TrainOptions, num_rows: int, spec: NewHead) -> TrainC
         position_weights=options.position_weights or POSITION_WEIGHTS[0],
         variation=options.variation,
         selector_weight=_selector_weight(options),
+        optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         max_steps=max_steps,
         batch_size=batch_size,

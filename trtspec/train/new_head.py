@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention.torch_sdpa import TorchAttention
+from ..checkpoints.families.llama import FULL, MAX_WINDOW, SLIDING
 from ..checkpoints.heads.config import MIN_LAYERS_FOR_DEFAULT, default_layers_to_capture
-from ..checkpoints.heads.dflash import default_target_layers
+from ..checkpoints.heads.dflash import WINDOWS_SEE, default_target_layers, widened
 from ..checkpoints.weights import placements
 from ..config import MAX_DRAFT_LEN, require_int
 from ..errors import ConfigError, shown
@@ -56,6 +57,8 @@ class NewHead:
     markov_rank: int | None = None  # DSpark, of its bias; None is `default_rank`'s
     selector_rank: int | None = None  # DFlash2, of its choice; None is `default_rank`'s
     context_embeddings: bool = False  # of block heads: context rows read the token after them
+    sliding_window: int | None = None  # not of MTP: rows that a layer sees; None is all. A block's
+    # rows see each other, and as many rows before the last token's
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -74,10 +77,13 @@ class NewHead:
                     raise ConfigError(f"{name} is of {called} heads, not of {self.kind}.")
         if self.context_embeddings and self.kind not in BLOCK_KINDS:
             raise ConfigError(f"context_embeddings is of block heads, not of {self.kind}.")
-        if self.kind == "mtp" and (self.layers_to_capture or self.intermediate_size):
+        if self.sliding_window is not None:
+            require_int(self, "sliding_window", 1, MAX_WINDOW)
+        not_of_mtp = self.layers_to_capture, self.intermediate_size, self.sliding_window
+        if self.kind == "mtp" and any(not_of_mtp):
             raise ConfigError(
                 "MTP layers are the target's own kind and read its last hidden states: "
-                "layers_to_capture and intermediate_size are for the other kinds."
+                "layers_to_capture, intermediate_size and sliding_window are for the other kinds."
             )
 
     @property
@@ -187,12 +193,13 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         if field.name not in of_files
         and getattr(earlier.config, field.name) != getattr(head.config, field.name)
     ]
+    differs += other_windows(earlier.config, _windows(head.config))
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
     for name, parameter in wanted.items():
         weight = given.get(name)
         if weight is None or weight.shape != parameter.shape:
-            there = "missing" if weight is None else list(weight.shape)
-            differs.append(f"{name}: {there} there, {list(parameter.shape)} here")
+            found = "missing" if weight is None else list(weight.shape)
+            differs.append(f"{name}: {found} there, {list(parameter.shape)} here")
     if differs:
         raise ConfigError(
             f"The earlier head is another kind of network ({'; '.join(differs)}). Give options "
@@ -200,6 +207,16 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         )
     for name, parameter in wanted.items():
         parameter.data.copy_(given[name])
+
+
+def other_windows(earlier: HeadConfig, here: tuple[int | None, ...]) -> list[str]:
+    """Returns how an earlier head's sliding windows, by layer, differ from a new one's, if so."""
+    there = _windows(earlier)
+    if there == here:
+        return []
+    cure = f"give --sliding-window {there[0]}" if there[0] else "leave --sliding-window out"
+    cure = f" ({cure})" if len(set(there)) == 1 else ""
+    return [f"sliding windows of layers: {list(there)} there, {list(here)} here{cure}"]
 
 
 def trainable(head: DraftHead) -> dict[str, nn.Parameter]:
@@ -352,22 +369,24 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             "give a token that texts do not have, a reserved one at best."
         )
     is_dspark, is_dflash2 = spec.kind == "dspark", spec.kind == "dflash2"
+    sees_ahead = (True,) * spec.num_layers
     rank = default_rank(target.hidden_size)
     if is_dflash2 and target.hidden_size % CONVOLUTION[1]:
         raise ConfigError(
             f"A DFlash2 head's convolutions have groups of {CONVOLUTION[1]} channels, which do not "
             f"divide the target's {target.hidden_size}. Train a head of kind 'dflash' or 'dspark'."
         )
+    layers_of_head = replace(_plain_layers(spec, target), qk_norm=True)
     return HeadConfig(
         kind="dspark" if is_dspark else "dflash",
         format=f"{BLOCK_NAMES[spec.kind]}, z-lab's format",
-        decoder=replace(_plain_layers(spec, target), qk_norm=True),
+        decoder=widened(layers_of_head, sees_ahead, spec.block_size),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         layers_to_capture=_checked_layers(layers, target),
         mask_token_id=spec.mask_token_id,
         trained_draft_len=spec.drafts_of_block,
-        sees_ahead=(True,) * spec.num_layers,
+        sees_ahead=sees_ahead,
         samples_from_anchor=is_dspark,
         markov_rank=(spec.markov_rank or rank) if is_dspark else 0,
         block_convolution=CONVOLUTION if is_dflash2 else (0, 0),
@@ -387,6 +406,18 @@ def block_rows(config: HeadConfig) -> int:
     """Returns how many rows a block has at most, the last token's with them."""
     assert config.trained_draft_len is not None
     return config.trained_draft_len + (not config.samples_from_anchor)
+
+
+def _windows(config: HeadConfig) -> tuple[int | None, ...]:
+    """Returns by layer the window that config.json says, None where all rows are seen."""
+    found = []
+    for i in range(config.decoder.num_layers):
+        window = config.decoder.window(i)
+        sees_ahead = bool(config.sees_ahead) and config.sees_ahead[i]
+        if window is not None and sees_ahead:  # the loader widens it
+            window -= block_rows(config)
+        found.append(window)
+    return tuple(found)
 
 
 def _checked_layers(layers: tuple[int, ...], target: DecoderConfig) -> tuple[int, ...]:
@@ -419,6 +450,7 @@ def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
         max_position_embeddings=target.max_position_embeddings,
         rms_norm_eps=target.rms_norm_eps,
         rope_parameters=target.rope_parameters,
+        layer_windows=(spec.sliding_window,) * spec.num_layers,
         dtype=target.dtype,
         raw=target.raw,
     )
@@ -441,7 +473,14 @@ def _mtp_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
     )
 
 
-def _architecture(decoder: DecoderConfig) -> dict[str, Any]:
+def _architecture(config: HeadConfig) -> dict[str, Any]:
+    decoder, windows = config.decoder, _windows(config)
+    sliding: dict[str, Any] = {}
+    if any(windows):
+        sliding = {
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+            "sliding_window": next(filter(None, windows)),
+        }
     return {
         "model_type": "llama",
         "hidden_size": decoder.hidden_size,
@@ -459,6 +498,7 @@ def _architecture(decoder: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
+        **sliding,
     }
 
 
@@ -476,7 +516,7 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
         }
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        **_architecture(config.decoder),
+        **_architecture(config),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {
@@ -488,7 +528,11 @@ def _raw_json(head: DraftHead, target: DecoderConfig) -> dict[str, Any]:
 
 
 def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str, Any]:
-    layers = {**_architecture(config.decoder), "model_type": "qwen3"}
+    layers = {**_architecture(config), "model_type": "qwen3"}
+    sees: dict[str, Any] = {}
+    if any(_windows(config)):
+        layers |= {"use_sliding_window": True, "max_window_layers": 0}
+        sees = {WINDOWS_SEE: True}
     kind = "dflash2" if config.selector_rank else config.kind
     name = BLOCK_NAMES[kind]
     own: dict[str, Any] = {}
@@ -525,6 +569,7 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
             # Counted as inputs.
             "aux_hidden_state_layer_ids": [i + 1 for i in config.layers_to_capture],
             **own,
+            **sees,
             "dtype": "bfloat16",
         }
     return {
@@ -534,6 +579,7 @@ def _block_json(config: HeadConfig, target: DecoderConfig, format: str) -> dict[
         "num_target_layers": target.num_layers,
         "dflash_config": nested,
         **own,
+        **sees,
         "dtype": "bfloat16",
     }
 
@@ -543,7 +589,7 @@ def _speculators_json(head: DraftHead) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": _architecture(config.decoder),
+        "transformer_layer_config": _architecture(config),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "norm_before_residual": False,

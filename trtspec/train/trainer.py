@@ -2,8 +2,8 @@
 
 The loss is the weighted sum over the head's unrolled steps of the soft cross-entropy with the
 target (EAGLE-3's training-time test, arXiv:2503.01840), of DSpark heads mostly of the total
-variation (`losses.py`). Weights are kept in fp32 and used in the target's dtype; AdamW, a cosine
-after a linear warm-up, clipped gradients.
+variation (`losses.py`). Weights are kept in fp32 and used in the target's dtype; AdamW, or with it
+Muon (`muon.py`), a cosine after a linear warm-up, clipped gradients.
 
 A run directory holds `log.jsonl` (a line per logged step), `checkpoint.pt` (fp32 weights,
 optimizer, position in the data; replaced atomically), and the head at the last checkpoint, ready to
@@ -43,6 +43,7 @@ from .losses import (
     judge,
     score,
 )
+from .muon import MuonAndAdamW
 from .new_head import BLOCK_KINDS, block_rows, save_head, trainable
 from .records import Sequences
 from .unroll import Use, teach, unroll
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 VARIATION = {"dspark": 0.9}
 """Share of total variation in the loss, by the head's kind, as DSpark's authors train."""
+OPTIMIZERS = ("adamw", "muon")
+BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": []}
+"""Settings of runs that were begun before they could be given."""
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 Progress = Callable[[dict[str, Any]], None]
@@ -70,6 +74,7 @@ class TrainConfig:
     step_decay: float | None = None  # of weights; None is 0.8, of blocks what their size asks for
     variation: float | None = None  # share of total variation in the loss; None is the kind's
     selector_weight: float = 1.0  # of DFlash2's choice among candidates in the loss
+    optimizer: str = "adamw"  # one of `OPTIMIZERS`
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.02  # share of learning_rate that the cosine ends at
     warmup_steps: int = 50
@@ -103,11 +108,12 @@ class TrainConfig:
         share = self.variation
         if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"TrainConfig.variation={share!r}: it must be in [0, 1].")
-        if self.position_weights not in POSITION_WEIGHTS:
-            raise ConfigError(
-                f"TrainConfig.position_weights={self.position_weights!r}: allowed are "
-                f"{', '.join(POSITION_WEIGHTS)}."
-            )
+        for name, allowed in (("position_weights", POSITION_WEIGHTS), ("optimizer", OPTIMIZERS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(
+                    f"TrainConfig.{name}={value!r}: allowed are {', '.join(allowed)}."
+                )
 
     def objective(self, head: DraftHead) -> Objective:
         """Returns what is minimized for a head."""
@@ -241,13 +247,17 @@ class Trainer:
             name: p.detach().float().clone().requires_grad_(True)
             for name, p in self.parameters.items()
         }
-        self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=target.embed_tokens.weight.is_cuda,
-        )
+        options: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "betas": config.betas,
+            "weight_decay": config.weight_decay,
+            "fused": target.embed_tokens.weight.is_cuda,
+        }
+        self.optimizer: torch.optim.Optimizer | MuonAndAdamW
+        if config.optimizer == "muon":
+            self.optimizer = MuonAndAdamW(head, self.masters, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(list(self.masters.values()), **options)
         self.step = 0
         self.log: list[dict[str, Any]] = []
 
@@ -263,7 +273,7 @@ class Trainer:
             return False
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
-            masters, run, step = saved["masters"], saved["run"], int(saved["step"])
+            masters, run, step = saved["masters"], BEFORE | saved["run"], int(saved["step"])
             optimizer, notes = saved["optimizer"], saved["notes"]
         except (OSError, RuntimeError, KeyError, EOFError, ValueError, UnpicklingError) as error:
             raise CheckpointError(
@@ -357,6 +367,7 @@ class Trainer:
             "step": self.step + 1,
             "loss": lambda: round(float(loss.detach()), 5),
             "gradient_norm": lambda: round(float(norm), 4),
+            "optimizer": config.optimizer,
             "learning_rate": rate,
             "accuracy": lambda: [
                 round(float(s.is_right.sum()) / max(1, int(s.is_counted.sum())), 4) for s in scores
@@ -421,6 +432,7 @@ class Trainer:
             same.pop("selector_weight")
         same["betas"] = list(same["betas"])
         config, weight = self.head.config, self.target.embed_tokens.weight
+        windows = [config.decoder.window(i) for i in range(config.decoder.num_layers)]
         digest = hashlib.sha256(weight[:64].float().cpu().numpy().tobytes())
         digest.update(self.target.norm.weight.float().cpu().numpy().tobytes())
         if self.head.d2t is not None:
@@ -430,6 +442,7 @@ class Trainer:
             "data": self.data.fingerprint,
             "head": config.kind,
             "captured layers": list(config.layers_to_capture),
+            "windows": windows if any(windows) and config.kind != "mtp" else [],
             **({} if config.mask_token_id is None else {"mask token": config.mask_token_id}),
             **({"context embeddings": True} if config.context_embeddings else {}),
             "dtype": str(weight.dtype),

@@ -62,7 +62,7 @@ _RELATIVES = {
 """Fields by which a head computes more than DFlash does."""
 MAX_CANDIDATES = 128
 _CONTEXT_EMBEDDING = "context_embedding_fc.weight"
-_WINDOWS_SEE = "sliding_window_non_causal"
+WINDOWS_SEE = "sliding_window_non_causal"
 
 
 def default_target_layers(num_draft_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -203,8 +203,8 @@ def parse_dflash(
     anchor = flag_field(flags, "sample_from_anchor", where)
     block = _required(flags, "block_size", where)
     block = checked_int(where, "block_size", block, range(2, MAX_DRAFT_LEN + 1), cure="Correct it.")
-    if raw.get("speculators_model_type") == "dflash2" and raw.get(_WINDOWS_SEE) is None:
-        raw = {**raw, _WINDOWS_SEE: True}  # what the format means by its absence
+    if raw.get("speculators_model_type") == "dflash2" and raw.get(WINDOWS_SEE) is None:
+        raw = {**raw, WINDOWS_SEE: True}  # what the format means by its absence
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
     mask = _required(flags, "mask_token_id", where)
     layers, origin = _target_layers(flags, where, decoder.num_layers, target, asked)
@@ -229,7 +229,7 @@ def parse_dflash(
         format=f"{name}, speculators format" if speculators else f"{name}, z-lab's format",
         markov_rank=rank,
         markov_kind=flags.get("markov_head_type", "vanilla"),
-        decoder=_wider_windows(decoder, sees_ahead, block),
+        decoder=widened(decoder, sees_ahead, block),
         target_hidden_size=size_field(flags, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=vocab,
         own_embedding="embed_tokens.weight" in report.tensors,
@@ -338,14 +338,12 @@ def _sees_ahead(
     for fields, name in ((raw, "is_causal"), (nested, "causal"), (nested, "causal_head")):
         if fields.get(name) is not None:
             return (not flag_field(fields, name, where),) * decoder.num_layers
-    windows_see = flag_field(raw, _WINDOWS_SEE, where)
+    windows_see = flag_field(raw, WINDOWS_SEE, where)
     slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
     return tuple(windows_see or not slide for slide in slides)
 
 
-def _wider_windows(
-    decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int
-) -> DecoderConfig:
+def widened(decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int) -> DecoderConfig:
     """Returns the layers with wider windows where rows see ahead.
 
     They reach as far back from a block's end as the checkpoint's do from its start.
