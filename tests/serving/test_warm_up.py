@@ -162,8 +162,9 @@ def test_an_error_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     run = llm.executor.runner.run
 
     def poisoned(plan: Any) -> Any:
-        outputs = run(plan)
-        return replace(outputs, bad_requests=torch.ones_like(outputs.bad_requests))
+        launch = run(plan)
+        bad = torch.ones_like(launch.outputs.bad_requests)
+        return replace(launch, outputs=replace(launch.outputs, bad_requests=bad))
 
     monkeypatch.setattr(llm.executor.runner, "run", poisoned)
     with pytest.raises(RequestError, match=r"greedy request failed.*NaN.*--no-warm-up"):
