@@ -10,12 +10,13 @@ plain decoding and for a drafter, and for each batch size, a line of JSON says:
     masked              with masks of the target alone
     first_draft_masked, drafts_masked   with the first draft's too, and with all
     added               of each of these, ms more than without
-    host_us             the host's part of a step with all drafts masked, in microseconds, as it is
-                        in the engine: verify (masks of the target's rows, and following what was
-                        accepted), wait (for the device, before each draft), masks (of each draft),
-                        launch (all graphs), results (their copies)
-    alone_us            the same without a device, inside of a string: masks of the target's rows,
-                        and of each draft, with following what was accepted
+    host_us             the host's part of a step with all drafts masked, in microseconds:
+        verify          following what was accepted, and the masks of the target's rows
+        wait            for the device, before each draft
+        masks           of each draft
+        launch          of all graphs
+        results         their copies
+    alone_us            the same without a device, where the grammar is in a text of JSON
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,21 @@ def cache_dir() -> Path:
             f"The cache directory {chosen!r} is not known ({error}). Set TRTSPEC_CACHE to a "
             "directory that can be written."
         ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file as a whole: readers, and writers beside this one, never see a part of it.
+
+    Raises:
+        OSError: the directory cannot be made or written. The old file stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+
+from ..utils import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,7 @@ def save_rates(path: Path | None, seen: Mapping[bool, Sequence[float]]) -> None:
         return
     rates = load_rates(path) | {kind: of for kind, of in seen.items() if of}
     text = json.dumps({name: rates[kind] for name, kind in NAMES.items() if kind in rates})
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_text(path, text)
     except OSError as error:
         logger.info("Shares of accepted drafts are not kept: %s", error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+from ..utils import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +122,7 @@ class StepCosts:
             times.setdefault(shape, {}).update({k: cell.seconds for k, cell in cells.items()})
         rows = [[*shape, k, seconds] for shape, of in times.items() for k, seconds in of.items()]
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            try:
-                partial.write_text(json.dumps(rows))
-                os.replace(partial, self.path)
-            finally:
-                partial.unlink(missing_ok=True)
+            replace_text(self.path, json.dumps(rows))
             self._is_saved = True
         except OSError as error:
             logger.info("Step times are not kept: %s", error)

@@ -101,8 +101,7 @@ def shapes_of(executor: PyExecutor, room: int) -> Shapes:
     if executor.device.type == "cpu":
         return Shapes([short], [1])
     most = min(config.max_num_tokens, config.max_seq_len - room)
-    # A captured pass needs a row that is free.
-    captured = [] if graphs is None else [inputs.num_tokens - 1 for inputs in graphs.contexts]
+    captured = [] if graphs is None else [inputs.num_tokens for inputs in graphs.contexts]
     powers = [1 << n for n in range(4, 32)]
     longer = [n for n in powers if n > max(captured, default=0)]
     prompts = sorted({short, *(n for n in (*captured, *longer, most) if short <= n <= most)})

@@ -13,10 +13,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...utils import cache_dir
+from ...utils import cache_dir, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -240,15 +239,10 @@ def _read(path: Path) -> dict[str, _Algorithm | None]:
 
 def _write(path: Path, known: dict[str, _Algorithm | None]) -> None:
     codes = {size: None if a is None else bytes(a).hex() for size, a in known.items()}
-    aside = path.with_suffix(f".{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(codes, indent=1))
-        os.replace(aside, path)
+        replace_text(path, json.dumps(codes, indent=1))
     except OSError as error:  # this run has its choice; the next will measure again
         logger.warning("The choice of algorithms was not kept: %s", error)
-        with suppress(OSError):
-            aside.unlink()
 
 
 # -- the library --------------------------------------------------------------------------------
