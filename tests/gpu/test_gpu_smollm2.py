@@ -27,7 +27,7 @@ from trtspec import (
     SamplingParams,
 )
 from trtspec.checkpoints.zoo import MODELS, _complete, cache_dir
-from trtspec.config import DecodingBaseConfig
+from trtspec.config import DecodingBaseConfig, DSparkDecodingConfig
 from trtspec.data.prompts import OPEN, REPEATS
 
 ENTRY = MODELS["smollm2-135m"]
@@ -283,6 +283,7 @@ BF16_CONFIGS: dict[str, DecodingBaseConfig | None] = {
     "mtp_eagle": MTPDecodingConfig(
         num_nextn_predict_layers=3, speculative_model="smollm2-135m-mtp"
     ),
+    "dspark": DSparkDecodingConfig(max_draft_len=7, speculative_model="smollm2-135m-dspark"),
 }
 
 

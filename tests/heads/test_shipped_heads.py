@@ -11,13 +11,16 @@ from matrix import full
 
 from trtspec import LLM, EagleDecodingConfig, MTPDecodingConfig, SamplingParams
 from trtspec.checkpoints.zoo import HEADS, head_for, resolve_head
-from trtspec.config import DecodingBaseConfig
+from trtspec.config import DecodingBaseConfig, DSparkDecodingConfig
 from trtspec.data.acceptance_prompts import load_prompts
 from trtspec.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 24_000_000
+MOST_BYTES = 40_000_000
 CONFIGS: dict[str, DecodingBaseConfig] = {
+    "smollm2-135m-dspark": DSparkDecodingConfig(
+        max_draft_len=7, speculative_model="smollm2-135m-dspark"
+    ),
     "smollm2-135m-eagle3": EagleDecodingConfig(
         max_draft_len=4, speculative_model="smollm2-135m-eagle3"
     ),
@@ -44,6 +47,7 @@ def test_the_directory_is_whole_small_and_packaged(name: str) -> None:
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert head_for("smollm2-135m", "eagle3") == "smollm2-135m-eagle3"
+    assert head_for("smollm2-135m", "dspark") == "smollm2-135m-dspark"
     assert head_for("smollm2-135m", "mtp") == "smollm2-135m-mtp"
     assert head_for("some/directory", "eagle3") is None
     monkeypatch.chdir(tmp_path)
@@ -81,7 +85,8 @@ def plain_texts() -> list[list[int]]:
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    ("name", "least"), [("smollm2-135m-eagle3", 2.0), ("smollm2-135m-mtp", 1.7)]
+    ("name", "least"),
+    [("smollm2-135m-dspark", 2.2), ("smollm2-135m-eagle3", 2.0), ("smollm2-135m-mtp", 1.7)],
 )
 def test_text_is_the_targets_and_drafts_are_accepted(
     plain_texts: list[list[int]], name: str, least: float

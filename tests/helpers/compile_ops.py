@@ -28,9 +28,11 @@ from trtspec.ops.tokens import (
     triton_draw,
     triton_handover,
     triton_judge,
+    triton_markov_walk,
     triton_suffix,
     triton_walk,
 )
+from trtspec.ops.tokens.markov_walk import MarkovTables
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
@@ -42,6 +44,7 @@ MODULES = (
     "tokens.triton_filter",
     "tokens.triton_handover",
     "tokens.triton_judge",
+    "tokens.triton_markov_walk",
     "tokens.triton_stats",
     "tokens.triton_suffix",
     "tokens.triton_walk",
@@ -125,6 +128,9 @@ def step() -> dict[str, Any]:
     unary = torch.zeros(K, GENERATIONS, 16, dtype=torch.bfloat16)
     projected = torch.zeros(K, GENERATIONS, 256, dtype=torch.bfloat16)
     candidates = PathCandidates(longs(K, GENERATIONS, 16), unary, projected)
+    drafts_logits = torch.zeros(2 * GENERATIONS, DRAFT_VOCAB, dtype=torch.bfloat16)
+    w1, w2 = torch.zeros(VOCAB, 64), torch.zeros(DRAFT_VOCAB, 64)
+    markov = MarkovTables(w1.bfloat16(), w2.bfloat16(), longs(DRAFT_VOCAB))
     books = Codebooks(*torch.zeros(2, DRAFT_VOCAB, 256, dtype=torch.bfloat16))
     calls = (
         (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
@@ -134,6 +140,7 @@ def step() -> dict[str, Any]:
         ),
         (triton_drafts.shift_for_drafting, accepted, lens, longs(8), K + 1),
         (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
+        (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),
         (triton_drafts.masked_rows, accepted, lens, longs(8), certain, 6, 3, 7, 0),
         (triton_drafts.gather_distinct, certain, states),
         (triton_drafts.keep_missed, certain, certain, certain, states[0], lens, missed),
@@ -150,6 +157,7 @@ def step() -> dict[str, Any]:
             ints(GENERATIONS, 8),
         ),
         (triton_walk.walk_candidates, candidates, lens, books),
+        (triton_markov_walk.walk_markov, drafts_logits, lens, markov),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )
     found: dict[str, Any] = {}

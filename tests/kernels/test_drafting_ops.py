@@ -459,6 +459,26 @@ def test_masked_rows(seed: int, num_seqs: int, k: int, proposals: int, offset: i
 
 
 @CASES
+@given(SEEDS, st.integers(0, 5), st.integers(0, 8), st.integers(1, 8), st.integers(0, 1))
+def test_block_rows(seed: int, num_seqs: int, k: int, proposals: int, more: int) -> None:
+    rng, mask, rows = random.Random(seed), 77, proposals + more
+    accepted, lens = _accepted(rng, num_seqs, k, rng.randint(1, k + 1))
+    positions = [rng.randrange(100) for _ in range(40)]
+    certain = [rng.randrange(30) for _ in range(num_seqs)]
+    out = run(
+        "block_rows", ints(accepted).view(num_seqs, k + 1), ints(lens),
+        ints(positions, torch.int64), ints(certain, torch.int64), rows, proposals, mask,
+    )  # fmt: skip
+    for b, (row, n) in enumerate(zip(accepted, lens, strict=True)):
+        assert out.tokens[b].tolist() == [row[n - 1]] + [mask] * (rows - 1)
+        last = positions[certain[b]] + n
+        assert out.positions[b].tolist() == list(range(last, last + rows))
+        expected = [b * rows + more + i for i in range(proposals)]
+        assert out.proposing[b::num_seqs].tolist() == expected
+        assert out.last_positions[b] == last
+
+
+@CASES
 @given(SEEDS, st.integers(0, 5), st.integers(1, 3))
 def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
     rng = random.Random(seed)

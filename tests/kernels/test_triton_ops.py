@@ -19,9 +19,11 @@ from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
 from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
     bitmask,
     handover,
+    markov_walk,
     suffix,
     triton_bitmask,
     triton_handover,
+    triton_markov_walk,
     triton_suffix,
     triton_walk,
     walk,
@@ -101,6 +103,42 @@ def test_convolve_blocks(dtype: torch.dtype, size: int, taps: int, block: int, a
     _close(convolve_blocks(*given), expected.to(dtype))
     on_cpu = (t.cpu() if isinstance(t, torch.Tensor) else t for t in given)
     _close(convolution.convolve_blocks(*on_cpu).to(DEVICE), expected.to(dtype))  # type: ignore[arg-type]
+
+
+@covering(
+    dtype=DTYPES,
+    drafts=[1, 4],
+    batch=[1, 3, 17],
+    vocab=[40, 700],
+    rank=[12, 64],
+    maps=[False, True],
+)
+def test_walk_markov(
+    dtype: torch.dtype, drafts: int, batch: int, vocab: int, rank: int, maps: int
+) -> None:
+    """Against float64, draft by draft."""
+    logits = _random(drafts * batch, vocab, dtype=dtype)
+    logits[0, 0] = float("nan")  # never taken
+    logits[-1] = float("-inf")  # nothing to take: the first
+    d2t = torch.arange(vocab, device=DEVICE) if maps else None
+    w1, w2 = (_random(n, rank, dtype=dtype, seed=i) for i, n in ((2, 2 * vocab), (3, vocab)))
+    tables = markov_walk.MarkovTables(w1, w2 / rank**0.5, d2t)
+    before = torch.arange(2 * vocab - 2, 2 * vocab - 2 + batch, device=DEVICE)  # some above W1's
+    taken = triton_markov_walk.walk_markov(logits, before, tables)
+    twin = markov_walk.walk_markov.__wrapped__(logits, before, tables)  # type: ignore[attr-defined]
+    assert taken.shape == twin.shape == (drafts, batch)
+    assert taken.dtype == twin.dtype == torch.int32
+    step = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
+    for found in (taken, twin):
+        tokens = before.clamp(max=2 * vocab - 1)
+        for own, chosen in zip(logits.double().split(batch), found.long(), strict=True):
+            scores = own + w1.double()[tokens] @ tables.w2.double().T
+            scores = scores.masked_fill(scores.isnan(), float("-inf"))
+            drafts_taken = chosen // 2 if maps else chosen
+            short = scores.max(1).values - scores.gather(1, drafts_taken[:, None])[:, 0]
+            assert bool(((short <= 4 * step) | short.isnan()).all())  # roundings of bias and sum
+            tokens = chosen
+    assert int(taken[-1, -1]) == 0
 
 
 @covering(dtype=DTYPES, drafts=[1, 5], batch=[1, 3], count=[1, 5, 16], rank=[12, 256])

@@ -38,6 +38,7 @@ from trtspec.train.new_head import (
     begin_with,
     create_head,
     default_rank,
+    fit_to_states,
     save_head,
     trainable,
 )
@@ -314,6 +315,27 @@ def test_the_loss_of_blocks_is_its_formula(tmp_path: Path, kind: str, uses_dpace
         assert torch.equal(each.is_right, alone.is_right)
         assert torch.equal(each.is_counted, alone.is_counted)
         assert int(each.is_counted.sum()) == int(step.counted.sum())
+
+
+def test_a_new_head_hears_all_captured_layers_alike(tmp_path: Path) -> None:
+    target = load_target(tiny_model_dir(tmp_path))
+    captured = (0, 1, 2)
+    spec = NewHead(kind="dspark", num_layers=1, layers_to_capture=captured, mask_token_id=5)
+    head = create_head(spec, target, None, F32, 0)
+    assert isinstance(head, DFlashHead) and head.fc.weight is not None
+    width, before = target.config.hidden_size, head.fc.weight.clone()
+    sizes = [1e-3, 1.0, 40.0]
+    states = torch.cat([size * torch.randn(500, width) for size in sizes], dim=-1)
+    fit_to_states(head, states)
+    heard = [
+        float((x @ weight.T).pow(2).mean().sqrt())
+        for x, weight in zip(states.split(width, -1), head.fc.weight.split(width, -1), strict=True)
+    ]
+    assert max(heard) < 1.2 * min(heard)
+    for part, earlier, size in zip(
+        head.fc.weight.split(width, -1), before.split(width, -1), sizes, strict=True
+    ):
+        torch.testing.assert_close(part * size, earlier, rtol=0.1, atol=1e-6)
 
 
 def test_weights_by_position() -> None:

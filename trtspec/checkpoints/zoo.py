@@ -56,7 +56,9 @@ MODELS = {
 }
 
 
-HEADS = {"smollm2-135m-eagle3": "smollm2-135m", "smollm2-135m-mtp": "smollm2-135m"}
+HEADS = dict.fromkeys(
+    ("smollm2-135m-dspark", "smollm2-135m-eagle3", "smollm2-135m-mtp"), "smollm2-135m"
+)
 """Draft heads that come with the package, and the model each was trained for."""
 DRAFT_LENS = {"smollm2-135m-mtp": 3}
 """K that a head's card gives its figures for, where the head's own files cannot say."""
@@ -78,7 +80,11 @@ def is_of_package(head: str | os.PathLike[str]) -> bool:
 
 
 def head_for(model: str | os.PathLike[str], kind: str) -> str | None:
-    """The name of the package's head for a model that is given by name. kind: "eagle3", "mtp"."""
+    """The name of the package's head for a model that is given by name.
+
+    Args:
+        kind: "dspark", "eagle3" or "mtp".
+    """
     name = f"{model}-{kind}"
     return name if HEADS.get(name) == str(model) and not os.path.isdir(model) else None
 

@@ -82,8 +82,8 @@ class EngineOptions:
         typer.Option(
             "--head",
             help="Directory of the EAGLE, DFlash or DSpark head or MTP layers, or a name: "
-            "smollm2-135m-eagle3, smollm2-135m-mtp. Default: for smollm2-135m the package's, for "
-            "other models their own MTP layers.",
+            "smollm2-135m-dspark, smollm2-135m-eagle3, smollm2-135m-mtp. Default: for smollm2-135m "
+            "the package's, for other models their own MTP layers.",
         ),
     ] = None
     two_engine: Annotated[

@@ -56,8 +56,10 @@ def run_train(options: TrainOptions) -> int:
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
     from ..executor.device import resolve_device, resolve_dtype
-    from ..train.new_head import NewHead, begin_with, check_target, create_head
+    from ..models.drafters.dflash import DFlashHead
+    from ..train.new_head import NewHead, begin_with, check_target, create_head, fit_to_states
     from ..train.trainer import Trainer
+    from ..train.unroll import teach
 
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
@@ -112,6 +114,10 @@ def run_train(options: TrainOptions) -> int:
             dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False
         )
         begin_with(head, load_head(Path(options.init_head), target, HeadRequest(), how))
+    elif isinstance(head, DFlashHead):
+        some = next(rows.train.epoch_batches(min(8, len(rows.train)), 0)).to(device)
+        later = (some.positions > 0).flatten()  # first tokens' states are unlike all others
+        fit_to_states(head, teach(target, head, some).hidden[later])
     batches = rows.held_out.epoch_batches(min(16, len(rows.held_out)), 0, drop_last=False)
     trainer = Trainer(
         target,

@@ -179,6 +179,24 @@ def _begin_as_dflash(head: DFlashHead) -> None:
             book.data.mul_(CODEBOOK_DEVIATION * book.shape[1] ** 0.5)
 
 
+@torch.no_grad()
+def fit_to_states(head: DFlashHead, hidden: Tensor) -> None:
+    """Divides what fc makes of each captured layer by the size of that layer's states.
+
+    Late layers' states are many times larger than early ones', and would be all that a new head
+    hears.
+
+    Args:
+        hidden: [T, n * Ht], captured states of some text.
+    """
+    parts = hidden.float().unflatten(-1, (-1, head.config.target_hidden_size))
+    sizes = parts.pow(2).mean((0, 2)).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    weight = head.fc.weight
+    assert weight is not None, "a head to be trained is not packed"
+    scale = sizes.repeat_interleave(head.config.target_hidden_size)
+    weight.copy_(weight / scale.to(weight.dtype))
+
+
 def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     """Gives a new head the weights of an earlier one of its kind.
 

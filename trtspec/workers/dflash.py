@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows
-from ..ops.tokens.accept import last_accepted
+from ..ops.step.rows import BlockRows, block_rows, draft_step, finish_drafts, gather_rows
+from ..ops.tokens.markov_walk import walk_markov
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
 from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
 from .masked import MaskedWorker
@@ -79,39 +79,43 @@ class DFlashWorker(MaskedWorker):
         (proposing,) = gather_rows(rows.proposing, out)
         if head.candidate_selector is not None:
             return self.drafts_of_path(inputs, meta, rows, head, proposing)
-        return self.drafts(inputs, meta, rows, head.compute_logits(proposing, 0), head.d2t)
+        logits = head.compute_logits(proposing, 0)
+        return self.drafts(inputs, meta, rows.last_positions, logits, head.d2t)
 
     def drafts_in_turn(
         self,
         inputs: DraftInputs,
         meta: AttentionMetadata,
-        rows: MaskedRows,
+        rows: BlockRows,
         head: BlockDraftModel,
         out: Tensor,
     ) -> Tensor:
         """Draws DSpark's drafts, each with a bias by the one before: out [B * R, H] -> [B, K]."""
         markov, sampler = head.markov_head, self.draft_sampler(inputs)
         assert markov is not None
-        batch = rows.last_positions.shape[0]
-        before, first = rows.tokens[:, 0], out.view(batch, -1, out.shape[-1])[:, 0]
+        batch, before = rows.last_positions.shape[0], rows.tokens[:, 0]
+        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
+        logits: Any = head.compute_logits(proposing, 0)
+        tables, proposals = markov.tables(head.d2t), list[Tensor]()
+        if tables is not None and sampler is None and inputs.spec_metadata.guided is None:
+            proposals += walk_markov(logits, before, tables).unbind(0)
+            return self.finish(meta, rows, proposals)
+        first = out.view(batch, -1, out.shape[-1])[:, 0]
         state = markov.first_state(first)
         if not head.samples_from_anchor:
             _, state = markov(before, first, state)
-        (proposing,) = gather_rows(rows.proposing, out)  # by proposal, then by request
-        logits: Any = head.compute_logits(proposing, 0)
-        proposals: list[Tensor] = []
         for hidden, own in zip(proposing.split(batch), logits.split(batch), strict=True):
             bias, state = markov(before, hidden, state)
             depth = len(proposals)
             before = self.propose(own + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
-        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
+        return self.finish(meta, rows, proposals)
 
     def drafts_of_path(
         self,
         inputs: DraftInputs,
         meta: AttentionMetadata,
-        rows: MaskedRows,
+        rows: BlockRows,
         head: BlockDraftModel,
         proposing: Tensor,
     ) -> Tensor:
@@ -140,24 +144,23 @@ class DFlashWorker(MaskedWorker):
                 drawn_from = nothing.scatter(1, given.ids, scores)
                 before = self.propose(drawn_from, None, sampler, rows.last_positions, depth)
                 proposals.append(before)
+        return self.finish(meta, rows, proposals)
+
+    def finish(self, meta: AttentionMetadata, rows: BlockRows, proposals: list[Tensor]) -> Tensor:
+        """Returns proposals, each [B], as [B, K] int32."""
         return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
 
     def rows_of_block(
         self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool
-    ) -> MaskedRows:
+    ) -> BlockRows:
         """Returns the blocks' rows."""
         proposals = self.num_proposals(inputs)
-        count = proposals if samples_from_anchor else proposals + 1
-        last = inputs.path.next_positions(meta.position_ids[certain_rows(meta)])
-        batch, device = last.shape[0], last.device
-        tokens = torch.full((batch, count), self.mask_token_id, dtype=torch.int32, device=device)
-        tokens[:, 0] = last_accepted(inputs.accepted_tokens, inputs.num_accepted_tokens)
-        row = torch.arange(count, device=device)
-        first = count * torch.arange(batch, device=device)
-        return MaskedRows(
-            tokens=tokens,
-            positions=last[:, None] + row,
-            sources=last[:0],
-            proposing=(first + row[count - proposals :, None]).flatten(),
-            last_positions=last,
+        return block_rows(
+            inputs.accepted_tokens,
+            inputs.num_accepted_tokens,
+            meta.position_ids,
+            certain_rows(meta),
+            proposals if samples_from_anchor else proposals + 1,
+            proposals,
+            self.mask_token_id,
         )

@@ -85,20 +85,20 @@ class MaskedWorker(SpecWorkerBase):
         self,
         inputs: DraftInputs,
         meta: AttentionMetadata,
-        rows: MaskedRows,
+        last_positions: Tensor,
         logits: Tensor | ShardedLogits,
         d2t: Tensor | None,
     ) -> Tensor:
-        """Draws the drafts: logits [P * B, Vd] -> [B, K] int32."""
-        batch, sampler = rows.last_positions.shape[0], self.draft_sampler(inputs)
+        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> [B, K] int32."""
+        batch, sampler = last_positions.shape[0], self.draft_sampler(inputs)
         if sampler is None and inputs.spec_metadata.guided is None:
-            proposals = self.propose(logits, d2t, None, rows.last_positions, 0).split(batch)
+            proposals = self.propose(logits, d2t, None, last_positions, 0).split(batch)
         else:  # noise, memory and grammars follow each draft's depth
             proposals = tuple(
-                self.propose(part, d2t, sampler, rows.last_positions, depth)
+                self.propose(part, d2t, sampler, last_positions, depth)
                 for depth, part in enumerate(whole(logits).split(batch))
             )
-        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
+        return finish_drafts(proposals, last_positions, meta.max_seq_len, self.max_draft_len)
 
 
 class MaskedEagle3Worker(MaskedWorker):
@@ -134,7 +134,9 @@ class MaskedEagle3Worker(MaskedWorker):
         (hidden,) = gather_rows(rows.sources, states)
         out, _ = both_outputs(model(ids, step.position_ids, hidden, step, step=0))
         (proposing,) = gather_rows(rows.proposing, out)
-        return self.drafts(inputs, meta, rows, model.compute_logits(proposing, 0), model.d2t)
+        return self.drafts(
+            inputs, meta, rows.last_positions, model.compute_logits(proposing, 0), model.d2t
+        )
 
 
 class MaskedDraftTargetWorker(MaskedWorker):
@@ -149,7 +151,7 @@ class MaskedDraftTargetWorker(MaskedWorker):
             model(inputs.input_ids[:tokens], inputs.position_ids[:tokens], meta.contexts_only())
         rows, ids, step = self.rows_of_pass(inputs, meta)
         (proposing,) = gather_rows(rows.proposing, model(ids, step.position_ids, step))
-        return self.drafts(inputs, meta, rows, model.compute_logits(proposing), None)
+        return self.drafts(inputs, meta, rows.last_positions, model.compute_logits(proposing), None)
 
 
 __getattr__ = renamed(

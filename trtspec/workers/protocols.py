@@ -14,6 +14,7 @@ from ..metadata.embeds import RowEmbeds
 from ..metadata.protocols import GuidedDecoder
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepContext, StepSizes
+from ..ops.tokens.markov_walk import MarkovTables
 from ..ops.tokens.walk import Codebooks, PathCandidates
 from ..utils import renamed
 
@@ -77,6 +78,8 @@ class MaskedDraftModel(DraftModel, Protocol):
 
 class MarkovBias(Protocol):
     """A bias of a draft's logits by the token before it."""
+
+    def tables(self, d2t: Tensor | None) -> MarkovTables | None: ...
 
     def first_state(self, hidden: Tensor) -> Tensor: ...
 

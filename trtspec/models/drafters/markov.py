@@ -20,6 +20,7 @@ from ...layers.embedding import Embedding
 from ...layers.fused import linear
 from ...layers.linear import Linear
 from ...layers.vocabulary import sharded, vocabulary_head
+from ...ops.tokens.markov_walk import MarkovTables
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
 
@@ -40,6 +41,17 @@ class MarkovHead(nn.Module):
         self.markov_w2 = vocabulary_head(rank, draft_vocab, parallel)
         self.gate_proj = Linear(hidden + rank, rank, bias=True) if kind == "gated" else None
         self.joint_proj = Linear(2 * rank + hidden, 3 * rank, bias=True) if kind == "rnn" else None
+
+    def tables(self, d2t: Tensor | None) -> MarkovTables | None:
+        """Returns what a walk without states reads; None of other kinds, or of several ranks.
+
+        Args:
+            d2t: [Vd] int64 offsets of the drafts' ids.
+        """
+        weight = self.markov_w2.weight
+        if self.kind != "vanilla" or weight is None or self.parallel.size > 1:
+            return None
+        return MarkovTables(self.markov_w1.weight, weight, d2t)
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """Returns the state before the first row, [B, rank]; hidden [B, H]."""

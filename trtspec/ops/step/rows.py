@@ -172,6 +172,48 @@ def masked_rows(
     )
 
 
+class BlockRows(NamedTuple):
+    """Rows of a block drafter's pass: R per request, B * R in all."""
+
+    tokens: Tensor  # [B, R] int32
+    positions: Tensor  # [B, R] int64, consecutive, not guarded
+    proposing: Tensor  # [P * B] int64, rows of this pass, by proposal and then by request
+    last_positions: Tensor  # [B] int64, of the last accepted tokens
+
+
+@twin(_DRAFT_KERNELS)
+def block_rows(
+    accepted: Tensor,
+    lens: Tensor,
+    position_ids: Tensor,
+    certain: Tensor,
+    num_rows: int,
+    num_proposals: int,
+    mask_token: int,
+) -> BlockRows:
+    """Builds a block drafter's rows: each request's last accepted token, then mask tokens.
+
+    The last P rows propose.
+
+    Args:
+        accepted: [B, K+1] int32; lens: [B] int32, n >= 1.
+        position_ids: [T] int64, as the target read them.
+        certain: [B] int64, rows as in `accepted_path.py`.
+        num_rows: R, P or one more. num_proposals: P >= 1.
+    """
+    last, device = position_ids[certain] + lens, lens.device
+    tokens = torch.full((len(last), num_rows), mask_token, dtype=torch.int32, device=device)
+    tokens[:, 0] = last_accepted(accepted, lens)
+    row = torch.arange(num_rows, device=device)
+    first = num_rows * torch.arange(len(last), device=device)
+    return BlockRows(
+        tokens=tokens,
+        positions=last[:, None] + row,
+        proposing=(first + row[num_rows - num_proposals :, None]).flatten(),
+        last_positions=last,
+    )
+
+
 @twin(_KERNELS)
 def draft_step(
     meta: AttentionMetadata, tokens: Tensor, positions: Tensor, extra_kv: int, advance: int = 0

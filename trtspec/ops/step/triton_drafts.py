@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...metadata.missed import MissedRows
-from .rows import MaskedRows
+from .rows import BlockRows, MaskedRows
 from .triton_rows import BLOCK, Accepted, Grid, ints
 
 COLUMNS = 1024
@@ -162,6 +162,61 @@ def _masked_rows_kernel(accepted, masked, out, num_seqs, total, BLOCK: tl.conste
     entry = out.proposing + row * num_seqs + seq
     tl.store(entry, first + row, mask=row < masked.num_proposals)
     tl.store(out.last_positions + seq, start + length)
+
+
+class _Block(NamedTuple):
+    """Inputs of `block_rows`."""
+
+    positions: Tensor  # [T] int64
+    certain: Tensor  # [B] int64
+    rows: int
+    num_proposals: int
+    mask_token: int
+
+
+def block_rows(
+    accepted: Tensor,
+    lens: Tensor,
+    position_ids: Tensor,
+    certain: Tensor,
+    num_rows: int,
+    num_proposals: int,
+    mask_token: int,
+) -> BlockRows:
+    """Builds rows of the last accepted token and of masks after it."""
+    num_seqs = accepted.shape[0]
+    out = BlockRows(
+        tokens=ints(accepted, num_seqs, num_rows, dtype=torch.int32),
+        positions=ints(accepted, num_seqs, num_rows),
+        proposing=ints(accepted, num_proposals * num_seqs),
+        last_positions=ints(accepted, num_seqs),
+    )
+    _block_rows_kernel[(num_seqs,)](
+        Accepted(accepted, accepted.stride(0), lens),
+        _Block(position_ids, certain, num_rows, num_proposals, mask_token),
+        out,
+        num_seqs,
+        BLOCK=triton.next_power_of_2(num_rows),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _block_rows_kernel(accepted, block, out, num_seqs, BLOCK: tl.constexpr):
+    seq = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    mask = row < block.rows
+    length = tl.load(accepted.lens + seq).to(tl.int64)
+    last = tl.load(block.positions + tl.load(block.certain + seq)).to(tl.int64) + length
+    bonus = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
+    index = seq * block.rows + row
+    tl.store(out.tokens + index, tl.where(row == 0, bonus, block.mask_token), mask=mask)
+    tl.store(out.positions + index, last + row, mask=mask)
+    tl.store(out.last_positions + seq, last)
+    proposal = row - (block.rows - block.num_proposals)
+    entry = out.proposing + proposal * num_seqs + seq
+    tl.store(entry, index, mask=mask & (proposal >= 0))
 
 
 def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
