@@ -108,20 +108,22 @@ def replace_steps(llm: Any, seconds: float) -> None:
     import torch
 
     from trtspec.executor.forward_step import StepOutputs
+    from trtspec.executor.step_launch import StepLaunch
 
     runner, most = llm.executor.runner, llm.executor.max_draft_len
     known = torch.tensor(llm.tokenizer.encode(TEXT), dtype=torch.int32)
 
-    def run(plan: Any) -> StepOutputs:
+    def run(plan: Any) -> StepLaunch:
         time.sleep(seconds)
         contexts, generations = len(plan.batch.contexts), len(plan.batch.generations)
         lens = torch.ones(contexts + generations, dtype=torch.int32)
         lens[contexts:] = torch.randint(1, plan.num_drafts + 2, [generations])
-        return StepOutputs(
+        outputs = StepOutputs(
             new_tokens=known[torch.randint(len(known), [len(lens), most + 1])],
             new_tokens_lens=lens,
             bad_requests=torch.zeros(len(lens), dtype=torch.bool),
         )
+        return StepLaunch(outputs)
 
     runner.run, runner.is_replay = run, False
     runner.num_drafts_to_verify = lambda *_: most
