@@ -25,7 +25,7 @@ from .time_limit import TimeLimit
 T = TypeVar("T")
 TEMPLATE_SECONDS = 5.0
 """A chat template that takes longer ends its request with an error."""
-ENGINE_CALLS = frozenset({"cancel", "reset_prefix_cache", "stats"})
+ENGINE_CALLS = frozenset({"reset_prefix_cache", "stats"})
 """Methods of a `PyExecutor` that a front may call between two steps."""
 STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
 
@@ -232,7 +232,10 @@ class AsyncFront(ABC):
         Raises:
             RequestError: the id is not an int.
         """
-        return bool(await self.ask("cancel", checked_id(request_id)))
+        number = checked_id(request_id)
+        found = [feed.request for feed in self._live if feed.request.request_id == number]
+        self.cancel(found)
+        return bool(found)
 
     # -- tokens and text -------------------------------------------------------------------------
     async def tokenize(self, prompt: Prompt) -> Tokens:

@@ -208,8 +208,9 @@ class EngineHost:
     def _cancel(self, message: Cancel) -> None:
         if message.keys is None:
             self._thread.cancel_all()
-        elif found := [self._sent[key].request for key in message.keys if key in self._sent]:
-            self._thread.cancel(found)
+        else:  # those that ended meanwhile are left out
+            sent = [self._sent.get(key) for key in message.keys]
+            self._thread.cancel([one.request for one in sent if one is not None])
 
     def _answer(self, message: Ask) -> None:
         if message.name in ("metrics", "live"):  # also of an engine that failed

@@ -6,6 +6,7 @@ python -m trtspec.serving.http_process CHANNEL LISTENER      (file descriptors)
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import sys
@@ -37,6 +38,8 @@ def main(channel: socket.socket, listener: socket.socket) -> None:
             asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
 
     llm.on_stop = stop
+    gc.collect()
+    gc.freeze()  # what is imported stays
     server.run(sockets=[listener])
 
 

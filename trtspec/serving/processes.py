@@ -8,6 +8,7 @@ Neither takes Python's lock from the other. They end together: each sees the soc
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
+
+from prometheus_client import ProcessCollector
 
 from ..async_llm import facts_of
 from ..errors import EngineError
@@ -118,11 +121,15 @@ def serve(
     """
     name = config.served_model_name or llm.model_dir.name
     observation = EngineObservation(llm, name, config.plain_step_seconds)
+    # Under names of its own; `process_…` is the engine's process.
+    ProcessCollector("trtspec_http", lambda: http.pid, registry=observation.registry)
     host = EngineHost(llm, observation, http.connection, on_start)
     ending = Ending(host, http, config.shutdown_timeout)
     numbers = signal.SIGINT, signal.SIGTERM
     before = sys.getswitchinterval(), [signal.signal(n, ending.on_signal) for n in numbers]
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # a collection of all that a model is made of takes as long as 100 steps
     try:
         host.send(Settings(config, facts_of(llm), max_num_requests_in_queue))
         host.run()
@@ -131,6 +138,7 @@ def serve(
             logger.error("A step of the engine does not end.")
             os._exit(1)
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(before[0])
         for number, handler in zip(numbers, before[1], strict=True):
             signal.signal(number, handler)

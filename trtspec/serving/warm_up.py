@@ -125,6 +125,21 @@ def _warm_up(run: _Run, kind: Kind, shapes: Shapes) -> None:
     for size in shapes.batches:  # prompts beside others, which no graph holds if they are long
         if size > 1:
             run.together(kind, [most], beside=[few] * (size - 1))
+    if shapes.batches[-1] > 1:
+        _burst(run, kind, shapes)
+
+
+def _burst(run: _Run, kind: Kind, shapes: Shapes) -> None:
+    """Runs prompts of a full batch that come at once: together they are too long for any graph.
+
+    Triton compiles a kernel again for a number that 16 divides, and so does the number of rows.
+    """
+    few, size = shapes.prompts[0], shapes.batches[-1]
+    length = max(few, shapes.prompts[-1] // size // 16 * 16)
+    for more in (0, 1):
+        lengths = [length] * (size - 1) + [length + more]
+        run.together(kind, lengths)
+        run.together(kind, lengths[size // 2 :], beside=[few] * (size // 2))
 
 
 class _Run:
