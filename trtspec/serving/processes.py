@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -80,6 +81,8 @@ class HttpProcess:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
+        with suppress(OSError):  # it is closed
+            self.connection.shutdown(socket.SHUT_RDWR)  # also where a thread reads
         self.connection.close()
         self.kill()
         self._process.wait()
