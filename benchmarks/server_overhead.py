@@ -58,7 +58,7 @@ def main() -> None:
             drafter = EagleDecodingConfig(max_draft_len=3, speculative_model=args.head)
         llm = LLM(model, drafter, device=args.device, max_batch_size=args.batch, max_seq_len=1024)
         if args.step_ms is not None:
-            replace_steps(llm, args.step_ms / 1000)
+            replace_steps(llm, args.step_ms / 1000, args.waits)
         engine, config = AsyncLLM(llm), ServerConfig(port=0, served_model_name="model")
         listener, started = listen(config), threading.Event()
         server = Server(engine, config, started.set)
@@ -121,7 +121,7 @@ def report(args: argparse.Namespace, name: str, seconds: dict[str, float]) -> No
         )
 
 
-def replace_steps(llm: Any, seconds: float) -> None:
+def replace_steps(llm: Any, seconds: float, waits: int) -> None:
     """Waits in place of the model's steps, and takes tokens of a text."""
     import torch
 
@@ -132,7 +132,8 @@ def replace_steps(llm: Any, seconds: float) -> None:
     known = torch.tensor(llm.tokenizer.encode(TEXT), dtype=torch.int32)
 
     def run(plan: Any) -> StepLaunch:
-        time.sleep(seconds)
+        for _ in range(waits):
+            time.sleep(seconds / waits)
         contexts, generations = len(plan.batch.contexts), len(plan.batch.generations)
         lens = torch.ones(contexts + generations, dtype=torch.int32)
         lens[contexts:] = torch.randint(1, plan.num_drafts + 2, [generations])
@@ -239,6 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ngram", action="store_true", help="draft by n-grams, K = 3")
     parser.add_argument("--head", help="draft with this EAGLE-3 head, K = 3")
     parser.add_argument("--step-ms", type=float, default=None, help="wait in place of each step")
+    parser.add_argument("--waits", type=int, default=1, help="in so many parts")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--requests", type=int, default=None, help="as many as --batch")
     parser.add_argument("--max-tokens", type=int, default=64)

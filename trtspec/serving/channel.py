@@ -1,6 +1,6 @@
 """Messages between the engine's process and that of HTTP: pickles, each behind its length.
 
-Both processes are ours, and the socket has no name: nobody else can send.
+Both processes are ours, and the socket has no name: no other process can send.
 
     engine    ─ Settings ─▶             HTTP       the first
     HTTP      ─ Ready ─▶                engine

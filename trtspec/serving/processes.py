@@ -49,9 +49,9 @@ class HttpProcess:
     """
 
     def __init__(self, listener: socket.socket):
-        self.connection, theirs = socket.socketpair()
-        numbers = theirs.fileno(), listener.fileno()
-        with theirs:
+        self.connection, other_end = socket.socketpair()
+        numbers = other_end.fileno(), listener.fileno()
+        with other_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.http_process", *map(str, numbers)],
                 pass_fds=numbers,
