@@ -8,9 +8,10 @@ one after another, each with processes of its own. Chat prompts of the package a
 and streamed, so many at a time; the next is sent when one is done. Clients are processes too, which
 begin together and read plain sockets. The last columns say how much of a core the engine's process,
 that of HTTP and the busiest client took. Near 100 % that one is the limit; if it is a client, the
-figures are its own. A first round that is not counted warms the server. Prompts are few and come
-again, so the prefix cache is off. With `--cold` the first round counts: what was not compiled
-before the server was ready then shows in the 99th percentile to the first token. Needs psutil.
+figures are its own. Captures are of graphs, for which requests waited. A first round that is not
+counted warms the server. Prompts are few and come again, so the prefix cache is off. With `--cold`
+the first round counts: what was not compiled before the server was ready then shows in the 99th
+percentile to the first token. Needs psutil.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ def main() -> None:
     counts = [int(n) for n in args.concurrency.split(",")]
     head = (
         "| drafting | at a time | tokens/s | TTFT p50 / p99 | per token p50 | gap p50 / p99 | AL "
-        "| engine | HTTP | client |"
+        "| captures | engine | HTTP | client |"
     )
-    print(head + "\n|" + "---|" * 10, flush=True)
+    print(head + "\n|" + "---|" * 11, flush=True)
     for options in args.server:
         with served(args, options, max(counts)) as server:
             if not args.cold:
                 load(args, server, max(counts), max(counts))
             for count in counts:
-                before = drafted(server.port)
+                before = counts_of(server.port)
                 found = load(args, server, count, max(count * args.rounds, 16))
-                after = drafted(server.port)
+                after = counts_of(server.port)
                 print(_row(options, count, found, before, after), flush=True)
 
 
@@ -117,18 +118,25 @@ def get(port: int, path: str) -> str:
         return str(answer.read().decode())
 
 
-def drafted(port: int) -> tuple[float, float]:
-    """Steps that verified drafts, and the drafts that they accepted, since the server's start."""
+class Counts(NamedTuple):
+    """Since the server's start."""
+
+    steps: float  # that verified drafts
+    accepted: float
+    graphs: float  # that were captured
+
+
+def counts_of(port: int) -> Counts:
     found = {
         "vllm:spec_decode_num_drafts_total": 0.0,
         "vllm:spec_decode_num_accepted_tokens_total": 0.0,
+        "trtspec:cuda_graphs": 0.0,
     }
     for line in get(port, "/metrics").splitlines():
         name = line.split("{")[0].split(" ")[0]
         if name in found:
             found[name] += float(line.rsplit(" ", 1)[1])
-    steps, accepted = found.values()
-    return steps, accepted
+    return Counts(*found.values())
 
 
 class Found(NamedTuple):
@@ -230,17 +238,17 @@ def _row(
     options: str,
     count: int,
     found: Found,
-    before: tuple[float, float],
-    after: tuple[float, float],
+    before: Counts,
+    after: Counts,
 ) -> str:
     times = found.times
-    steps, accepted = (b - a for a, b in zip(before, after, strict=True))
+    steps, accepted, graphs = (b - a for a, b in zip(before, after, strict=True))
     length = f"{1 + accepted / steps:.2f}" if steps else "-"
     first, gaps, each = ([1000 * t for t in v] for v in (times.first, times.gaps, times.per_token))
     return (
         f"| {options} | {count} | {times.num_tokens / found.seconds:,.0f} "
         f"| {_at(first, 50):.1f} / {_at(first, 99):.1f} ms | {statistics.median(each):.2f} ms "
-        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} | "
+        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} | {graphs:.0f} | "
         + " | ".join(_percent(found.shares.get(name)) for name in ("engine", "HTTP", "client"))
         + " |"
     )
