@@ -8,10 +8,10 @@ one after another, each with processes of its own. Chat prompts of the package a
 and streamed, so many at a time; the next is sent when one is done. Clients are processes too, which
 begin together and read plain sockets. The last columns say how much of a core the engine's process,
 that of HTTP and the busiest client took. Near 100 % that one is the limit; if it is a client, the
-figures are its own. Captures are of graphs, for which requests waited. A first round that is not
-counted warms the server. Prompts are few and come again, so the prefix cache is off. With `--cold`
-the first round counts: what was not compiled before the server was ready then shows in the 99th
-percentile to the first token. Needs psutil.
+figures are its own. Graphs and kernels are those that were captured or compiled meanwhile: requests
+waited for them. A first round that is not counted warms the server. Prompts are few and come again,
+so the prefix cache is off. With `--cold` the first round counts: what was not compiled before the
+server was ready then shows in the 99th percentile to the first token. Needs psutil.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import socket
 import statistics
@@ -31,10 +32,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 EVENT = b"data: "
 MOST_CLIENTS = 8
+TRITON_CACHE = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+"""Has a directory for each kernel that was compiled."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ def main() -> None:
     counts = [int(n) for n in args.concurrency.split(",")]
     head = (
         "| drafting | at a time | tokens/s | TTFT p50 / p99 | per token p50 | gap p50 / p99 | AL "
-        "| captures | engine | HTTP | client |"
+        "| graphs, kernels | engine | HTTP | client |"
     )
     print(head + "\n|" + "---|" * 11, flush=True)
     for options in args.server:
@@ -124,6 +128,7 @@ class Counts(NamedTuple):
     steps: float  # that verified drafts
     accepted: float
     graphs: float  # that were captured
+    kernels: float  # that Triton compiled, on this machine
 
 
 def counts_of(port: int) -> Counts:
@@ -136,7 +141,7 @@ def counts_of(port: int) -> Counts:
         name = line.split("{")[0].split(" ")[0]
         if name in found:
             found[name] += float(line.rsplit(" ", 1)[1])
-    return Counts(*found.values())
+    return Counts(*found.values(), sum(1 for _ in TRITON_CACHE.glob("*")))
 
 
 class Found(NamedTuple):
@@ -242,13 +247,13 @@ def _row(
     after: Counts,
 ) -> str:
     times = found.times
-    steps, accepted, graphs = (b - a for a, b in zip(before, after, strict=True))
+    steps, accepted, graphs, kernels = (b - a for a, b in zip(before, after, strict=True))
     length = f"{1 + accepted / steps:.2f}" if steps else "-"
     first, gaps, each = ([1000 * t for t in v] for v in (times.first, times.gaps, times.per_token))
     return (
         f"| {options} | {count} | {times.num_tokens / found.seconds:,.0f} "
         f"| {_at(first, 50):.1f} / {_at(first, 99):.1f} ms | {statistics.median(each):.2f} ms "
-        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} | {graphs:.0f} | "
+        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} | {graphs:.0f}, {kernels:.0f} | "
         + " | ".join(_percent(found.shares.get(name)) for name in ("engine", "HTTP", "client"))
         + " |"
     )
