@@ -253,7 +253,8 @@ def _row(
     return (
         f"| {options} | {count} | {times.num_tokens / found.seconds:,.0f} "
         f"| {_at(first, 50):.1f} / {_at(first, 99):.1f} ms | {statistics.median(each):.2f} ms "
-        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} | {graphs:.0f}, {kernels:.0f} | "
+        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} "
+        f"| {graphs:.0f}, {kernels:.0f} | "
         + " | ".join(_percent(found.shares.get(name)) for name in ("engine", "HTTP", "client"))
         + " |"
     )
