@@ -98,7 +98,8 @@ def test_each_process_ends_with_the_other(model_dir: Path) -> None:
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
         (http,) = psutil.Process(other.pid).children()
-        body = LONG | {"stream": True, "n": 4, "temperature": 1}
+        # So many that they take seconds.
+        body = LONG | {"prompt": ["abc"] * 20, "stream": True, "n": 16, "temperature": 1}
         with httpx.stream("POST", other_url + "/v1/completions", json=body, timeout=30) as reply:
             lines = reply.iter_lines()
             next(lines)
