@@ -4,11 +4,14 @@ r"""Load at `trtspec serve`: tokens/s, time to first token and time between toke
         --server "none" --server "eagle3 --max-draft-len 3"
 
 Each `--server` is the value of `--speculative`, with more options of `trtspec serve`. Servers run
-one after another, each in a process of its own. Chat prompts of the package are answered greedily
-and streamed, so many at a time; the next is sent when one is done. Clients are processes too, and
-read plain sockets. A first round that is not counted warms the server. Prompts are few and
-come again, so the prefix cache is off. With `--cold` the first round counts: what was not compiled
-before the server was ready then shows in the 99th percentile to the first token.
+one after another, each with processes of its own. Chat prompts of the package are answered greedily
+and streamed, so many at a time; the next is sent when one is done. Clients are processes too, which
+begin together and read plain sockets. The last columns say how much of a core the engine's process,
+that of HTTP and the busiest client took. Near 100 % that one is the limit; if it is a client, the
+figures are its own. Graphs and kernels are those that were captured or compiled meanwhile: requests
+waited for them. A first round that is not counted warms the server. Prompts are few and come again,
+so the prefix cache is off. With `--cold` the first round counts: what was not compiled before the
+server was ready then shows in the 99th percentile to the first token. Needs psutil.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import socket
 import statistics
@@ -28,10 +32,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 EVENT = b"data: "
 MOST_CLIENTS = 8
+TRITON_CACHE = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+"""Has a directory for each kernel that was compiled."""
 
 
 @dataclass
@@ -56,23 +63,34 @@ def main() -> None:
         return
     counts = [int(n) for n in args.concurrency.split(",")]
     head = (
-        "| drafting | at a time | tokens/s | TTFT p50 / p99 | per token p50 | gap p50 / p99 | AL |"
+        "| drafting | at a time | tokens/s | TTFT p50 / p99 | per token p50 | gap p50 / p99 | AL "
+        "| graphs, kernels | engine | HTTP | client |"
     )
-    print(head + "\n|" + "---|" * 7, flush=True)
+    print(head + "\n|" + "---|" * 11, flush=True)
     for options in args.server:
-        with served(args, options, max(counts)) as port:
+        with served(args, options, max(counts)) as server:
             if not args.cold:
-                load(args, port, max(counts), max(counts))
+                load(args, server, max(counts), max(counts))
             for count in counts:
-                before = drafted(port)
-                seconds, times = load(args, port, count, max(count * 4, 16))
-                after = drafted(port)
-                print(_row(options, count, seconds, times, before, after), flush=True)
+                before = counts_of(server.port)
+                found = load(args, server, count, max(count * args.rounds, 16))
+                after = counts_of(server.port)
+                print(_row(options, count, found, before, after), flush=True)
+
+
+class Server(NamedTuple):
+    port: int
+    processes: dict[str, Any]  # of psutil, by what they do
+
+    def cpu_seconds(self) -> dict[str, float]:
+        return {name: sum(p.cpu_times()[:2]) for name, p in self.processes.items()}
 
 
 @contextmanager
-def served(args: argparse.Namespace, options: str, batch: int) -> Iterator[int]:
-    """A server's port; the server ends with the block."""
+def served(args: argparse.Namespace, options: str, batch: int) -> Iterator[Server]:
+    """A server, which ends with the block."""
+    import psutil
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,7 +107,11 @@ def served(args: argparse.Namespace, options: str, batch: int) -> Iterator[int]:
                 assert process.poll() is None, "the server ended"
                 time.sleep(0.2)
         print(f"ready after {time.perf_counter() - started:.1f} s", file=sys.stderr)
-        yield port
+        processes = {"engine": psutil.Process(process.pid)}
+        for child in processes["engine"].children():
+            if any(word.endswith(".http_process") for word in child.cmdline()):
+                processes["HTTP"] = child
+        yield Server(port, processes)
     finally:
         process.terminate()
         process.wait()
@@ -100,43 +122,70 @@ def get(port: int, path: str) -> str:
         return str(answer.read().decode())
 
 
-def drafted(port: int) -> tuple[float, float]:
-    """Steps that verified drafts, and the drafts that they accepted, since the server's start."""
+class Counts(NamedTuple):
+    """Since the server's start."""
+
+    steps: float  # that verified drafts
+    accepted: float
+    graphs: float  # that were captured
+    kernels: float  # that Triton compiled, on this machine
+
+
+def counts_of(port: int) -> Counts:
     found = {
         "vllm:spec_decode_num_drafts_total": 0.0,
         "vllm:spec_decode_num_accepted_tokens_total": 0.0,
+        "trtspec:cuda_graphs": 0.0,
     }
     for line in get(port, "/metrics").splitlines():
         name = line.split("{")[0].split(" ")[0]
         if name in found:
             found[name] += float(line.rsplit(" ", 1)[1])
-    steps, accepted = found.values()
-    return steps, accepted
+    return Counts(*found.values(), sum(1 for _ in TRITON_CACHE.glob("*")))
 
 
-def load(
-    args: argparse.Namespace, port: int, concurrency: int, requests: int
-) -> tuple[float, Times]:
-    """Sends the requests from several processes; returns the seconds they took, and all times."""
+class Found(NamedTuple):
+    """What a load found."""
+
+    seconds: float
+    times: Times
+    shares: dict[str, float]  # of a core, by process
+
+
+def load(args: argparse.Namespace, server: Server, concurrency: int, requests: int) -> Found:
+    """Sends the requests from several processes, which begin together."""
     clients = min(MOST_CLIENTS, concurrency)
-    words = [sys.executable, __file__, "--client", str(port), "--max-tokens", str(args.max_tokens)]
+    words = [sys.executable, __file__, "--client", str(server.port)]
+    words += ["--max-tokens", str(args.max_tokens)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     running = []
     for number in range(clients):
         share = [(n + number) // clients for n in (concurrency, requests)]
         of_client = ["--concurrency", str(share[0]), "--requests", str(share[1])]
         of_client += ["--seed", str(number)]
-        running.append(subprocess.Popen(words + of_client, stdout=subprocess.PIPE, text=True))
-    times, spans = Times(), []
+        running.append(subprocess.Popen(words + of_client, **pipes))
+    for process in running:
+        process.stdout.readline()  # it is ready
+    before = server.cpu_seconds()
+    for process in running:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    times, spans, busiest = Times(), [], 0.0
     for process in running:
         out = json.loads(process.communicate()[0])
         spans.append(out.pop("span"))
+        busiest = max(busiest, out.pop("cpu_seconds"))
         times.add(out)
-    return max(end for _, end in spans) - min(start for start, _ in spans), times
+    after = server.cpu_seconds()
+    seconds = max(end for _, end in spans) - min(start for start, _ in spans)
+    shares = {name: (after[name] - before[name]) / seconds for name in after}
+    return Found(seconds, times, shares | {"client": busiest / seconds})
 
 
 @dataclass
 class ClientTimes(Times):
     span: tuple[float, float] = (0.0, 0.0)  # wall clock: first request, last answer
+    cpu_seconds: float = 0.0
 
 
 async def client(args: argparse.Namespace) -> ClientTimes:
@@ -144,7 +193,9 @@ async def client(args: argparse.Namespace) -> ClientTimes:
 
     prompts = [str(prompt) for prompt in (*OPEN, *REPEATS)]
     times, left = ClientTimes(), list(range(args.requests))
-    started = time.time()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    started, cpu = time.time(), time.process_time()
 
     async def send_in_turn() -> None:
         while left:
@@ -152,7 +203,7 @@ async def client(args: argparse.Namespace) -> ClientTimes:
             await _one(args, text, times)
 
     await asyncio.gather(*(send_in_turn() for _ in range(int(args.concurrency))))
-    times.span = (started, time.time())
+    times.span, times.cpu_seconds = (started, time.time()), time.process_time() - cpu
     return times
 
 
@@ -191,19 +242,26 @@ async def _one(args: argparse.Namespace, text: str, times: Times) -> None:
 def _row(
     options: str,
     count: int,
-    seconds: float,
-    times: Times,
-    before: tuple[float, float],
-    after: tuple[float, float],
+    found: Found,
+    before: Counts,
+    after: Counts,
 ) -> str:
-    steps, accepted = (b - a for a, b in zip(before, after, strict=True))
+    times = found.times
+    steps, accepted, graphs, kernels = (b - a for a, b in zip(before, after, strict=True))
     length = f"{1 + accepted / steps:.2f}" if steps else "-"
     first, gaps, each = ([1000 * t for t in v] for v in (times.first, times.gaps, times.per_token))
     return (
-        f"| {options} | {count} | {times.num_tokens / seconds:,.0f} "
+        f"| {options} | {count} | {times.num_tokens / found.seconds:,.0f} "
         f"| {_at(first, 50):.1f} / {_at(first, 99):.1f} ms | {statistics.median(each):.2f} ms "
-        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} |"
+        f"| {_at(gaps, 50):.2f} / {_at(gaps, 99):.2f} ms | {length} "
+        f"| {graphs:.0f}, {kernels:.0f} | "
+        + " | ".join(_percent(found.shares.get(name)) for name in ("engine", "HTTP", "client"))
+        + " |"
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def _at(values: list[float], percent: int) -> float:
@@ -218,6 +276,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="count the first round, too")
     parser.add_argument("--concurrency", default="1,8,32,64")
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=4, help="requests of each stream")
     parser.add_argument("--requests", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--client", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

@@ -1,15 +1,16 @@
-r"""What the server costs: the same requests through `LLM`, `AsyncLLM` and the server.
+r"""What the server costs: the same requests through `LLM`, `AsyncLLM` and servers.
 
     python benchmarks/server_overhead.py --model smollm2-135m --max-tokens 64
     python benchmarks/server_overhead.py --model smollm2-135m --batch 32 --max-tokens 512 \
         --step-ms 1.6 --ngram --interval 0.0005
 
 `--batch` requests run at a time, and each way decodes all of them `--repeat` times, in turns. The
-server's client is a process of its own; the server shares one with the engine. The best run of each
-way counts: its wall time, and the CPU time of this process and of the event loop's thread, which
-other processes disturb less. `--step-ms` waits so long in place of each step of the model, as for a
-GPU, and takes tokens of a text at random: 1, or with `--ngram` 1 to 4. The host's work is then all
-there is. `tiny` is a model that costs little.
+clients' process is one of its own. `two` is what `trtspec serve` is: HTTP has a process, too. `one`
+has the event loop in a thread of the engine's process. The best run of each way counts: its wall
+time, and the CPU time of the engine's process, of the loop's thread in it, and of the process of
+HTTP, which other processes disturb less. `--step-ms` waits so long in place of each step of the
+model, as for a GPU, and takes tokens of a text at random: 1, or with `--ngram` 1 to 4. The host's
+work is then all there is. `tiny` is a model that costs little. Needs psutil.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any
 
 PROMPT = "abc {} the sky is"
 TEXT = "A text of some words, and of 12 numbers: it is what a step takes its tokens from. " * 4
-WAYS = ("LLM", "AsyncLLM", "server", "server, streamed", "chat, streamed")
+KINDS = {"whole": (), "streamed": ("--stream",), "chat, streamed": ("--stream", "--chat")}
+WAYS = ("LLM", "AsyncLLM", *(f"{kind}, {n}" for kind in KINDS for n in ("one", "two")))
 
 
 def main() -> None:
@@ -37,8 +39,15 @@ def main() -> None:
     if args.client:
         print(json.dumps(asyncio.run(client(args))))
         return
+    import psutil
+
     from trtspec import LLM, AsyncLLM, EagleDecodingConfig, NGramDecodingConfig
+    from trtspec.async_llm import facts_of
+    from trtspec.serving.channel import Settings
     from trtspec.serving.config import ServerConfig
+    from trtspec.serving.engine_host import EngineHost
+    from trtspec.serving.observe import EngineObservation
+    from trtspec.serving.processes import HttpProcess
     from trtspec.serving.run import Server, listen
 
     sys.setswitchinterval(args.interval)
@@ -49,7 +58,7 @@ def main() -> None:
             drafter = EagleDecodingConfig(max_draft_len=3, speculative_model=args.head)
         llm = LLM(model, drafter, device=args.device, max_batch_size=args.batch, max_seq_len=1024)
         if args.step_ms is not None:
-            replace_steps(llm, args.step_ms / 1000)
+            replace_steps(llm, args.step_ms / 1000, args.waits)
         engine, config = AsyncLLM(llm), ServerConfig(port=0, served_model_name="model")
         listener, started = listen(config), threading.Event()
         server = Server(engine, config, started.set)
@@ -57,20 +66,28 @@ def main() -> None:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.wait()
-        loop, port = server.loop, listener.getsockname()[1]
+        loop, other = server.loop, listen(config)
+        http, is_ready = HttpProcess(other), threading.Event()
+        host = EngineHost(llm, EngineObservation(llm, "model", {}), http.connection, is_ready.set)
+        host.send(Settings(config, facts_of(llm), 1024))
+        threading.Thread(target=host.run, daemon=True).start()
+        is_ready.wait()
+        ports = {"one": listener.getsockname()[1], "two": other.getsockname()[1]}
         ways: dict[str, Callable[[], float]] = {
             "LLM": lambda: of_llm(llm, args),
             "AsyncLLM": lambda: asyncio.run_coroutine_threadsafe(
                 of_async(engine, args), loop
             ).result(),
-            "server": lambda: of_server(args, port),
-            "server, streamed": lambda: of_server(args, port, "--stream"),
-            "chat, streamed": lambda: of_server(args, port, "--stream", "--chat"),
         }
+        for kind, words in KINDS.items():
+            for number, port in ports.items():
+                ways[f"{kind}, {number}"] = partial(of_server, args, port, *words)
+        http_process = psutil.Process(http.pid)
         clocks = {
             "wall": time.perf_counter,
-            "CPU": time.process_time,
+            "engine": time.process_time,
             "loop": partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident)),
+            "HTTP": lambda: sum(http_process.cpu_times()[:2]),
         }
         seconds: dict[str, dict[str, list[float]]] = {
             name: {way: [] for way in WAYS} for name in clocks
@@ -84,8 +101,9 @@ def main() -> None:
                 for name, clock in clocks.items():
                     seconds[name][way].append(clock() - before[name])
                 seconds["wall"][way][-1] = wall  # a client starts before it
-        server.should_exit = True
-        thread.join()
+        with http:
+            server.should_exit = True
+            thread.join()
     print(f"{args.requests} requests of {args.max_tokens} tokens, {args.batch} at a time")
     print(f"{args.requests * args.max_tokens / args.num_events:.2f} tokens an event, at the end")
     for name in clocks:
@@ -98,30 +116,33 @@ def report(args: argparse.Namespace, name: str, seconds: dict[str, float]) -> No
     for way, value in seconds.items():
         more = value - plain
         print(
-            f"{name:4} {way:16} {value:8.3f} s {1e6 * value / num_tokens:8.1f} us a token, "
+            f"{name:6} {way:19} {value:8.3f} s {1e6 * value / num_tokens:8.1f} us a token, "
             f"{1e6 * more / num_tokens:+8.1f} more: {1e3 * more / args.requests:+7.2f} ms a request"
         )
 
 
-def replace_steps(llm: Any, seconds: float) -> None:
+def replace_steps(llm: Any, seconds: float, waits: int) -> None:
     """Waits in place of the model's steps, and takes tokens of a text."""
     import torch
 
     from trtspec.executor.forward_step import StepOutputs
+    from trtspec.executor.step_launch import StepLaunch
 
     runner, most = llm.executor.runner, llm.executor.max_draft_len
     known = torch.tensor(llm.tokenizer.encode(TEXT), dtype=torch.int32)
 
-    def run(plan: Any) -> StepOutputs:
-        time.sleep(seconds)
+    def run(plan: Any) -> StepLaunch:
+        for _ in range(waits):
+            time.sleep(seconds / waits)
         contexts, generations = len(plan.batch.contexts), len(plan.batch.generations)
         lens = torch.ones(contexts + generations, dtype=torch.int32)
         lens[contexts:] = torch.randint(1, plan.num_drafts + 2, [generations])
-        return StepOutputs(
+        outputs = StepOutputs(
             new_tokens=known[torch.randint(len(known), [len(lens), most + 1])],
             new_tokens_lens=lens,
             bad_requests=torch.zeros(len(lens), dtype=torch.bool),
         )
+        return StepLaunch(outputs)
 
     runner.run, runner.is_replay = run, False
     runner.num_drafts_to_verify = lambda *_: most
@@ -219,6 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ngram", action="store_true", help="draft by n-grams, K = 3")
     parser.add_argument("--head", help="draft with this EAGLE-3 head, K = 3")
     parser.add_argument("--step-ms", type=float, default=None, help="wait in place of each step")
+    parser.add_argument("--waits", type=int, default=1, help="in so many parts")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--requests", type=int, default=None, help="as many as --batch")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from .api.embeds_prompt import EmbedsPrompt
-from .api.outputs import EngineStats, RequestOutput
-from .api.sampling_params import SamplingParams
-from .checks import is_int
 from .config import DecodingBaseConfig
-from .errors import ConfigError, EngineError, QueueFullError, RequestError, shown
 from .executor.request import Request
-from .frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed
-from .frontend.inputs import NOTHING, Messages, Prompt, checked_id
-from .frontend.outputs import NOTHING_NEW, OutputReader, Piece, join
-from .frontend.time_limit import TimeLimit
+from .frontend.async_front import ENGINE_CALLS, Asked, AsyncFront, EngineFacts, check_queue
+from .frontend.engine_thread import Bell, EngineThread, Feed, LoopPort
 from .llm import LLM
 
-T = TypeVar("T")
-TEMPLATE_SECONDS = 5.0
-"""A chat template that takes longer ends its request with an error."""
-STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
 
-
-class Tokens(NamedTuple):
-    """A prompt as an engine takes it."""
-
-    text: str | None
-    ids: list[int] | EmbedsPrompt
-
-
-class AsyncLLM:
+class AsyncLLM(AsyncFront):
     """A model with an optional drafter, for the tasks of one event loop.
 
         async with AsyncLLM("smollm2-135m") as llm:
@@ -64,215 +43,43 @@ class AsyncLLM:
         max_num_requests_in_queue: int = 1024,
         **engine_arguments: Any,
     ):
-        if not is_int(max_num_requests_in_queue, 0):
-            raise ConfigError(
-                f"max_num_requests_in_queue={shown(max_num_requests_in_queue)}: it must be an int "
-                ">= 0."
-            )
-        self.llm: LLM = (
+        check_queue(max_num_requests_in_queue)  # before a model is loaded
+        llm = (
             model if isinstance(model, LLM) else LLM(model, speculative_config, **engine_arguments)
         )
-        self.max_live = self.llm.executor.config.max_batch_size + max_num_requests_in_queue
-        self._num_preparing = 0  # requests whose prompts are being tokenised
-        self._live: set[Feed] = set()
-        self._engine = EngineThread(self.llm.executor, self.llm.lock)
-        self._templates = TimeLimit("The chat template", TEMPLATE_SECONDS)
-        # One thread: a tokenizer of `tokenizers` is not to be called by several at first.
-        self._preparer = ThreadPoolExecutor(1, "trtspec-tokenize")
-        longest = max(map(len, self.llm.tokenizer.get_vocab())) if self.llm.tokenizer else 1
-        # Twice: a normalizer may drop characters.
-        self._max_chars = 2 * longest * self.llm.executor.config.max_seq_len
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closing = False
-        self._idle = asyncio.Event()
+        self.llm: LLM = llm
+        super().__init__(facts_of(llm), llm.inputs, max_num_requests_in_queue)
+        self._engine = EngineThread(llm.executor, llm.lock)
         weakref.finalize(self, self._engine.stop, 1.0)
 
-    @property
-    def num_live(self) -> int:
-        """Requests that are queued, running, or about to be queued."""
-        return self._num_preparing + len(self._live)
+    async def connect(self) -> None:
+        """Does nothing: the engine is here."""
 
-    @property
-    def failure(self) -> str | None:
-        """Why no request can be served any more; None while the engine works."""
-        return self._engine.failure or (SHUT_DOWN if self._is_closing else None)
+    async def open_requests(self, asked: Asked, bell: Bell) -> list[Feed]:
+        requests = await self.in_thread(lambda: make_requests(self.llm, asked))
+        feeds = [Feed(request, bell, self.forget, asked.is_whole) for request in requests]
+        self._engine.add(feeds)
+        return feeds
 
-    # -- requests --------------------------------------------------------------------------------
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        keep_sources: bool = False,
-    ) -> OutputStream:
-        """Returns an async iterator of snapshots, the last finished.
-
-        Args:
-            prompt: text, token ids or an `EmbedsPrompt`.
-            sampling_params: with n > 1 a snapshot has all n completions.
-            cache_salt: only requests of the same salt share the prefix cache.
-            keep_sources: `OutputStream.pieces` says where each token came from.
-
-        The first `anext()` raises:
-            RequestError: the prompt or a parameter is not allowed.
-            QueueFullError: too many requests wait.
-            EngineError: the engine failed or is shut down.
-        """
-
-        async def tokens() -> Tokens:
-            return await self.tokenize(prompt)
-
-        return self.open(tokens, sampling_params, cache_salt, keep_sources)
-
-    def chat(
-        self,
-        messages: Messages,
-        sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_variables: Mapping[str, Any] = NOTHING,
-        cache_salt: str | None = None,
-        keep_sources: bool = False,
-    ) -> OutputStream:
-        """`generate` on a conversation: `[{"role": "user", "content": "…"}]`.
-
-        Args:
-            tools: functions that the model may call, in OpenAI's form.
-            template_variables: what else the chat template reads, as `enable_thinking`.
-        """
-
-        async def tokens() -> Tokens:
-            return await self.tokenize_chat(messages, tools, template_variables)
-
-        return self.open(tokens, sampling_params, cache_salt, keep_sources)
-
-    def open(
-        self,
-        tokens: Callable[[], Awaitable[Tokens]],
-        sampling_params: SamplingParams | None,
-        cache_salt: str | None,
-        keep_sources: bool,
-    ) -> OutputStream:
-        """Returns a stream whose prompt is made when it is first read."""
-        params = sampling_params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params={shown(params)}: give SamplingParams, or None.")
-
-        async def prepare() -> tuple[str | None, list[Request]]:
-            text, ids = await tokens()
-
-            def make() -> list[Request]:
-                known = self.llm.inputs.with_token_ids(params)
-                executor = self.llm.executor
-                return [
-                    executor.make_request(ids, one, cache_salt=cache_salt) for one in known.each()
-                ]
-
-            requests = await self.in_thread(make)
-            for request in requests:
-                request.sources = [] if keep_sources else None
-            return text, requests
-
-        return OutputStream(self, prepare, params.n)
-
-    async def abort(self, request_id: int) -> bool:
-        """Cancels a request (finish_reason "cancelled"); False if there is none.
-
-        Raises:
-            RequestError: the id is not an int.
-        """
-        number = checked_id(request_id)
-        return await self._engine.call(lambda: self.llm.executor.cancel(number))
-
-    # -- tokens and text -------------------------------------------------------------------------
-    async def tokenize(self, prompt: Prompt) -> Tokens:
-        """Returns a prompt's text, if it is text, and its tokens.
-
-        Raises:
-            RequestError: also for a text that must have more tokens than `max_seq_len`.
-        """
-        self._check_length(prompt)
-        return await self.in_thread(lambda: Tokens(*self.llm.inputs.tokenize(prompt)))
-
-    async def render_chat(
-        self,
-        messages: Messages,
-        tools: Sequence[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NOTHING,
-    ) -> str:
-        """Returns the text that the chat template makes, within `TEMPLATE_SECONDS`."""
-        return await self._templates.run(
-            lambda: self.llm.inputs.render_chat(messages, tools, variables)
-        )
-
-    async def tokenize_chat(
-        self,
-        messages: Messages,
-        tools: Sequence[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] = NOTHING,
-    ) -> Tokens:
-        """Returns a conversation's text and its tokens."""
-        text = await self.render_chat(messages, tools, variables)
-        self._check_length(text)
-        return Tokens(text, await self.in_thread(lambda: self.llm.inputs.encode_rendered(text)))
-
-    def _check_length(self, prompt: Prompt) -> None:
-        """Refuses what is far too long, before it holds the thread that tokenises for seconds."""
-        if isinstance(prompt, str) and len(prompt) > self._max_chars:
-            raise RequestError(
-                f"The prompt has {len(prompt)} characters; "
-                f"max_seq_len={self.llm.executor.config.max_seq_len} tokens hold at most "
-                f"{self._max_chars}. Shorten it."
-            )
-
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Runs what takes long beside the event loop and the engine, one at a time."""
-        if self._is_closing:
-            raise EngineError(SHUT_DOWN)
-        return await asyncio.get_running_loop().run_in_executor(self._preparer, function)
-
-    # -- the engine ------------------------------------------------------------------------------
-    async def stats(self) -> EngineStats:
-        return await self._engine.call(self.llm.executor.stats)
-
-    async def reset_prefix_cache(self) -> None:
-        """Forgets the keys and values of earlier prompts, as after a change of the weights."""
-        await self._engine.call(self.llm.executor.reset_prefix_cache)
-
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        """Refuses new requests, waits for those that run, and frees the memory.
-
-        Args:
-            timeout: seconds after which those that still run are aborted.
-        """
-        is_first, self._is_closing = not self._is_closing, True
-        if not is_first:
-            return
-        if timeout and not await self._is_idle_within(timeout):
-            self._engine.cancel_all()
-            await self._is_idle_within(STOP_SECONDS)
-        self._engine.cancel_all()
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+    def cancel(self, requests: Sequence[Request]) -> None:
+        self._engine.cancel(requests)
 
     def abort_all(self) -> None:
-        """Cancels every request."""
         self._engine.cancel_all()
 
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        return await self._engine.call(lambda: call_engine(self.llm, name, arguments))
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine.bind(LoopPort(loop))
+
+    @property
+    def _engine_failure(self) -> str | None:
+        return self._engine.failure
+
     def _close(self) -> None:
-        self._preparer.shutdown(wait=True, cancel_futures=True)
         self._engine.stop()
         self.llm.shutdown()
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                while self.num_live:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -280,166 +87,30 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-    # -- for OutputStream ------------------------------------------------------------------------
-    def reserve(self, count: int) -> None:
-        """Takes places in the queue.
 
-        Raises:
-            QueueFullError, EngineError: see `generate`.
-        """
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self.num_live and self._loop is not None and not self._loop.is_closed():
-                raise EngineError("Another event loop has requests here: use one loop.")
-            self._num_preparing, self._loop = 0, loop
-            self._live.clear()
-            self._engine.bind(loop)
-        if self.failure is not None:
-            raise EngineError(self.failure)
-        if self.num_live + count > self.max_live:
-            raise QueueFullError(
-                f"{self.num_live} requests run or wait; at most {self.max_live} may. Try again "
-                "later."
-            )
-        self._num_preparing += count
-
-    def release(self, count: int) -> None:
-        """Gives back places of requests that are not started."""
-        self._num_preparing -= count
-        self._idle.set()
-
-    def start(self, requests: Sequence[Request], bell: Bell, is_whole: bool) -> list[Feed]:
-        feeds = [Feed(request, bell, self._end, is_whole) for request in requests]
-        self._engine.add(feeds)
-        self._live.update(feeds)
-        self.release(len(feeds))
-        return feeds
-
-    def _end(self, feed: Feed) -> None:
-        self._live.discard(feed)
-        self._idle.set()
-
-    def cancel(self, requests: Sequence[Request]) -> None:
-        self._engine.cancel(requests)
+def facts_of(llm: LLM) -> EngineFacts:
+    """Returns what a front must know of an engine."""
+    config = llm.executor.config
+    return EngineFacts(
+        model_dir=llm.model_dir,
+        max_seq_len=config.max_seq_len,
+        max_batch_size=config.max_batch_size,
+        vocab_size=llm.executor.target.config.vocab_size,
+        acceptance=llm.acceptance_of_drafts,
+    )
 
 
-class OutputStream(AsyncIterator[RequestOutput]):
-    """Snapshots of one request while it runs. Made by `AsyncLLM.generate` and `chat`."""
+def make_requests(llm: LLM, asked: Asked) -> list[Request]:
+    """Makes requests, beside the thread that steps. Raises RequestError if one is not allowed."""
+    make = llm.executor.make_request
+    requests = [make(asked.ids, params, cache_salt=asked.cache_salt) for params in asked.params]
+    for request in requests:
+        request.arrived = asked.arrived
+        request.sources = [] if asked.keep_sources else None
+    return requests
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        prepare: Callable[[], Awaitable[tuple[str | None, list[Request]]]],
-        n: int,
-    ):
-        self._llm, self._prepare, self._n = llm, prepare, n
-        self._feeds: list[Feed] = []
-        self._readers: list[OutputReader] = []
-        self._is_started = False
-        self.tokenizer = llm.llm.tokenizer
-        """Decodes the text. Another may be set before the stream is started."""
-        self.arrived = 0.0
-        """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
-        self.bell = Bell()
-        """Rings when there is news. Another may be set before, which several streams share."""
-        self.is_whole = False
-        """Set before: nothing is new before a completion ends, which is cheaper."""
 
-    @property
-    def requests(self) -> list[Request]:
-        """The n requests, once it is started. Those that run may be read, not changed."""
-        return [feed.request for feed in self._feeds]
-
-    @property
-    def request_id(self) -> int:
-        """Of the first completion.
-
-        Raises:
-            RequestError: the stream is not started.
-        """
-        if not self._feeds:
-            raise RequestError("The stream has no request yet: await start() first.")
-        return self._feeds[0].request.request_id
-
-    async def start(self) -> None:
-        """Checks and queues the request, which the first `anext()` does otherwise."""
-        if self._is_started:
-            return
-        self._is_started = True
-        arrived = self.arrived or time.perf_counter()
-        self._llm.reserve(self._n)
-        try:
-            text, requests = await self._prepare()
-            for request in requests:
-                request.arrived = arrived
-            self._readers = [OutputReader(request, text, self.tokenizer) for request in requests]
-            self._feeds = self._llm.start(requests, self.bell, self.is_whole)
-        except BaseException:
-            self._llm.release(self._n)
-            raise
-
-    async def pieces(self) -> list[tuple[int, Piece]]:
-        """Waits for news. Returns what is new, by the completion's index; [] once all is read.
-
-        Raises:
-            EngineError: the engine failed. Other errors as `AsyncLLM.generate`.
-        """
-        await self.start()
-        while not (pieces := self.take()) and not self.is_read:
-            try:
-                await self.bell.wait()
-            except BaseException:  # the task is cancelled
-                self.cancel()
-                raise
-        return pieces
-
-    def take(self) -> list[tuple[int, Piece]]:
-        """Returns what is new by now, as `pieces` does; [] if nothing is. It is started before."""
-        pieces = []
-        for index, feed in enumerate(self._feeds):
-            reader = self._readers[index]
-            is_last = feed.is_done
-            if not reader.is_done and (is_last or feed.num_tokens > reader.num_seen):
-                error = feed.request.error
-                if is_last and error is not None and error == self._llm.failure:
-                    raise EngineError(error)
-                pieces.append((index, reader.take(feed.num_tokens, is_finished=is_last)))
-        return pieces
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the end of every completion was taken."""
-        return all(reader.is_done for reader in self._readers)
-
-    async def __anext__(self) -> RequestOutput:
-        pieces = dict(await self.pieces())
-        if not pieces:
-            raise StopAsyncIteration
-        acceptance = self._llm.llm.acceptance_of_drafts
-        outputs = [
-            reader.snapshot(pieces.get(index, NOTHING_NEW), acceptance)
-            for index, reader in enumerate(self._readers)
-        ]
-        return join(outputs, self.requests, acceptance)
-
-    def end(self, index: int) -> None:
-        """Ends one completion without waiting; nothing more is read of it, the others go on."""
-        self._readers[index].is_done = True
-        feed = self._feeds[index]
-        if not feed.is_done:
-            self._llm.cancel([feed.request])
-
-    def cancel(self) -> None:
-        """Cancels what has not finished, without waiting."""
-        running = [feed.request for feed in self._feeds if not feed.is_done]
-        if running:
-            self._llm.cancel(running)
-
-    async def aclose(self) -> None:
-        """Cancels what has not finished. A reader still gets the last output, which says so."""
-        self._is_started = True
-        self.cancel()
-
-    def __del__(self) -> None:
-        if getattr(self, "_feeds", None):
-            self.cancel()
+def call_engine(llm: LLM, name: str, arguments: Sequence[Any]) -> Any:
+    """Runs one of `ENGINE_CALLS`, between two steps."""
+    assert name in ENGINE_CALLS
+    return getattr(llm.executor, name)(*arguments)

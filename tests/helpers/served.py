@@ -13,9 +13,13 @@ from guided import save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model_dir
 
-from trtspec import LLM, AsyncLLM, NGramDecodingConfig, SamplingParams
+from trtspec import LLM, NGramDecodingConfig, SamplingParams
+from trtspec.async_llm import facts_of
 from trtspec.metadata.attention import NUM_RESERVED_BLOCKS
 from trtspec.serving.config import ServerConfig
+from trtspec.serving.engine_host import EngineHost
+from trtspec.serving.observe import EngineObservation
+from trtspec.serving.remote_llm import RemoteLLM
 from trtspec.serving.run import Server, listen
 
 TEMPLATE = (
@@ -65,17 +69,25 @@ def is_at_rest(llm: LLM) -> bool:
 
 
 class Served:
-    """A server in a thread of its own, on a free port of loopback."""
+    """Both sides of a server, each in a thread of its own, on a free port of loopback.
+
+    They share the tokenizer, and else have the socket alone.
+    """
 
     def __init__(self, llm: LLM, queue: int = 64, **config: Any):
         self.llm = llm
-        self.engine = AsyncLLM(llm, max_num_requests_in_queue=queue)
         self.config = ServerConfig(port=0, served_model_name="tiny", **config)
+        ours, theirs = socket.socketpair()
+        observation = EngineObservation(llm, "tiny", {})
+        self.host = EngineHost(llm, observation, ours, lambda: None)
+        self.host_thread = threading.Thread(target=self.host.run, daemon=True)
+        self.host_thread.start()
+        self.engine = RemoteLLM(facts_of(llm), llm.inputs, queue, theirs)
         self.listener = listen(self.config)
         self.port: int = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         started = threading.Event()
-        self.server = Server(self.engine, self.config, started.set)
+        self.server = Server(self.engine, self.config, started.set, self.engine)
         arguments = {"sockets": [self.listener]}
         self.thread = threading.Thread(target=self.server.run, kwargs=arguments, daemon=True)
         self.thread.start()
@@ -84,7 +96,9 @@ class Served:
     def close(self) -> None:
         self.server.should_exit = True
         self.thread.join(30)
-        assert not self.thread.is_alive()
+        self.host_thread.join(30)
+        assert not (self.thread.is_alive() or self.host_thread.is_alive())
+        assert self.host.close(30)
 
     def wait_for_rest(self, seconds: float = 15) -> None:
         """Waits until no request holds anything."""

@@ -28,7 +28,7 @@ from trtspec import (
     RequestOutput,
     SamplingParams,
 )
-from trtspec.frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed
+from trtspec.frontend.engine_thread import SHUT_DOWN, Bell, EngineThread, Feed, LoopPort
 
 LONG = greedy(200)
 
@@ -92,7 +92,7 @@ def test_a_loop_that_works_on_news_rests_as_long(monkeypatch: pytest.MonkeyPatch
         call_soon=lambda *call: soon.append(call),
     )
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
-    thread.bind(loop)
+    thread.bind(LoopPort(loop))
     feeds = [Feed(request, Bell(), lambda feed: None) for request in requests]
     thread._feeds.update(enumerate(feeds))
 
@@ -121,7 +121,7 @@ def test_a_loop_that_works_on_news_rests_as_long(monkeypatch: pytest.MonkeyPatch
         (feeds[1], 7, False),
         (feeds[1], 7, True),
     ]
-    thread.bind(loop)  # another loop owes nothing
+    thread.bind(LoopPort(loop))  # another loop owes nothing
     assert step(1) == 4
     thread._feeds.clear()
     thread.stop()

@@ -400,6 +400,7 @@ def test_warnings_of_forced_acceptance_and_a_dead_drafter(
     served = serve()
     monkeypatch.delenv(FORCE)
     assert served.value("trtspec:forced_acceptance") == 2
+    assert served.value("trtspec:cuda_graphs") == 0  # on a CPU
     assert served.client.get("/live").json()["forced_acceptance"] == 2
     watch = served.llm.executor.dead_drafter_watch
     for _ in range(watch.window):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from served import Served, make_llm, served_model_dir
 
@@ -63,7 +64,7 @@ def test_signals(model_dir: Path) -> None:
         short = pool.submit(httpx.post, url + "/v1/completions", json=LONG | {"max_tokens": 60})
         cut = pool.submit(httpx.post, other_url + "/v1/completions", json=LONG, timeout=30)
         time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         other.send_signal(signal.SIGTERM)
         time.sleep(0.02)
         other.send_signal(signal.SIGTERM)
@@ -74,6 +75,48 @@ def test_signals(model_dir: Path) -> None:
         assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
         assert process.wait(30) == 0
         assert process.stdout is not None and process.stdout.read() == ""
+
+
+def wait_until_gone(process: psutil.Process) -> None:
+    end = time.monotonic() + 10
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "the process is left"
+        time.sleep(0.05)
+
+
+def test_each_process_ends_with_the_other(model_dir: Path) -> None:
+    """And says why: to the terminal, or to its clients."""
+    with served(model_dir) as (process, url), served(model_dir) as (other, other_url):
+        (http,) = psutil.Process(process.pid).children()
+        assert http.cmdline()[2] == "trtspec.serving.http_process"
+        figures = httpx.get(url + "/metrics").text
+        assert re.search(r"^trtspec_http_process_resident_memory_bytes \d", figures, re.M)
+        http.kill()
+        assert process.wait(15) == 1
+        assert process.stderr is not None
+        assert "HTTP ended by itself, with exit code -9" in process.stderr.read()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+        (http,) = psutil.Process(other.pid).children()
+        # So many that they take seconds.
+        body = LONG | {"prompt": ["abc"] * 20, "stream": True, "n": 16, "temperature": 1}
+        with httpx.stream("POST", other_url + "/v1/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            other.kill()
+            rest = [line for line in lines if line]
+        assert "The engine's process is gone." in rest[-2] and rest[-1] == "data: [DONE]"
+        wait_until_gone(http)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(other_url)
+
+
+def test_a_process_without_a_model_leaves_none(tmp_path: Path) -> None:
+    """It ended while that of HTTP was starting."""
+    command = [sys.executable, "-m", "trtspec.cli", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(60) == 2 and process.stderr is not None
+        process.stderr.read()  # to its end: no other process has it open
 
 
 def test_a_request_that_outlasts_the_timeout_is_told(model_dir: Path) -> None:

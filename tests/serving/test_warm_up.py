@@ -60,7 +60,7 @@ def test_nothing_is_left(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warm_up(llm, shapes=SHAPES)
     assert executor.stats() == fresh and is_at_rest(llm) and not caplog.records
-    assert {len(r.prompt_token_ids) for r in seen} == {8, 16, 40}
+    assert {len(r.prompt_token_ids) for r in seen} == {8, 9, 16, 40}
     params = {kind.name: kind.params for kind in kinds_of(llm)}
     assert list(params) == ["greedy", "sampled", "filtered", "penalised", "logprobs", "guided"]
     for wanted in params.values():
@@ -148,6 +148,23 @@ def test_long_prompts_run_beside_others(
     assert {(0, most - 4), (1, most - 4), (3, most - 9)} <= set(mixed)  # K = 2
 
 
+def test_prompts_of_a_full_batch_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and beside others, of a number of tokens that 16 divides, and of one that it does not:
+    the first clients' prompts are such a pass, and no graph holds it."""
+    passes, run = set(), llm.executor.runner.run
+
+    def noted(plan: Any) -> Any:
+        chunks = plan.batch.contexts
+        count = sum(c.end - c.start for c in chunks)
+        passes.add((len(plan.batch.generations), len(chunks), count))
+        return run(plan)
+
+    monkeypatch.setattr(llm.executor.runner, "run", noted)
+    warm_up(llm, shapes=Shapes([8, 140], [1, 2, 4]))
+    wanted = {(0, 4, 128), (0, 4, 129), (0, 3, 96), (0, 3, 97), (2, 2, 64), (2, 2, 65), (1, 1, 33)}
+    assert wanted <= passes
+
+
 def test_an_error_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the engine can go on."""
     step = llm.executor._launch_and_read
@@ -206,7 +223,7 @@ def test_the_command_warms_up(
         raise RequestError("A greedy request failed.")
 
     monkeypatch.setattr(module, "warm_up", fails)
-    monkeypatch.setattr("trtspec.serving.run.serve", lambda *_: order.append("serve"))
+    monkeypatch.setattr("trtspec.serving.processes.serve", lambda *_: order.append("serve"))
     words = ["serve", str(model_dir), "--port", "0", "--device", "cpu", "--dtype", "float32"]
     code = main([*words, *options])
     assert order == (["serve"] if options else ["warm up"])

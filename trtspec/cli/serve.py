@@ -7,8 +7,9 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, EngineError
 from .engine import load_llm
+from .errors import EXIT_FAILED, show_error
 from .options import EngineOptions, ServeOptions
 from .render import make_console
 from .status import Progress
@@ -29,10 +30,10 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
         raise ConfigError(
             f"trtspec serve needs {error.name}: pip install 'trtspec[serve]'."
         ) from error
-    from ..async_llm import AsyncLLM
     from ..report.step_times import step_seconds_without_drafts
     from ..serving.config import ServerConfig
-    from ..serving.run import listen, serve, url_of
+    from ..serving.processes import HttpProcess, serve
+    from ..serving.run import listen, url_of
     from ..serving.warm_up import warm_up
 
     config = ServerConfig(
@@ -45,7 +46,7 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
         shutdown_timeout=given.shutdown_timeout,
     )
     listener = listen(config)  # before the model is loaded, which takes long
-    with listener:
+    with listener, HttpProcess(listener) as http:
         with redirect_stdout(sys.stderr), Progress() as progress:
             llm = load_llm(options, progress, max_seq_len=given.max_seq_len)
             if not given.no_warm_up:
@@ -53,13 +54,18 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
             progress("timing a step without drafts")
             if (seconds := step_seconds_without_drafts(llm)) is not None:
                 config = replace(config, plain_step_seconds={1: seconds})
-        engine = AsyncLLM(llm, max_num_requests_in_queue=given.max_num_requests_in_queue)
         console = make_console(stderr=True)
         if config.api_key is None and not config.is_loopback:
             console.print("No API key is asked for: anyone who reaches this address can use it.")
 
         def on_start() -> None:
-            console.print(f"Serving {config.served_model_name} at {url_of(listener)}")
+            console.print(f"Serving {config.served_model_name} at {url}")
 
-        serve(engine, config, listener, on_start)
+        url = url_of(listener)
+        listener.close()  # the process of HTTP has it
+        try:
+            serve(llm, config, http, given.max_num_requests_in_queue, on_start)
+        except EngineError as error:
+            show_error(str(error))
+            return EXIT_FAILED
     return 0

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,22 +64,35 @@ class Bell:
         await self._waiter
 
 
-class Feed:
+class Followed:
+    """A request whose news is handed over.
+
+    Args:
+        is_whole: the end is the only news.
+    """
+
+    __slots__ = ("announced", "request")
+
+    def __init__(self, request: Request, is_whole: bool = False):
+        self.request = request
+        self.announced = MAX_TOKENS if is_whole else 0  # tokens handed over; the engine thread's
+
+
+class Feed(Followed):
     """What the event loop knows of one request.
 
     Args:
         bell: rings when there is news. Several feeds of one reader share it.
         on_done: called once, in the event loop.
-        is_whole: the end is the only news.
     """
 
-    __slots__ = ("_on_done", "announced", "bell", "is_done", "num_tokens", "request")
+    __slots__ = ("_on_done", "bell", "is_done", "num_tokens")
 
     def __init__(
         self, request: Request, bell: Bell, on_done: Callable[[Feed], None], is_whole: bool = False
     ):
-        self.request, self.bell, self._on_done = request, bell, on_done
-        self.announced = MAX_TOKENS if is_whole else 0  # tokens handed over; the engine thread's
+        super().__init__(request, is_whole)
+        self.bell, self._on_done = bell, on_done
         self.num_tokens, self.is_done = 0, False
 
     def update(self, num_tokens: int, is_done: bool) -> None:
@@ -93,9 +107,27 @@ class Feed:
 class News(NamedTuple):
     """What a step did for one request."""
 
-    feed: Feed
+    feed: Any  # a `Followed`, of the kind that the port takes
     num_tokens: int
     is_done: bool
+
+
+class NewsPort:
+    """Where news goes. The engine's thread calls it. This one has no reader."""
+
+    def is_free(self) -> bool:
+        """Returns whether to hand news over now. Else the next step's news has this one's, too."""
+        return True
+
+    def post(self, news: Sequence[News]) -> bool:
+        """Hands news over, without waiting. False: no reader is left."""
+        return False
+
+    def rest(self) -> None:
+        """Called before the thread sleeps."""
+
+    def fail(self, reason: str) -> None:
+        """Called when the engine is dead, before the news of it."""
 
 
 class Pace:
@@ -117,6 +149,24 @@ class Pace:
         self.is_busy, self._until = False, 2 * now - began
 
 
+class LoopPort(NewsPort):
+    """Hands news to the event loop of another thread, whose feeds it updates."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._pace = loop, Pace()
+
+    def is_free(self) -> bool:
+        return self._pace.has_rested()
+
+    def post(self, news: Sequence[News]) -> bool:
+        try:
+            self._pace.is_busy = True
+            self._loop.call_soon_threadsafe(_deliver, news, self._pace)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+
 Command = Callable[[], None]
 
 
@@ -131,10 +181,9 @@ class EngineThread:
     def __init__(self, executor: PyExecutor, lock: AbstractContextManager[Any]):
         self._executor, self._lock = executor, lock
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._feeds: dict[int, Feed] = {}  # by request, of this thread alone
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._feeds: dict[int, Followed] = {}  # by request, of this thread alone
+        self._port = NewsPort()
         self._num_failed = 0
-        self._pace = Pace()
         self._gate, self._is_closed = threading.RLock(), False
         self.failure: str | None = None
         """Why the engine is dead; None while it works."""
@@ -143,11 +192,11 @@ class EngineThread:
         self._thread.start()
 
     # -- called by other threads -----------------------------------------------------------------
-    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Sets the event loop that news goes to."""
-        self._loop, self._pace = loop, Pace()
+    def bind(self, port: NewsPort) -> None:
+        """Sets where news goes."""
+        self._port = port
 
-    def add(self, feeds: Sequence[Feed]) -> None:
+    def add(self, feeds: Sequence[Followed]) -> None:
         """Queues requests that `PyExecutor.make_request` made."""
         self._post_command(lambda: self._add(feeds))
 
@@ -166,27 +215,37 @@ class EngineThread:
         Raises:
             EngineError: the engine is dead.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        return await asyncio.wrap_future(self.submit(function))
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function between two steps.
+
+        Raises:
+            EngineError: the engine is dead; the future may raise it, too.
+        """
+        future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 if self.failure is not None:
                     raise EngineError(self.failure)
                 result = function()
             except Exception as error:  # noqa: BLE001 - it is the caller's
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                future.set_exception(error)
             else:
-                loop.call_soon_threadsafe(_settle, future, result, None)
+                future.set_result(result)
 
         self._post_command(command)
-        return await future
+        return future
 
-    def stop(self, timeout: float | None = None) -> None:
-        """Ends the thread after what is posted, and waits for it."""
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends the thread after what is posted, and waits for it. False: it still runs."""
         self._commands.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _post_command(self, command: Command) -> None:
         with self._gate:
@@ -233,6 +292,8 @@ class EngineThread:
         last one."""
         is_idle = self.failure is not None or not self._executor.has_work
         while True:
+            if is_idle and self._commands.empty():
+                self._port.rest()
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
@@ -244,7 +305,7 @@ class EngineThread:
             if self.failure is None:
                 is_idle = False
 
-    def _add(self, feeds: Sequence[Feed]) -> None:
+    def _add(self, feeds: Sequence[Followed]) -> None:
         for feed in feeds:
             request = feed.request
             self._feeds[request.request_id] = feed
@@ -263,7 +324,7 @@ class EngineThread:
                 self._executor.cancel(request.request_id)
 
     def _hand_over(self, finished: Sequence[Request]) -> None:
-        if not finished and not self._pace.has_rested():
+        if not finished and not self._port.is_free():
             return  # the next step tells this one's news, too
         news, feeds = [], self._feeds
         for request in self._executor.scheduler.running:
@@ -279,16 +340,13 @@ class EngineThread:
             self._post(news)
 
     def _post(self, news: Sequence[News]) -> None:
-        assert self._loop is not None
-        try:
-            self._pace.is_busy = True
-            self._loop.call_soon_threadsafe(_deliver, news, self._pace)
-        except RuntimeError:  # the loop is closed, and no reader is left
+        if not self._port.post(news):  # no reader is left
             with self._lock:
                 self._cancel([feed.request for feed in self._feeds.values()])
 
     def _die(self, reason: str) -> None:
         self.failure = reason
+        self._port.fail(reason)
         news = []
         for feed in self._feeds.values():
             request = feed.request
@@ -309,15 +367,6 @@ def _deliver(news: Sequence[News], pace: Pace) -> None:
             feed.update(num_tokens, is_done)
     finally:  # after what the news starts: readers' turns, and sending
         asyncio.get_running_loop().call_soon(pace.end, began)
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # its waiter was cancelled
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 def _index_of_gpu(device: torch.device) -> int | None:

@@ -1,1 +1,1 @@
-"""An OpenAI server over `AsyncLLM`: `trtspec serve`. It needs the extra `serve`."""
+"""An OpenAI server: `trtspec serve`. It needs the extra `serve`."""

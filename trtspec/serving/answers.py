@@ -12,9 +12,9 @@ from typing import Any
 
 from ..api.outputs import Logprob, SpecStats
 from ..api.text_stream import TextStream
-from ..async_llm import AsyncLLM, OutputStream
 from ..errors import EngineError, QueueFullError, RequestError
 from ..executor.request import Request
+from ..frontend.async_front import AsyncFront, OutputStream
 from ..frontend.outputs import Piece
 from .errors import ApiError, of_library
 from .protocol import GenerationRequest
@@ -136,10 +136,10 @@ def usage_of(prompts: Sequence[Sequence[Request]], counts: Sequence[int]) -> Jso
     }
 
 
-def metrics_of(llm: AsyncLLM, requests: Sequence[Request]) -> Json | None:
+def metrics_of(llm: AsyncFront, requests: Sequence[Request]) -> Json | None:
     """Returns `metrics`, what a request's drafts were worth; None without speculation."""
-    stats: SpecStats = llm.llm.acceptance_of_drafts.stats(requests)
-    if llm.llm.max_draft_len == 0:
+    stats: SpecStats = llm.facts.acceptance.stats(requests)
+    if llm.facts.acceptance.max_draft_len == 0:
         return None
     asked, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
     return {

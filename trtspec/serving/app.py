@@ -16,13 +16,14 @@ import trtspec
 
 from ..async_llm import AsyncLLM
 from ..errors import RequestError, TrtspecError
+from ..frontend.async_front import AsyncFront
 from .answers import Json
 from .chat import ChatEndpoint, conversation_of, tools_of
 from .completions import CompletionEndpoint
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
 from .limits import ClientDisconnect, Gate, read_body
-from .observe import add_observability
+from .observe import Observation, add_observability, mount
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -43,11 +44,18 @@ class Answer(EventSource, Protocol):
     async def wait(self) -> None: ...
 
 
-def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """Returns the server's ASGI application. It shuts the engine down at its end."""
+def build_app(
+    llm: AsyncFront, config: ServerConfig, observation: Observation | None = None
+) -> FastAPI:
+    """Returns the server's ASGI application. It shuts the engine down at its end.
+
+    Args:
+        observation: of the engine. None: `llm` is an `AsyncLLM`, which is observed from now on.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await llm.connect()
         yield
         await llm.shutdown()
 
@@ -59,7 +67,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    name = config.served_model_name or llm.llm.model_dir.name
+    name = config.served_model_name or llm.facts.model_dir.name
     created = int(time.time())
     chat, completions = ChatEndpoint(llm, config, name), CompletionEndpoint(llm, config, name)
 
@@ -99,7 +107,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
             "object": "model",
             "created": created,
             "owned_by": "trtspec",
-            "max_model_len": llm.llm.executor.config.max_seq_len,
+            "max_model_len": llm.facts.max_seq_len,
         }
 
     @app.get("/v1/models")
@@ -123,14 +131,14 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
             tokens = await llm.tokenize_chat(messages, tools_of(asked.tools), variables)
         else:
             tokens = await llm.tokenize(asked.prompt or "")
-        limit = llm.llm.executor.config.max_seq_len
+        limit = llm.facts.max_seq_len
         return {"tokens": tokens.ids, "count": len(tokens.ids), "max_model_len": limit}  # type: ignore[arg-type]
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Json:
         asked = parse(DetokenizeRequest, await read_body(request, config))
         check_model(asked.model)
-        tokenizer, vocab = llm.llm.tokenizer, llm.llm.executor.target.config.vocab_size
+        tokenizer, vocab = llm.tokenizer, llm.facts.vocab_size
         if tokenizer is None:
             raise RequestError("The model has no tokenizer.")
         wrong = [token for token in asked.tokens if not 0 <= token < vocab]
@@ -156,7 +164,11 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         await llm.reset_prefix_cache()
         return {"status": "ok"}
 
-    add_observability(app, llm, name, plain_step_seconds=config.plain_step_seconds)
+    if observation is not None:
+        mount(app, observation)
+    else:
+        assert isinstance(llm, AsyncLLM)
+        add_observability(app, llm, name, plain_step_seconds=config.plain_step_seconds)
     _add_error_handlers(app)
     app.add_middleware(Gate, config=config)
     return app

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..async_llm import AsyncLLM, OutputStream, Tokens
 from ..errors import EngineError, RequestError
+from ..frontend.async_front import AsyncFront, OutputStream, Tokens
 from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
@@ -74,9 +74,9 @@ class ChatEndpoint:
         model_name: in answers.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig, model_name: str):
+    def __init__(self, llm: AsyncFront, config: ServerConfig, model_name: str):
         self.llm, self.config, self.model_name = llm, config, model_name
-        self.tokenizer = llm.llm.tokenizer
+        self.tokenizer = llm.tokenizer
         self.names = TokenNames(self.tokenizer)
         self.reasoning: ReasoningMarkers | None = None
         template = getattr(self.tokenizer, "chat_template", None)

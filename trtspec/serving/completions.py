@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from ..async_llm import AsyncLLM, OutputStream
 from ..errors import EngineError, RequestError
+from ..frontend.async_front import AsyncFront, OutputStream
 from ..frontend.engine_thread import Bell
 from ..frontend.outputs import Piece
 from .answers import (
@@ -42,9 +42,9 @@ class CompletionEndpoint:
         model_name: in answers.
     """
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig, model_name: str):
+    def __init__(self, llm: AsyncFront, config: ServerConfig, model_name: str):
         self.llm, self.config, self.model_name = llm, config, model_name
-        self.names = TokenNames(llm.llm.tokenizer)
+        self.names = TokenNames(llm.tokenizer)
 
     async def open(self, request: CompletionRequest, arrived: float) -> CompletionAnswer:
         """Queues the prompts. Raises ApiError if one is refused.
@@ -77,7 +77,7 @@ class CompletionEndpoint:
     async def _echo(self, request: CompletionRequest, prompt: Prompt) -> str:
         if not request.echo or isinstance(prompt, str):
             return prompt if request.echo and isinstance(prompt, str) else ""
-        tokenizer = self.llm.llm.tokenizer
+        tokenizer = self.llm.tokenizer
         return await self.llm.in_thread(lambda: tokenizer.decode(prompt, skip_special_tokens=True))
 
 
@@ -129,7 +129,7 @@ class CompletionAnswer:
         self._llm, self._names, self._request = endpoint.llm, endpoint.names, request
         self._streams, self._echoes, self._n = streams, echoes, request.n
         self._num_top = request.logprobs or 0
-        tokenizer, has_texts = endpoint.llm.llm.tokenizer, request.include_token_sources
+        tokenizer, has_texts = endpoint.llm.tokenizer, request.include_token_sources
         self._choices = [_Choice(tokenizer, has_texts) for _ in range(len(streams) * request.n)]
         self._header = Header("text_completion", endpoint.model_name, "cmpl")
         self._first: list[tuple[int, int, Piece]] = []

@@ -35,6 +35,7 @@ class EngineNow(NamedTuple):
     num_preemptions: int
     forced_acceptance: float | None
     is_drafter_dead: bool
+    num_graphs: int
 
     @classmethod
     def of(cls, executor: PyExecutor) -> EngineNow:
@@ -49,6 +50,7 @@ class EngineNow(NamedTuple):
             num_preemptions=executor.statistics.num_preemptions,
             forced_acceptance=executor.forced_acceptance,
             is_drafter_dead=watch is not None and watch.has_warned,
+            num_graphs=0 if executor.graphs is None else executor.graphs.num_graphs,
         )
 
 
@@ -223,6 +225,7 @@ class EngineCollector(Collector):
         sources.add_metric([*self.labels.values(), "draft"], drafted)
         sources.add_metric([*self.labels.values(), "target"], metrics.generated_tokens - drafted)
         yield sources
+        yield self._gauge("trtspec:cuda_graphs", "Graphs that were captured.", now.num_graphs)
         yield self._gauge("trtspec:max_draft_len", "K of the engine.", metrics.max_draft_len)
         yield self._gauge(
             "trtspec:runtime_draft_len",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -30,6 +31,55 @@ class HasLLM(Protocol):
     def llm(self) -> LLM: ...
 
 
+class Observation(Protocol):
+    """An engine's figures, wherever it runs."""
+
+    async def metrics(self) -> bytes:
+        """Returns `/metrics`, in Prometheus' text format."""
+
+    async def live(self, since: int) -> dict[str, Any]:
+        """Returns the page's figures, of the seconds from `since` on."""
+
+
+class EngineObservation:
+    """Counts what an engine does, from its first request on. Any thread may ask.
+
+    Args:
+        model_name: value of the label of that name, and of the page's requests.
+        plain_step_seconds: {requests at a time: seconds} of a step without speculation, measured
+            elsewhere. The page estimates the speed-up with it where no plain step was timed.
+    """
+
+    def __init__(self, llm: LLM, model_name: str, plain_step_seconds: Mapping[int, float]):
+        self.counts = StepMetrics(llm.max_draft_len)
+        llm.executor.observer = self.counts
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineCollector(llm.executor, self.counts, model_name))
+        ProcessCollector(registry=self.registry)
+        self._source = LiveSource(
+            llm, self.counts, model_name, time.time(), dict(plain_step_seconds)
+        )
+
+    def metrics(self) -> bytes:
+        return as_text(self.registry)
+
+    def live(self, since: int) -> dict[str, Any]:
+        return live_state(self._source, since)
+
+
+class InThread:
+    """Asks an engine of this process, in a thread: the event loop goes on."""
+
+    def __init__(self, observation: EngineObservation):
+        self._observation = observation
+
+    async def metrics(self) -> bytes:
+        return await asyncio.to_thread(self._observation.metrics)
+
+    async def live(self, since: int) -> dict[str, Any]:
+        return await asyncio.to_thread(self._observation.live, since)
+
+
 def add_observability(
     app: FastAPI,
     engine: HasLLM,
@@ -37,42 +87,38 @@ def add_observability(
     *,
     plain_step_seconds: Mapping[int, float] | None = None,
 ) -> StepMetrics:
-    """Mounts `GET /metrics`, `GET /live` and `GET /`, and begins to count.
+    """Mounts `GET /metrics`, `GET /live` and `GET /` of an engine, and begins to count.
 
     Call it before the first request.
 
     Args:
-        model_name: of the label `model_name` and of the page's requests. None: the directory's.
-        plain_step_seconds: {requests at a time: seconds} of a step without speculation, measured
-            elsewhere. The page estimates the speed-up with it where no plain step was timed.
+        model_name: as for `EngineObservation`, like `plain_step_seconds`. None: the directory's.
 
     Returns:
         What is counted.
     """
-    llm, name = engine.llm, model_name or engine.llm.model_dir.name
-    metrics = StepMetrics(llm.max_draft_len)
-    llm.executor.observer = metrics
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(llm.executor, metrics, name))
-    ProcessCollector(registry=registry)
-    source = LiveSource(llm, metrics, name, time.time(), dict(plain_step_seconds or {}))
+    name = model_name or engine.llm.model_dir.name
+    observation = EngineObservation(engine.llm, name, plain_step_seconds or {})
+    mount(app, InThread(observation))
+    return observation.counts
+
+
+def mount(app: FastAPI, observation: Observation) -> None:
+    """Mounts `GET /metrics`, `GET /live` and `GET /`."""
     page, headers = read_page()
 
-    # Plain functions, so that FastAPI runs them in a thread: the event loop goes on.
     @app.get("/metrics", include_in_schema=False)
-    def prometheus() -> Response:
+    async def prometheus() -> Response:
         # Always this form: as OpenMetrics the client library may turn `vllm:` into `vllm_`.
-        return Response(as_text(registry), headers={"Content-Type": TEXT_FORMAT})
+        return Response(await observation.metrics(), headers={"Content-Type": TEXT_FORMAT})
 
     @app.get("/live", include_in_schema=False)
-    def live(since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> JSONResponse:
-        return JSONResponse(live_state(source, since), headers={"Cache-Control": "no-store"})
+    async def live(since: Annotated[int, Query(ge=0, le=1 << 53)] = 0) -> JSONResponse:
+        return JSONResponse(await observation.live(since), headers={"Cache-Control": "no-store"})
 
     @app.get("/", include_in_schema=False)
     async def index() -> HTMLResponse:
         return HTMLResponse(page, headers=headers)
-
-    return metrics
 
 
 def read_page() -> tuple[str, dict[str, str]]:

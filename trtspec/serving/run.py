@@ -1,11 +1,9 @@
-"""Runs the server: uvicorn, with limits of its own for connections, and signals."""
+"""Runs HTTP: uvicorn, with limits of its own for connections."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,15 +11,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ..async_llm import AsyncLLM
 from ..errors import ConfigError
+from ..frontend.async_front import AsyncFront
 from .app import build_app
 from .config import ServerConfig
+from .observe import Observation
 from .streams import CONNECTION
 
 MAX_HEAD_BYTES = 64 * 1024
-SWITCH_SECONDS = 0.0005
-"""How long the engine's thread waits for the event loop's: Python's 5 ms are several GPU steps."""
 
 
 class Outbox:
@@ -152,13 +149,22 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
 
 
 class Server(uvicorn.Server):
-    """Ends gracefully at the first signal, at once at the second."""
+    """Serves clients until `should_exit` is set. It then finishes what runs.
+
+    Args:
+        on_start: called once clients are taken.
+        observation: as for `build_app`.
+    """
 
     def __init__(
-        self, llm: AsyncLLM, config: ServerConfig, on_start: Callable[[], None] = lambda: None
+        self,
+        llm: AsyncFront,
+        config: ServerConfig,
+        on_start: Callable[[], None] = lambda: None,
+        observation: Observation | None = None,
     ):
         settings = uvicorn.Config(
-            build_app(llm, config),
+            build_app(llm, config, observation),
             http=guarded(config),
             ws="none",
             access_log=False,
@@ -174,8 +180,6 @@ class Server(uvicorn.Server):
         self._llm, self._timeout, self._on_start = llm, config.shutdown_timeout, on_start
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + sig)
         self.should_exit = True  # not captured: the process ends with code 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -211,19 +215,3 @@ def listen(config: ServerConfig) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def serve(
-    llm: AsyncLLM, config: ServerConfig, listener: socket.socket, on_start: Callable[[], None]
-) -> None:
-    """Serves until a signal comes.
-
-    Args:
-        on_start: called once requests are taken.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        Server(llm, config, on_start).run(sockets=[listener])
-    finally:
-        sys.setswitchinterval(before)

@@ -6,6 +6,7 @@ shape has a number of prompt tokens, a number of requests and a kind of sampling
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -125,6 +126,23 @@ def _warm_up(run: _Run, kind: Kind, shapes: Shapes) -> None:
     for size in shapes.batches:  # prompts beside others, which no graph holds if they are long
         if size > 1:
             run.together(kind, [most], beside=[few] * (size - 1))
+    if shapes.batches[-1] > 1:
+        _burst(run, kind, shapes)
+
+
+def _burst(run: _Run, kind: Kind, shapes: Shapes) -> None:
+    """Runs prompts of a full batch that come at once: together they are too long for any graph.
+
+    Triton compiles a kernel twice: for a number (of rows, of requests) that 16 divides, and for
+    others.
+    """
+    few, size = shapes.prompts[0], shapes.batches[-1]
+    length = max(few, shapes.prompts[-1] // size // 16 * 16)
+    for fewer, more in itertools.product((0, 1), repeat=2):
+        lengths = [length] * (size - fewer - 1) + [length + more]
+        run.together(kind, lengths)
+        half = size // 2 - fewer
+        run.together(kind, lengths[-half:] or lengths, beside=[few] * half)
 
 
 class _Run:

@@ -1,0 +1,486 @@
+"""`AsyncFront`: prompts in, streams of outputs out, for asyncio. Where the engine runs is open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..api.embeds_prompt import EmbedsPrompt
+from ..api.outputs import EngineStats, RequestOutput
+from ..api.sampling_params import SamplingParams
+from ..checks import is_int
+from ..errors import ConfigError, EngineError, QueueFullError, RequestError, shown
+from ..executor.request import Request
+from .engine_thread import SHUT_DOWN, Bell, Feed
+from .inputs import NOTHING, Inputs, Messages, Prompt, checked_id
+from .outputs import NOTHING_NEW, Acceptance, OutputReader, Piece, join
+from .time_limit import TimeLimit
+
+T = TypeVar("T")
+TEMPLATE_SECONDS = 5.0
+"""A chat template that takes longer ends its request with an error."""
+ENGINE_CALLS = frozenset({"reset_prefix_cache", "stats"})
+"""Methods of a `PyExecutor` that a front may call between two steps."""
+STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
+
+
+class Tokens(NamedTuple):
+    """A prompt as an engine takes it."""
+
+    text: str | None
+    ids: list[int] | EmbedsPrompt
+
+
+class Asked(NamedTuple):
+    """What an engine is asked to do: n requests with one prompt."""
+
+    ids: list[int] | EmbedsPrompt
+    params: list[SamplingParams]  # of each request, n = 1
+    cache_salt: str | None
+    keep_sources: bool
+    is_whole: bool  # nothing is new before the end
+    arrived: float  # of time.perf_counter()
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a front knows of its engine."""
+
+    model_dir: Path
+    max_seq_len: int
+    max_batch_size: int
+    vocab_size: int
+    acceptance: Acceptance
+
+
+def check_queue(max_num_requests_in_queue: object) -> None:
+    """Raises ConfigError unless it is a number of requests."""
+    if not is_int(max_num_requests_in_queue, 0):
+        raise ConfigError(
+            f"max_num_requests_in_queue={shown(max_num_requests_in_queue)}: it must be an int >= 0."
+        )
+
+
+class AsyncFront(ABC):
+    """Takes requests for an engine, which a subclass reaches. For the tasks of one event loop.
+
+    Args:
+        facts: of the engine.
+        inputs: tokenises for its model.
+        max_num_requests_in_queue: requests that may wait while `max_batch_size` run.
+
+    Raises:
+        ConfigError: that is no number of requests.
+    """
+
+    def __init__(self, facts: EngineFacts, inputs: Inputs, max_num_requests_in_queue: int):
+        check_queue(max_num_requests_in_queue)
+        self.facts, self.inputs = facts, inputs
+        self.max_live = facts.max_batch_size + max_num_requests_in_queue
+        self._num_preparing = 0  # requests whose prompts are being tokenised
+        self._live: set[Feed] = set()
+        self._templates = TimeLimit("The chat template", TEMPLATE_SECONDS)
+        # One thread: a tokenizer of `tokenizers` is not to be called by several at first.
+        self._preparer = ThreadPoolExecutor(1, "trtspec-tokenize")
+        longest = max(map(len, self.tokenizer.get_vocab())) if self.tokenizer else 1
+        # Twice: a normalizer may drop characters.
+        self._max_chars = 2 * longest * facts.max_seq_len
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._idle = asyncio.Event()
+
+    # -- the engine, as a subclass reaches it ----------------------------------------------------
+    @abstractmethod
+    async def connect(self) -> None:
+        """Reaches the engine, where that needs the event loop. A server calls it first."""
+
+    @abstractmethod
+    async def open_requests(self, asked: Asked, bell: Bell) -> list[Feed]:
+        """Checks and queues requests.
+
+        Args:
+            bell: rings when there is news of them.
+
+        Raises:
+            RequestError: one is not allowed. EngineError: the engine failed.
+        """
+
+    @abstractmethod
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Ends requests, without waiting. Any thread may call it."""
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """Cancels every request."""
+
+    @abstractmethod
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        """Returns the result of one of `ENGINE_CALLS`. Raises EngineError if the engine failed."""
+
+    @abstractmethod
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sets the event loop that news goes to."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Ends the engine, or leaves it. May take long; a thread of its own calls it."""
+
+    @property
+    @abstractmethod
+    def _engine_failure(self) -> str | None:
+        """Why the engine is dead; None while it works."""
+
+    # -- what is known of it ---------------------------------------------------------------------
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer of transformers, or None."""
+        return self.inputs.tokenizer
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are queued, running, or about to be queued."""
+        return self._num_preparing + len(self._live)
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served any more; None while the engine works."""
+        return self._engine_failure or (SHUT_DOWN if self._is_closing else None)
+
+    # -- requests --------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        keep_sources: bool = False,
+    ) -> OutputStream:
+        """Returns an async iterator of snapshots, the last finished.
+
+        Args:
+            prompt: text, token ids or an `EmbedsPrompt`.
+            sampling_params: with n > 1 a snapshot has all n completions.
+            cache_salt: only requests of the same salt share the prefix cache.
+            keep_sources: `OutputStream.pieces` says where each token came from.
+
+        The first `anext()` raises:
+            RequestError: the prompt or a parameter is not allowed.
+            QueueFullError: too many requests wait.
+            EngineError: the engine failed or is shut down.
+        """
+
+        async def tokens() -> Tokens:
+            return await self.tokenize(prompt)
+
+        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] = NOTHING,
+        cache_salt: str | None = None,
+        keep_sources: bool = False,
+    ) -> OutputStream:
+        """`generate` on a conversation: `[{"role": "user", "content": "…"}]`.
+
+        Args:
+            tools: functions that the model may call, in OpenAI's form.
+            template_variables: what else the chat template reads, as `enable_thinking`.
+        """
+
+        async def tokens() -> Tokens:
+            return await self.tokenize_chat(messages, tools, template_variables)
+
+        return self.open(tokens, sampling_params, cache_salt, keep_sources)
+
+    def open(
+        self,
+        tokens: Callable[[], Awaitable[Tokens]],
+        sampling_params: SamplingParams | None,
+        cache_salt: str | None,
+        keep_sources: bool,
+    ) -> OutputStream:
+        """Returns a stream whose prompt is made when it is first read."""
+        params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={shown(params)}: give SamplingParams, or None.")
+
+        async def prepare() -> tuple[str | None, Asked]:
+            text, ids = await tokens()
+            known = params
+            if params.bad_words or params.stop_strings:
+                known = await self.in_thread(lambda: self.inputs.with_token_ids(params))
+            asked = Asked(
+                ids, list(known.each()), cache_salt, keep_sources, is_whole=False, arrived=0.0
+            )
+            return text, asked
+
+        return OutputStream(self, prepare, params.n)
+
+    async def abort(self, request_id: int) -> bool:
+        """Cancels a request (finish_reason "cancelled"); False if there is none.
+
+        Raises:
+            RequestError: the id is not an int.
+        """
+        number = checked_id(request_id)
+        found = [feed.request for feed in self._live if feed.request.request_id == number]
+        self.cancel(found)
+        return bool(found)
+
+    # -- tokens and text -------------------------------------------------------------------------
+    async def tokenize(self, prompt: Prompt) -> Tokens:
+        """Returns a prompt's text, if it is text, and its tokens.
+
+        Raises:
+            RequestError: also for a text that must have more tokens than `max_seq_len`.
+        """
+        self._check_length(prompt)
+        return await self.in_thread(lambda: Tokens(*self.inputs.tokenize(prompt)))
+
+    async def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> str:
+        """Returns the text that the chat template makes, within `TEMPLATE_SECONDS`."""
+        return await self._templates.run(
+            lambda: self.inputs.render_chat(messages, tools, variables)
+        )
+
+    async def tokenize_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> Tokens:
+        """Returns a conversation's text and its tokens."""
+        text = await self.render_chat(messages, tools, variables)
+        self._check_length(text)
+        return Tokens(text, await self.in_thread(lambda: self.inputs.encode_rendered(text)))
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuses what is far too long, before it holds the thread that tokenises for seconds."""
+        if isinstance(prompt, str) and len(prompt) > self._max_chars:
+            raise RequestError(
+                f"The prompt has {len(prompt)} characters; "
+                f"max_seq_len={self.facts.max_seq_len} tokens hold at most "
+                f"{self._max_chars}. Shorten it."
+            )
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs what takes long beside the event loop and the engine, one at a time."""
+        if self._is_closing:
+            raise EngineError(SHUT_DOWN)
+        return await asyncio.get_running_loop().run_in_executor(self._preparer, function)
+
+    # -- the engine ------------------------------------------------------------------------------
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self.ask("stats")
+        return stats
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets the keys and values of earlier prompts, as after a change of the weights."""
+        await self.ask("reset_prefix_cache")
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Refuses new requests, waits for those that run, and frees the memory.
+
+        Args:
+            timeout: seconds after which those that still run are aborted.
+        """
+        is_first, self._is_closing = not self._is_closing, True
+        if not is_first:
+            return
+        if timeout and not await self._is_idle_within(timeout):
+            self.abort_all()
+            await self._is_idle_within(STOP_SECONDS)
+        self.abort_all()
+
+        def close() -> None:
+            self._preparer.shutdown(wait=True, cancel_futures=True)
+            self._close()
+
+        await asyncio.get_running_loop().run_in_executor(None, close)
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self.num_live:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- for OutputStream ------------------------------------------------------------------------
+    def reserve(self, count: int) -> None:
+        """Takes places in the queue.
+
+        Raises:
+            QueueFullError, EngineError: see `generate`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self.num_live and self._loop is not None and not self._loop.is_closed():
+                raise EngineError("Another event loop has requests here: use one loop.")
+            self._num_preparing, self._loop = 0, loop
+            self._live.clear()
+            self._bind(loop)
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        if self.num_live + count > self.max_live:
+            raise QueueFullError(
+                f"{self.num_live} requests run or wait; at most {self.max_live} may. Try again "
+                "later."
+            )
+        self._num_preparing += count
+
+    def release(self, count: int) -> None:
+        """Gives back places of requests that are not started."""
+        self._num_preparing -= count
+        self._idle.set()
+
+    def follow(self, feeds: Sequence[Feed]) -> None:
+        """Counts requests that are queued, in place of their reserved places."""
+        self._live.update(feed for feed in feeds if not feed.is_done)
+        self.release(len(feeds))
+
+    def forget(self, feed: Feed) -> None:
+        """Called when a request is done."""
+        self._live.discard(feed)
+        self._idle.set()
+
+
+class OutputStream(AsyncIterator[RequestOutput]):
+    """Snapshots of one request while it runs. Made by `AsyncFront.generate` and `chat`."""
+
+    def __init__(
+        self,
+        llm: AsyncFront,
+        prepare: Callable[[], Awaitable[tuple[str | None, Asked]]],
+        n: int,
+    ):
+        self._llm, self._prepare, self._n = llm, prepare, n
+        self._feeds: list[Feed] = []
+        self._readers: list[OutputReader] = []
+        self._is_started = False
+        self.tokenizer = llm.tokenizer
+        """Decodes the text. Another may be set before the stream is started."""
+        self.arrived = 0.0
+        """When the request came, of time.perf_counter(); 0.0: when the stream is started."""
+        self.bell = Bell()
+        """Rings when there is news. Another may be set before, which several streams share."""
+        self.is_whole = False
+        """Set before: nothing is new before a completion ends, which is cheaper."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """The n requests, once it is started. Those that run may be read, not changed."""
+        return [feed.request for feed in self._feeds]
+
+    @property
+    def request_id(self) -> int:
+        """Of the first completion.
+
+        Raises:
+            RequestError: the stream is not started.
+        """
+        if not self._feeds:
+            raise RequestError("The stream has no request yet: await start() first.")
+        return self._feeds[0].request.request_id
+
+    async def start(self) -> None:
+        """Checks and queues the request, which the first `anext()` does otherwise."""
+        if self._is_started:
+            return
+        self._is_started = True
+        arrived = self.arrived or time.perf_counter()
+        self._llm.reserve(self._n)
+        try:
+            text, asked = await self._prepare()
+            asked = asked._replace(arrived=arrived, is_whole=self.is_whole)
+            self._feeds = await self._llm.open_requests(asked, self.bell)
+            self._readers = [
+                OutputReader(feed.request, text, self.tokenizer) for feed in self._feeds
+            ]
+        except BaseException:
+            self._llm.release(self._n)
+            raise
+        self._llm.follow(self._feeds)
+
+    async def pieces(self) -> list[tuple[int, Piece]]:
+        """Waits for news. Returns what is new, by the completion's index; [] once all is read.
+
+        Raises:
+            EngineError: the engine failed. Other errors as `AsyncFront.generate`.
+        """
+        await self.start()
+        while not (pieces := self.take()) and not self.is_read:
+            try:
+                await self.bell.wait()
+            except BaseException:  # the task is cancelled
+                self.cancel()
+                raise
+        return pieces
+
+    def take(self) -> list[tuple[int, Piece]]:
+        """Returns what is new by now, as `pieces` does; [] if nothing is. It is started before."""
+        pieces = []
+        for index, feed in enumerate(self._feeds):
+            reader = self._readers[index]
+            is_last = feed.is_done
+            if not reader.is_done and (is_last or feed.num_tokens > reader.num_seen):
+                error = feed.request.error
+                if is_last and error is not None and error == self._llm.failure:
+                    raise EngineError(error)
+                pieces.append((index, reader.take(feed.num_tokens, is_finished=is_last)))
+        return pieces
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the end of every completion was taken."""
+        return all(reader.is_done for reader in self._readers)
+
+    async def __anext__(self) -> RequestOutput:
+        pieces = dict(await self.pieces())
+        if not pieces:
+            raise StopAsyncIteration
+        acceptance = self._llm.facts.acceptance
+        outputs = [
+            reader.snapshot(pieces.get(index, NOTHING_NEW), acceptance)
+            for index, reader in enumerate(self._readers)
+        ]
+        return join(outputs, self.requests, acceptance)
+
+    def end(self, index: int) -> None:
+        """Ends one completion without waiting; nothing more is read of it, the others go on."""
+        self._readers[index].is_done = True
+        feed = self._feeds[index]
+        if not feed.is_done:
+            self._llm.cancel([feed.request])
+
+    def cancel(self) -> None:
+        """Cancels what has not finished, without waiting."""
+        running = [feed.request for feed in self._feeds if not feed.is_done]
+        if running:
+            self._llm.cancel(running)
+
+    async def aclose(self) -> None:
+        """Cancels what has not finished. A reader still gets the last output, which says so."""
+        self._is_started = True
+        self.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_feeds", None):
+            self.cancel()

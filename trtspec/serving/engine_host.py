@@ -1,0 +1,242 @@
+"""`EngineHost`: an engine whose requests come from another process, by a socket.
+
+thread that calls run()    reads messages: makes requests, queues them, answers questions
+engine's thread            steps; after each it sends the new tokens of all requests at once
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from ..async_llm import call_engine, make_requests
+from ..errors import EngineError, TrtspecError
+from ..executor.request import Request
+from ..frontend.engine_thread import EngineThread, Followed, News, NewsPort
+from ..llm import LLM
+from .channel import (
+    Ask,
+    Cancel,
+    Details,
+    End,
+    Entry,
+    Failed,
+    Open,
+    Ready,
+    Reply,
+    Stop,
+    Tokens,
+    Unpacker,
+    packed,
+)
+from .observe import EngineObservation
+
+logger = logging.getLogger(__name__)
+READ_BYTES = 1 << 18
+
+
+class Sent(Followed):
+    """A request whose tokens are sent.
+
+    Args:
+        key: its name in messages.
+    """
+
+    __slots__ = ("has_begun", "has_details", "key", "num_sent")
+
+    def __init__(self, request: Request, key: int, is_whole: bool):
+        super().__init__(request, is_whole)
+        self.key, self.num_sent, self.has_begun = key, 0, False
+        self.has_details = (
+            request.sources is not None or request.sampling_params.logprobs is not None
+        )
+
+    def entry(self, num_tokens: int, is_done: bool) -> Entry:
+        """Returns what is new, up to a number of tokens."""
+        request, first = self.request, self.num_sent
+        details = None
+        if is_done or self.has_details or not self.has_begun:
+            logprobs, sources = request.logprobs, request.sources
+            details = Details(
+                cached_tokens=request.cached_tokens,
+                logprobs=None if logprobs is None else logprobs[first:num_tokens],
+                sources=None if sources is None else sources[first:num_tokens],
+                end=_end_of(request) if is_done else None,
+            )
+        self.num_sent, self.has_begun = num_tokens, True
+        return self.key, request.output_token_ids[first:num_tokens], details
+
+
+def _end_of(request: Request) -> End:
+    return End(
+        request.finish_reason, request.error, dict(request.accepted_lens), request.num_draft_tokens
+    )
+
+
+class SocketPort(NewsPort):
+    """Sends news to the other process. The engine never waits for it.
+
+    While the other process has not read what was sent, nothing more is made: its next news is that
+    of all steps since.
+
+    Args:
+        on_done: called with each request that ended.
+    """
+
+    def __init__(self, connection: socket.socket, on_done: Callable[[Sent], Any]):
+        self._socket, self._on_done = connection, on_done
+        self._lock, self._left, self.is_broken = threading.Lock(), bytearray(), False
+
+    def is_free(self) -> bool:
+        return not self._left or self._push()
+
+    def post(self, news: Sequence[News]) -> bool:
+        self.send(Tokens([feed.entry(count, is_done) for feed, count, is_done in news]))
+        for feed, _, is_done in news:
+            if is_done:
+                self._on_done(feed)
+        return not self.is_broken
+
+    def fail(self, reason: str) -> None:
+        self.send(Failed(reason))
+
+    def send(self, message: Any) -> None:
+        """Sends a message, or keeps what the socket does not take."""
+        data = packed(message)
+        with self._lock:
+            self._left += data
+        self._push()
+
+    def rest(self) -> None:
+        """Waits until all is sent."""
+        while not self._push():
+            select.select([], [self._socket], [], 1.0)
+
+    def _push(self) -> bool:
+        """Sends what the socket takes now. Returns whether that is all."""
+        with self._lock:
+            try:
+                while self._left and not self.is_broken:
+                    del self._left[: self._socket.send(self._left, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                return False
+            except OSError:  # the other process is gone
+                self.is_broken = True
+            if self.is_broken:
+                self._left.clear()
+            return True
+
+
+class EngineHost:
+    """Serves the process at the other end of a socket.
+
+    Args:
+        llm: nothing else may use it.
+        on_ready: called when that process takes clients.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        observation: EngineObservation,
+        connection: socket.socket,
+        on_ready: Callable[[], None],
+    ):
+        self._llm, self._observation, self._socket = llm, observation, connection
+        self._on_ready, self._sent = on_ready, {}  # type: Callable[[], None], dict[int, Sent]
+        self._port = SocketPort(connection, lambda sent: self._sent.pop(sent.key, None))
+        self._thread = EngineThread(llm.executor, llm.lock)
+        self._thread.bind(self._port)
+
+    def run(self) -> None:
+        """Does what messages ask for, until the other side closes."""
+        unpacker = Unpacker()
+        while True:
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except OSError:
+                break
+            if not data:
+                break
+            for message in unpacker.feed(data):
+                self._do(message)
+            self._port.rest()
+        self._thread.cancel_all()
+
+    def send(self, message: Any) -> None:
+        """Sends a message, or keeps it until the socket takes it."""
+        self._port.send(message)
+
+    def stop(self) -> None:
+        """Asks the other process to finish what runs, and to end."""
+        self._port.send(Stop())
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Ends the engine's thread and frees the memory. False: a step does not end."""
+        if not self._thread.stop(timeout):
+            return False
+        self._llm.shutdown()
+        return True
+
+    def _do(self, message: Any) -> None:
+        if isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Cancel):
+            self._cancel(message)
+        elif isinstance(message, Ask):
+            self._answer(message)
+        elif isinstance(message, Ready):
+            self._on_ready()
+
+    def _open(self, message: Open) -> None:
+        error = None
+        try:
+            requests = make_requests(self._llm, message.asked)
+            pairs = zip(requests, message.keys, strict=True)
+            sent = [Sent(request, key, message.asked.is_whole) for request, key in pairs]
+            self._sent.update((one.key, one) for one in sent)
+            self._thread.add(sent)
+        except Exception as raised:  # noqa: BLE001 - it is this request's
+            error = raised
+        self._reply(message.number, None, error)
+
+    def _cancel(self, message: Cancel) -> None:
+        if message.keys is None:
+            self._thread.cancel_all()
+        else:  # those that ended meanwhile are left out
+            sent = [self._sent.get(key) for key in message.keys]
+            self._thread.cancel([one.request for one in sent if one is not None])
+
+    def _answer(self, message: Ask) -> None:
+        if message.name in ("metrics", "live"):  # also of an engine that failed
+            try:
+                result = getattr(self._observation, message.name)(*message.arguments)
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                self._reply(message.number, None, error)
+            else:
+                self._reply(message.number, result, None)
+            return
+
+        def reply(future: Future[Any]) -> None:
+            error = future.exception()
+            assert error is None or isinstance(error, Exception)
+            self._reply(message.number, None if error else future.result(), error)
+
+        try:
+            name, arguments = message.name, message.arguments
+            future = self._thread.submit(lambda: call_engine(self._llm, name, arguments))
+        except EngineError as error:
+            self._reply(message.number, None, error)
+        else:
+            future.add_done_callback(reply)
+
+    def _reply(self, number: int, result: Any, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, TrtspecError):
+            logger.error("The engine's process failed at a message.", exc_info=error)
+            error = EngineError(f"{type(error).__name__}: {error}")  # any other may not be sent
+        self._port.send(Reply(number, result, error))

@@ -1,0 +1,223 @@
+"""`RemoteLLM`: the front of an engine in another process, which `EngineHost` runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..errors import EngineError
+from ..executor.request import Request
+from ..frontend.async_front import Asked, AsyncFront, EngineFacts
+from ..frontend.engine_thread import Bell, Feed
+from ..frontend.inputs import Inputs
+from .channel import (
+    Ask,
+    Cancel,
+    Details,
+    Entry,
+    Failed,
+    Open,
+    Ready,
+    Reply,
+    Stop,
+    Tokens,
+    Unpacker,
+    packed,
+)
+
+GONE = "The engine's process is gone."
+
+
+class RemoteLLM(AsyncFront):
+    """Takes requests for an engine at the other end of a socket.
+
+    Its requests are copies, which grow as messages come: tokens, log probabilities and sources. How
+    many drafts were accepted is known at a request's end, and in no snapshot before.
+
+    Args:
+        on_stop: called when that process asks to end, or is gone.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        inputs: Inputs,
+        max_num_requests_in_queue: int,
+        connection: socket.socket,
+    ):
+        super().__init__(facts, inputs, max_num_requests_in_queue)
+        self.on_stop: Callable[[], None] = lambda: None
+        self._socket, self._failure = connection, None  # type: socket.socket, str | None
+        self._transport: asyncio.Transport | None = None
+        self._numbers = itertools.count()
+        self._feeds: dict[int, Feed] = {}  # by key
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+
+    async def connect(self) -> None:
+        """Connects the event loop that runs. Comes before the first request."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.create_unix_connection(lambda: _Wire(self), sock=self._socket)
+
+    def say_ready(self) -> None:
+        """Says that clients are served from now on."""
+        self._send(Ready())
+
+    # -- an Observation --------------------------------------------------------------------------
+    async def metrics(self) -> bytes:
+        text: bytes = await self.ask("metrics")
+        return text
+
+    async def live(self, since: int) -> dict[str, Any]:
+        figures: dict[str, Any] = await self.ask("live", since)
+        return figures
+
+    # -- of AsyncFront ---------------------------------------------------------------------------
+    async def open_requests(self, asked: Asked, bell: Bell) -> list[Feed]:
+        feeds = []
+        for params in asked.params:
+            request = Request(
+                request_id=next(self._numbers),
+                prompt_token_ids=list(asked.ids),  # type: ignore[arg-type]
+                sampling_params=params,
+                seed=0,  # the engine's process has the one that counts
+                max_total_tokens=0,
+                logprobs=None if params.logprobs is None else [],
+                sources=[] if asked.keep_sources else None,
+            )
+            feeds.append(Feed(request, bell, self.forget, asked.is_whole))
+        keys = [feed.request.request_id for feed in feeds]
+        self._feeds.update(zip(keys, feeds, strict=True))
+        try:
+            await self._call(lambda number: Open(number, keys, asked))
+        except asyncio.CancelledError:
+            self._send(Cancel(keys))
+            raise
+        except Exception:
+            for key in keys:
+                self._feeds.pop(key, None)
+            raise
+        return feeds
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        keys = [request.request_id for request in requests]
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._send, Cancel(keys))
+
+    def abort_all(self) -> None:
+        self._send(Cancel(None))
+
+    async def ask(self, name: str, *arguments: Any) -> Any:
+        return await self._call(lambda number: Ask(number, name, arguments))
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        pass  # it is that of `connect`
+
+    @property
+    def _engine_failure(self) -> str | None:
+        return self._failure
+
+    def _close(self) -> None:
+        if self._transport is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._transport.close)
+
+    # -- messages --------------------------------------------------------------------------------
+    def _send(self, message: Any) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(packed(message))
+
+    async def _call(self, message: Callable[[int], Any]) -> Any:
+        if self._transport is None or self._transport.is_closing():
+            raise EngineError(self.failure or GONE)
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._replies[number] = future
+        try:
+            self._send(message(number))
+            return await future
+        finally:
+            self._replies.pop(number, None)
+
+    def made(self, transport: asyncio.Transport) -> None:
+        """Called when the socket is connected."""
+        self._transport = transport
+
+    def take(self, messages: Sequence[Any]) -> None:
+        """Takes all messages that are there. Each reader with news is woken once."""
+        fresh: dict[Feed, bool] = {}  # whether it is done
+        for message in messages:
+            if isinstance(message, Tokens):
+                for entry in message.entries:
+                    self._take_entry(entry, fresh)
+            elif isinstance(message, Reply):
+                self._settle(message)
+            elif isinstance(message, Failed):
+                self._failure = message.reason
+            elif isinstance(message, Stop):
+                self.on_stop()
+        for feed, is_done in fresh.items():
+            feed.update(len(feed.request.output_token_ids), is_done)
+
+    def _take_entry(self, entry: Entry, fresh: dict[Feed, bool]) -> None:
+        key, tokens, details = entry
+        feed = self._feeds.get(key)
+        if feed is None:
+            return
+        feed.request.output_token_ids += tokens
+        fresh[feed] = details is not None and self._take_details(feed.request, details)
+        if fresh[feed]:
+            del self._feeds[key]
+
+    def _take_details(self, request: Request, details: Details) -> bool:
+        """Returns whether the request ended."""
+        request.cached_tokens = details.cached_tokens
+        if request.logprobs is not None:
+            request.logprobs += details.logprobs or ()
+        if request.sources is not None:
+            request.sources += details.sources or ()
+        if (end := details.end) is None:
+            return False
+        request.finish_reason, request.error = end.finish_reason, end.error
+        request.accepted_lens.update(end.accepted_lens)
+        request.num_draft_tokens = end.num_draft_tokens
+        return True
+
+    def _settle(self, message: Reply) -> None:
+        future = self._replies.get(message.number)
+        if future is None or future.done():  # its waiter was cancelled
+            return
+        if message.error is None:
+            future.set_result(message.result)
+        else:
+            future.set_exception(message.error)
+
+    def lost(self) -> None:
+        """Called when the socket is closed: ends all that waits."""
+        self._failure = self._failure or GONE
+        feeds, self._feeds = self._feeds, {}
+        for feed in feeds.values():
+            feed.request.finish_reason, feed.request.error = "error", self._failure
+            feed.update(feed.num_tokens, True)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(EngineError(self._failure))
+        self.on_stop()
+
+
+class _Wire(asyncio.Protocol):
+    """The socket, for the event loop."""
+
+    def __init__(self, owner: RemoteLLM):
+        self._owner, self._unpacker = owner, Unpacker()
+
+    def connection_made(self, transport: Any) -> None:
+        self._owner.made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._owner.take(list(self._unpacker.feed(data)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.lost()
