@@ -18,7 +18,8 @@ from torch import Tensor
 
 from trtspec import DFlashDecodingConfig, DSparkDecodingConfig, SamplingParams
 from trtspec.models.drafters.dflash import DFlashHead
-from trtspec.workers import dflash
+from trtspec.ops.step.rows import BlockRows
+from trtspec.workers.dflash import DFlashWorker
 
 CONFIGS: dict[str, type[DFlashDecodingConfig]] = {
     "dflash": DFlashDecodingConfig,
@@ -86,7 +87,13 @@ def test_a_context_that_is_one_position_away_is_noticed(
 def test_a_walk_that_begins_elsewhere_is_noticed(
     tmp_path: Path, made: tuple[str, str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dflash, "last_accepted", lambda tokens, lens: tokens[:, 0] * 0)
+    name = "drafts_of_path" if made[0] == "dflash2" else "drafts_in_turn"
+    real = getattr(DFlashWorker, name)
+
+    def behind_another(self: Any, inputs: Any, meta: Any, rows: BlockRows, *rest: Any) -> Tensor:
+        return real(self, inputs, meta, rows._replace(tokens=rows.tokens * 0), *rest)
+
+    monkeypatch.setattr(DFlashWorker, name, behind_another)
     llm = _engine(tmp_path, made, 3)
     output = llm.generate([3, 4, 5], SamplingParams(max_tokens=40, ignore_eos=True))
     assert output.spec_stats.acceptance_length < 1.3
