@@ -112,6 +112,34 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("heads", "dim", "window"), [((4, 2), 64, None), ((6, 2), 16, 40)])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_short_rest_of_a_prompt_in_a_captured_pass(
+    heads: tuple[int, int], dim: int, window: int | None, count: int
+) -> None:
+    """One context of up to 8 rows behind a long prefix; the other rows are at position 0."""
+    rows, start, (q_heads, kv_heads) = 8, 300, heads
+    meta = make_pass([start + count], 1, kv_heads, dim, 16, max_seq_len=4096)
+    positions = torch.zeros(rows, dtype=torch.int64)
+    positions[:count] = torch.arange(start, start + count)
+    meta = replace(
+        meta, context_lens=(rows,), context_starts=(0,), num_generations=0,
+        position_ids=positions.to(DEVICE), max_kv_len=4096,
+        last_context_rows=torch.tensor([count - 1], device=DEVICE), derived={},
+    )  # fmt: skip
+    known = replace(
+        meta, context_lens=(count,), context_starts=(start,), last_context_rows=None,
+        position_ids=meta.position_ids[:count], max_kv_len=start + count, derived={},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(rows, q_heads, dim, generator=generator).to(DEVICE)
+    ours = triton_paged.TritonAttention().attend(q, meta, kv_group=0, layer=0, window=window)
+    twin = TorchAttention().attend(q[:count], known, kv_group=0, layer=0, window=window)
+    assert not any(key[0] == "context tiles" for key in meta.derived), "it was cut into tiles"
+    torch.testing.assert_close(ours[:count], twin, atol=2e-5, rtol=1e-4)
+    assert ours.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 @pytest.mark.parametrize(("heads", "dim", "window", "softcap", "has_room", "parts"), [
     ((4, 2), 64, None, None, True, 1), ((4, 2), 64, None, None, True, 16),

@@ -5,7 +5,8 @@ head are one tile.
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are
-too few for the GPU, as behind a long prefix that was found in the cache, their keys are cut too.
+too few for the GPU, as behind a long prefix that was found in the cache, their keys are cut too. A
+captured pass of a few rows behind one is read as a generation's (`FEW_ROWS`).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -53,6 +54,12 @@ from .torch_sdpa import TorchAttention
 
 MAX_TILE = 128 * 128  # query rows times head size that one program's registers hold
 CONTEXT_TILE = 128  # query rows of a context's tile, times the heads that share keys
+FEW_ROWS = 8
+"""Rows of a lone context in a captured pass that are attended as a generation's.
+
+They are what the prefix cache leaves of a long prompt: few rows that see many keys. Unused ones are
+at position 0, and see its key.
+"""
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
@@ -73,11 +80,15 @@ class TritonAttention(TorchAttention):
             )
         if not rows or not size:
             return super()._attend(q, meta, cached)
-        # Padding rows belong to no tile: zeros, so that they stay finite.
+        tables = Tables(blocks=meta.block_tables[cached.kv_group], positions=meta.position_ids)
         is_padded = meta.last_context_rows is not None
+        # Codes are left to the other kernel, which finds NaN in earlier rows of the pass.
+        has_few_rows = meta.num_contexts == 1 and rows <= min(FEW_ROWS, size)
+        if is_padded and has_few_rows and cached.k_scales is None:
+            return paged_attention(q, cached, tables, rows)
+        # Padding rows belong to no tile: zeros, so that they stay finite.
         new = torch.zeros_like if is_padded else torch.empty_like
         out = new(q, memory_format=torch.contiguous_format)
-        tables = Tables(blocks=meta.block_tables[cached.kv_group], positions=meta.position_ids)
         context_attention(q, cached, tables, context_tiles(meta, size), size, out)
         if meta.num_generations:
             out[rows:] = self._generation(q[rows:], meta, cached)
