@@ -1,0 +1,133 @@
+r"""Tokens/s of SmolLM2-135M with the heads of the package, beside plain decoding, by K and batch.
+
+    python benchmarks/package_heads.py --device cuda --dtype bfloat16
+
+The package's 120 acceptance prompts are answered greedily, one after another and `--batch` at a
+time. Tokens/s are of decoding, without the steps that read prompts alone, as in `trtspec bench`; of
+several runs the median counts. `same` is how many answers are plain decoding's, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from trtspec import LLM, DSparkDecodingConfig, EagleDecodingConfig, KvCacheConfig, SamplingParams
+from trtspec.data.acceptance_prompts import load_prompts
+
+HEADS: dict[str, Any] = {
+    "eagle3": EagleDecodingConfig(max_draft_len=5, speculative_model="smollm2-135m-eagle3"),
+    "dspark": DSparkDecodingConfig(max_draft_len=8, speculative_model="smollm2-135m-dspark"),
+}
+MOST_TOKENS = 1_400
+"""Of a prompt and its answer; longer prompts are left out."""
+
+
+class Way(NamedTuple):
+    head: str | None
+    draft_len: int
+
+    def __str__(self) -> str:
+        return "plain" if self.head is None else f"{self.head}, K = {self.draft_len}"
+
+
+def main() -> None:
+    args = _arguments()
+    batches = [int(n) for n in args.batch.split(",")]
+    ways = [Way(None, 0)]
+    for name in args.heads.split(","):
+        lengths = [int(k) for k in args.k.split(",")]
+        ways += [Way(name, k) for k in lengths if k <= HEADS[name].max_draft_len]
+    options: dict[str, Any] = {
+        "device": args.device, "dtype": args.dtype, "max_batch_size": max(batches),
+        "max_seq_len": MOST_TOKENS,
+        "kv_cache_config": KvCacheConfig(
+            max_tokens=max(batches) * MOST_TOKENS, enable_block_reuse=False
+        ),
+    }  # fmt: skip
+    engines = {way.head: None for way in ways}
+    llms = {name: LLM("smollm2-135m", name and HEADS[name], **options) for name in engines}
+    tokenizer = llms[None].tokenizer
+    prompts = [
+        tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)["input_ids"]
+        for prompt in load_prompts()[:: args.every]
+    ]
+    prompts = [ids for ids in prompts if len(ids) + args.max_tokens <= MOST_TOKENS]
+    print(f"{len(prompts)} prompts, at most {args.max_tokens} tokens each", flush=True)
+    print("| batch | | tokens/s | times plain | tokens a step | same |\n|---|---|---|---|---|---|")
+    rows = []
+    for batch in batches:
+        plain: dict[str, Any] = {}
+        for way in ways:
+            row = _measure(args, llms[way.head], way, prompts, batch)
+            plain = plain or row
+            row["times_plain"] = row["tokens_per_second"] / plain["tokens_per_second"]
+            pairs = zip(row["tokens"], plain["tokens"], strict=True)
+            row["same"] = sum(ours == theirs for ours, theirs in pairs)
+            rows.append(row)
+            print(
+                f"| {batch} | {way} | {row['tokens_per_second']:,.0f} | {row['times_plain']:.2f} "
+                f"| {row['tokens_a_step']:.2f} | {row['same']} of {len(prompts)} |",
+                flush=True,
+            )
+    if args.json_file:
+        for row in rows:
+            del row["tokens"]
+        Path(args.json_file).write_text(json.dumps(rows, indent=1))
+
+
+def _measure(
+    args: argparse.Namespace, llm: LLM, way: Way, prompts: list[list[int]], batch: int
+) -> dict[str, Any]:
+    """Decodes all prompts once to warm up, some of them if one at a time, and then some times."""
+    if way.head is not None:
+        llm.executor.runtime_draft_len = way.draft_len
+    _decode(args, llm, prompts if batch > 1 else prompts[:4], batch)
+    runs, tokens = [], []
+    for _ in range(args.repeat if batch > 1 else 1):
+        llm.reset_stats()
+        tokens = _decode(args, llm, prompts, batch)
+        runs.append(llm.stats())
+    return {
+        "batch": batch,
+        "way": str(way),
+        "tokens": tokens,
+        "tokens_per_second": median(run.tokens_per_second for run in runs),
+        "tokens_a_step": runs[-1].acceptance_length,
+        "accepted_by_position": runs[-1].acceptance_per_position,
+    }
+
+
+def _decode(
+    args: argparse.Namespace, llm: LLM, prompts: list[list[int]], batch: int
+) -> list[list[int]]:
+    """Returns the answers' tokens, with `batch` requests or the engine's most at a time."""
+    params = SamplingParams(max_tokens=args.max_tokens)
+    groups = [[ids] for ids in prompts] if batch == 1 else [prompts]
+    outputs = [output for group in groups for output in llm.generate(group, params)]
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--heads", default="eagle3,dspark", help=f"some of {', '.join(HEADS)}")
+    parser.add_argument("--k", default="3,4,5,7", help="drafts, as far as a head has so many")
+    parser.add_argument("--batch", default="1,32", help="1, or the engines' most requests")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of a batch")
+    parser.add_argument("--json-file", default="")
+    args = parser.parse_args()
+    sizes = args.batch.split(",")
+    if len(set(sizes)) > 2 or (len(set(sizes)) == 2 and "1" not in sizes):
+        parser.error(f"--batch {args.batch}: 1, another number, or both")
+    return args
+
+
+if __name__ == "__main__":
+    main()
