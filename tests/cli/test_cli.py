@@ -580,6 +580,8 @@ def test_columns_of_a_sweep_differ_in_speculation_only(run, fake):
         "--dtype",
         "float32",
         "--no-block-reuse",
+        "--free-gpu-memory-fraction",
+        "0.4",
     )
     assert code == 0, err
     assert [llm.mode.name for llm in fake.built[1:]] == ["NONE", "NGRAM", "NGRAM", "SA"]
@@ -587,6 +589,7 @@ def test_columns_of_a_sweep_differ_in_speculation_only(run, fake):
         cache = llm.options["kv_cache_config"]
         assert llm.options["quant"] == "fp8" and llm.options["dtype"] == "float32"
         assert cache.dtype == "fp8" and not cache.enable_block_reuse
+        assert cache.free_gpu_memory_fraction == 0.4
 
 
 def test_a_sweep_in_json_and_csv(run, tmp_path):

@@ -18,9 +18,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from served import Served, make_llm, served_model_dir
 
 from trtspec.cli import main
+from trtspec.cli.serve import default_batch_size
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 
@@ -48,6 +50,12 @@ def served(model_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[st
             yield process, found[1]
         finally:
             process.kill()
+
+
+def test_more_requests_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_batch_size("cpu") == 8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_batch_size("auto") == 64
 
 
 def test_signals(model_dir: Path) -> None:

@@ -195,6 +195,7 @@ def _cache_config(options: EngineOptions, max_tokens: int | None = None) -> KvCa
 
     return trtspec.KvCacheConfig(
         max_tokens=max_tokens,
+        free_gpu_memory_fraction=options.free_gpu_memory_fraction,
         enable_block_reuse=not options.no_block_reuse,
         dtype=options.kv_cache_dtype,
     )
@@ -216,18 +217,7 @@ def load_pair(options: EngineOptions, progress: Progress) -> tuple[LLM, LLM]:
     if parse_mode(options.speculative).is_none():
         raise CliError("--speculative none leaves nothing to compare: name a drafting mode.")
     with_speculation = load_llm(options, progress)  # first: it is the one whose options can fail
-    plain = EngineOptions(
-        model=options.model,
-        dtype=options.dtype,
-        quant=options.quant,
-        device=options.device,
-        max_batch_size=options.max_batch_size,
-        tensor_parallel_size=options.tensor_parallel_size,
-        moe_expert_parallel_size=options.moe_expert_parallel_size,
-        kv_cache_dtype=options.kv_cache_dtype,
-        no_block_reuse=options.no_block_reuse,
-    )
-    return load_llm(plain, progress), with_speculation
+    return load_llm(options.with_plain(), progress), with_speculation
 
 
 def make_sampling_params(options: SamplingOptions) -> SamplingParams:

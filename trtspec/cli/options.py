@@ -4,13 +4,13 @@ An option's name, default and help are written here once. `records.py` makes par
 which takes annotations that are no strings: no `from __future__ import annotations` here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..config.engine import ENGINE_ARGUMENTS
+from ..config.engine import ENGINE_ARGUMENTS, KvCacheConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_VOCABULARY = 16384
@@ -62,7 +62,7 @@ class EngineOptions:
             help="Draft tokens per step, K; auto chooses it while serving. Default: ngram and "
             "auto 6, sa 16, mtp 1, mtp_eagle 1 (3 with the package's head), dflash and dspark what "
             "fills a block, the others 4; an EAGLE head may say its own; demo 3. On one GPU the "
-            "package's EAGLE-3 head takes that as the most, as with auto.",
+            "package's EAGLE-3 and DSpark heads take that as the most, as with auto.",
         ),
     ] = None
     draft_len_schedule: Annotated[
@@ -125,6 +125,27 @@ class EngineOptions:
         bool,
         typer.Option("--no-block-reuse", help="Compute every prompt anew: no prefix cache."),
     ] = False
+    free_gpu_memory_fraction: Annotated[
+        float,
+        typer.Option(
+            "--free-gpu-memory-fraction",
+            help="Share of the GPU memory left by the weights that keys and values take.",
+        ),
+    ] = KvCacheConfig.free_gpu_memory_fraction
+
+    def with_plain(self, speculative: str = "none") -> "EngineOptions":
+        """Returns the options of the same engine with this mode, and nothing else of drafting."""
+        others: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("speculative", *DRAFTING)
+        }
+        return EngineOptions(speculative=speculative, **others)
+
+
+DRAFTING = (
+    "max_draft_len", "draft_len_schedule", "draft_model", "head", "two_engine", "sa", "acceptance",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,6 +218,12 @@ class ServeOptions:
     served_model_name: Annotated[
         str | None,
         typer.Option("--served-model-name", help="Name in requests. Default: the MODEL given."),
+    ] = None
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--max-batch-size", help="Most requests decoded together. Default: 64, on a CPU 8."
+        ),
     ] = None
     max_seq_len: Annotated[
         int | None, typer.Option("--max-seq-len", help="Most tokens of a prompt and its answer.")

@@ -90,17 +90,7 @@ class SweepCommand:
         """Returns the options of a column's engine."""
         options = replace(self.engine, max_batch_size=concurrency)
         if column in ("plain", "sa"):
-            options = EngineOptions(
-                speculative="none" if column == "plain" else "sa",
-                **{
-                    name: getattr(options, name)
-                    for name in (
-                        "model", "dtype", "quant", "device", "max_batch_size",
-                        "tensor_parallel_size", "moe_expert_parallel_size", "kv_cache_dtype",
-                        "no_block_reuse",
-                    )
-                },
-            )  # fmt: skip
+            options = options.with_plain("none" if column == "plain" else "sa")
         if column == "auto":
             options = replace(options, draft_len_schedule="auto")
         return replace(options, sa=True) if column == "both" else options
