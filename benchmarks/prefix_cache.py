@@ -45,21 +45,23 @@ SMALL = {
 
 def main() -> None:
     args = _arguments()
-    report: dict[str, Any] = {"threads": torch.get_num_threads(), "device": args.device}
+    _print({"threads": torch.get_num_threads(), "device": args.device})
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "target")
         config = SMALL if args.preset == "small" else PRESETS[args.preset]
         target = Model(config, num_positions=max(args.prompt, 2048) + 64).target()
         with in_memory({model: target}, torch.device(args.device)):
             if "again" in args.parts:
-                report["again"] = again(args, model)
+                _print({"again": again(args, model)})
             if "conversations" in args.parts:
-                report["conversations"] = [
-                    conversations(args, model, reuse=reuse) for reuse in (False, True)
-                ]
+                for reuse in (False, True):
+                    _print({"conversations": conversations(args, model, reuse=reuse)})
     if "cost" in args.parts:
-        report["cost"] = cost(args)
-    print(json.dumps(report, indent=1))
+        _print({"cost": cost(args)})
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(json.dumps(report, indent=1), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
