@@ -12,12 +12,14 @@ import pytest
 import steady
 import torch
 from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_heads import eagle3_dir
 from tiny_step import step_dir
 
 from trtspec import (
     LLM,
     CudaGraphConfig,
+    DFlashDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     KvCacheConfig,
@@ -32,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 VOCAB, WINDOW = 97, 8
-MODES = ["mtp_two_groups", "draft_target", "eagle3"]
+MODES = ["mtp_two_groups", "draft_target", "eagle3", "dflash_sinks"]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +67,23 @@ def _case(
     if mode == "mtp_two_groups":
         config = MTPDecodingConfig(num_nextn_predict_layers=3, use_mtp_vanilla=True)
         return step_target, config
+    if mode == "dflash_sinks":
+        return mixed_target, _with_sinks(head.parent)
     if mode == "draft_target":
         config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=mixed_target)
         return mixed_target, config
     return mixed_target, EagleDecodingConfig(
         max_draft_len=3, speculative_model=head, eagle3_layers_to_capture=[0, 1, 2]
     )
+
+
+def _with_sinks(folder: Path) -> DFlashDecodingConfig:
+    """A head with sinks, scaled values, and windows that are counted from each row of a block."""
+    path = dflash_dir(
+        folder, block=4, sinks=True, attention_value_scale=0.612, use_swa=True,
+        swa_window_size=WINDOW,
+    )  # fmt: skip
+    return DFlashDecodingConfig(max_draft_len=3, speculative_model=path, target_layer_ids=[0, 1, 2])
 
 
 def _prompts() -> list[list[int]]:
@@ -129,6 +142,35 @@ def test_steps_that_give_blocks_back_are_one_launch_and_wait_for_nothing(
             executor._read(executor._pending.popleft())
     assert all(now > then for now, then in zip(num_given_back(), before, strict=True))
     steady.finish(executor)
+
+
+def test_drafts_of_a_head_with_sinks_equal_the_cpus(mixed_target: Path, head: Path) -> None:
+    config, found = _with_sinks(head.parent), []
+    for device in ("cpu", "cuda"):
+        drafts = _drafts(mixed_target, config, device)
+        assert len(drafts) > 30 and len(set(drafts)) > 20
+        found.append(drafts)
+    common = min(map(len, found))  # under overlap there is a step more
+    assert found[0][:common] == found[1][:common]
+
+
+def _drafts(target: Path, config: DecodingBaseConfig, device: str) -> list[tuple[int, ...]]:
+    """The drafts of every step along one text, in fp32 and without graphs."""
+    llm = LLM(
+        target, config, device=device, dtype="float32", max_batch_size=1, max_seq_len=128,
+        cuda_graph_config=None,
+    )  # fmt: skip
+    worker, drafts = llm.executor.worker, list[tuple[int, ...]]()
+    draft = worker.draft
+
+    def kept(inputs: Any) -> torch.Tensor:
+        proposals = draft(inputs)
+        drafts.append(tuple(proposals[0].tolist()))
+        return proposals
+
+    worker.draft = kept  # type: ignore[method-assign]
+    llm.generate(_prompts()[0], SamplingParams(max_tokens=48, ignore_eos=True))
+    return drafts
 
 
 @pytest.mark.parametrize(("contexts", "generations", "rows"), [

@@ -230,7 +230,6 @@ def test_the_formats_of_a_head_are_one(target_dir: Path, tmp_path: Path) -> None
         ({"architectures": ["DFlash2BeamDraftModel"]}, "DFlash2BeamDraftModel"),
         ({"markov_rank": 256}, "a bias like DSpark's"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type .domino"),
-        ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
         ({"dflash_config": []}, "must be objects"),
         ({"architectures": "DFlashDraftModel"}, "it must be a list of names"),
         ({"num_hidden_layers": 3}, "num_hidden_layers=3"),

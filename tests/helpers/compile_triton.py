@@ -161,6 +161,7 @@ def _layers() -> dict[str, Any]:
     q, slots, norm = half(8, 4, 64), half(640, 2, 64), RMSNorm(64, 1e-6, 1.0).bfloat16()
     tables = Tables(torch.zeros(2, 8, dtype=torch.int32), indices(8))
     tiles, cached = tables.blocks[:, :3], CachedLayer(slots, slots, 32, window=40, softcap=3.0)
+    with_sinks = cached._replace(sinks=half(4))
     rope, to = Rope(torch.zeros(9, 64), indices(8)), CacheWrite(slots, slots, indices(8), 3, True)
     _as_on_hopper(paged)
     codes, scales = slots.to(FP8), torch.ones(2)
@@ -169,6 +170,8 @@ def _layers() -> dict[str, Any]:
     ends, routing = torch.zeros(8, dtype=torch.int32), {"scoring": "sigmoid", "n_group": 4}
     route = partial(experts.route, **routing, topk_group=2, normalize=True, scale=2.0)
     launches: list[tuple[Callable[..., Any], *tuple[Any, ...]]] = [
+        (paged.paged_attention, q, with_sinks, tables._replace(firsts=indices(8)), 4),
+        (paged.context_attention, q, with_sinks, tables, tiles, 4, q),
         (paged.paged_attention, q, cached, tables, 4),
         (paged.context_attention, q, cached, tables, tiles, 4, q),
         (triton_rope.rope_and_write, half(8, 8, 64), rope, 4, to, (norm, norm), True),

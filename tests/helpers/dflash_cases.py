@@ -114,17 +114,22 @@ class NaiveDFlash(NaiveHead):
         q = _rotate(q, self.positions[known:], self.theta)
         k = _rotate(k, self.positions, self.theta)
         k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
+        v = v * self.flags.get("value_scale", 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
         seen = torch.ones(len(x), len(source), dtype=torch.bool)
         if not self.flags.get("sees_ahead", [True] * 9)[layer]:
             seen &= self.positions <= self.positions[known:, None]
         window = self.flags.get("windows", [None] * 9)[layer]
-        if window is not None and self.flags["sees_ahead"][layer]:
+        by_row = self.flags.get("by_row") or not self.flags.get("sees_ahead", [True] * 9)[layer]
+        if window is not None and not by_row:
             seen &= self.positions >= known - window
         elif window is not None:
             seen &= self.positions > self.positions[known:, None] - window
-        scores = scores.masked_fill(~seen, -math.inf)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        weights = scores.masked_fill(~seen, -math.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if self.flags.get("sinks"):
+            total = total + self.t[f"{name}.attention_sink_bias"].exp()[:, None, None]
+        out = torch.einsum("hqk,khd->qhd", weights / total, v).flatten(1)
         return self.linear(out, f"{name}.o_proj")
 
 
@@ -140,13 +145,31 @@ DFLASH_CASES = [
     "dflash_causal",
     "dflash_anchor",
     "dflash_windows",
+    "dflash_sinks",
+    "dflash_sinks_causal",
 ]  # fmt: skip
 
 
-DSPARK_CASES = ["dspark", "dspark_next", "dspark_gated", "dspark_rnn"]
+DSPARK_CASES = ["dspark", "dspark_next", "dspark_gated", "dspark_rnn", "dspark_sinks"]
 
 
-DFLASH2_CASES = ["dflash2", "dflash2_three_taps", "dflash2_anchor", "dflash2_capped"]
+DFLASH2_CASES = [
+    "dflash2",
+    "dflash2_three_taps",
+    "dflash2_anchor",
+    "dflash2_capped",
+    "dflash2_sinks",
+]
+
+
+def _with_sinks(
+    options: dict[str, Any], flags: dict[str, Any], window: int, scale: float = 0.612
+) -> None:
+    """Sinks, scaled values, and a window of `use_swa` that leaves rows seeing both ways."""
+    options |= {"sinks": True, "attention_value_scale": scale}
+    options |= {"use_swa": True, "swa_window_size": window}
+    flags |= {"sinks": True, "value_scale": scale, "by_row": True}
+    flags |= {"sees_ahead": [True] * 3, "windows": [window] * 3}
 
 
 def make_dflash2_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
@@ -164,6 +187,8 @@ def make_dflash2_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
         options |= {"output_multiplier": 0.4, "final_logit_softcapping": 3.0}
         options |= {"input_embedding_scale": 1.7}
         flags |= {"multiplier": 0.4, "cap": 3.0, "embedding_scale": 1.7}
+    if name == "dflash2_sinks":
+        _with_sinks(options, flags, k + 3)
     head = dflash_dir(tmp_path, path=path, **options)
     config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head)
     naive = NaiveDFlash(head, target, "dflash", path=path, **flags)
@@ -203,6 +228,12 @@ def make_dspark_case(name: str, target: Path, tmp_path: Path, k: int) -> Case:
     if kind == "next":
         options |= {"markov": "vanilla", "reads_next": True}
         flags |= {"markov": "vanilla", "reads_next": True}
+    if kind == "sinks":  # as ModelOpt exports them: every layer's window, rows see earlier ones
+        options |= {"markov": "vanilla"}
+        flags |= {"markov": "vanilla"}
+        _with_sinks(options, flags, k + 4)
+        options |= {"causal": True, "inner": {"layer_types": ["full_attention"] * 2}}
+        flags |= {"sees_ahead": [False] * 2}
     if kind == "gated":
         options |= {"draft_vocab": 40}
     if kind == "rnn":  # the last token's row updates the state, though it proposes nothing
@@ -233,6 +264,14 @@ def make_dflash_case(name: str, target: Path, tmp_path: Path, k: int, block: int
     if name == "dflash_windows_ahead":
         options |= {"inner": {**WINDOWS, "sliding_window_non_causal": True}}
         flags |= {"sees_ahead": [True, True], "windows": [6, None]}
+    if name == "dflash_sinks":
+        _with_sinks(options, flags, options["block"])
+        options |= {"bias": True}
+    if name == "dflash_sinks_causal":  # layer_types says which layers slide, and so see less
+        window = options["block"] + 2
+        _with_sinks(options, flags, window, scale=2.5)
+        options |= {"inner": WINDOWS}
+        flags |= {"sees_ahead": [False, True], "windows": [window, None]}
     head = dflash_dir(tmp_path, **options)
     config = DFlashDecodingConfig(max_draft_len=k, speculative_model=head)
     return Case(target, config, NaiveDFlash(head, target, "dflash", **flags), capture=LAYERS)

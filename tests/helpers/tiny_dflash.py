@@ -30,13 +30,15 @@ def dflash_dir(
     tmp_path: Path, *, block: int = 9, num_layers: int = 2, seed: int = 17, bias: bool = False,
     draft_vocab: int | None = None, markov: str | None = None, rank: int = 12,
     path: dict[str, int] | None = None, inner: dict[str, Any] | None = None,
-    reads_next: bool = False, **dflash_config: Any,
+    reads_next: bool = False, sinks: bool = False, **dflash_config: Any,
 ) -> Path:  # fmt: skip
     """A head in z-lab's format. `draft_vocab=None` shares the target's lm_head.
 
     With `reads_next` its context rows read the token after them. With `path` it is a DFlash2 head:
-    fields in place of those of `DFLASH2`.
+    fields in place of those of `DFLASH2`. With `sinks` its layers have attention sinks.
     """
+    if sinks:
+        dflash_config["attention_sink_bias"] = True
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (SIZE, len(LAYERS) * SIZE),
         "hidden_norm.weight": (SIZE,),
@@ -51,6 +53,8 @@ def dflash_dir(
         shapes |= _layer_shapes(p, SIZE, SIZE, bias)
         shapes |= {f"{p}input_layernorm.weight": (SIZE,)}
         shapes |= {f"{p}self_attn.{part}_norm.weight": (HEAD_DIM,) for part in "qk"}
+        if sinks:
+            shapes[f"{p}self_attn.attention_sink_bias"] = (HEADS,)
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, SIZE)
     if markov is not None:
@@ -79,6 +83,8 @@ def dflash_dir(
         name = "candidate_selector.hidden_projection.weight"
         shapes[name] = (path["selector_rank"], SIZE)
     tensors = _weights(shapes, seed)
+    for name in [name for name in tensors if name.endswith("attention_sink_bias")]:
+        tensors[name] = 2 + 4 * tensors[name]  # beside the scores of a few keys
     if path is not None:
         for name in [name for name in tensors if "codebook" in name]:
             tensors[name] *= 1.5  # so that the token before matters

@@ -14,7 +14,9 @@ from trtspec.ops.step.slots import guard_positions, slot_mapping
 from trtspec.state.kv_cache import KVGroupSpec
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
+def _naive(
+    q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """q [Hq, D] at `position`; k, v [S, Hkv, D] -> [Hq, D] float64."""
     low = 0 if window is None else max(0, position - window + 1)
     k, v = k[low : position + 1].double(), v[low : position + 1].double()
@@ -22,12 +24,15 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -
     out = []
     for head in range(q.shape[0]):
         scores = k[:, head // per_kv] @ q[head].double() / q.shape[1] ** 0.5
-        out.append(scores.softmax(0) @ v[:, head // per_kv])
+        weights = scores.exp()
+        total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+        out.append(weights / total @ v[:, head // per_kv])
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("heads", "value_dim"), [((4, 4), None), ((6, 2), None), ((3, 1), None), ((3, 1), 10)]
 )
@@ -38,6 +43,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -
 def test_ragged_pass(
     dtype: torch.dtype,
     window: int | None,
+    has_sinks: bool,
     heads: tuple[int, int],
     value_dim: int | None,
     contexts: list[tuple[int, int]],
@@ -91,12 +97,13 @@ def test_ragged_pass(
     q = torch.randn(meta.num_tokens, q_heads, dim, dtype=dtype)
     k = torch.cat([k[past:] for (k, _), (past, _) in zip(history, spans, strict=True)])
     v = torch.cat([v[past:] for (_, v), (past, _) in zip(history, spans, strict=True)])
-    out = TorchAttention().forward(q, k, v, meta, kv_group=0, layer=1, window=window)
+    sinks = 2 * torch.randn(q_heads).to(dtype) if has_sinks else None
+    out = TorchAttention().forward(q, k, v, meta, kv_group=0, layer=1, window=window, sinks=sinks)
 
     row = 0
     for (k_all, v_all), (past, new) in zip(history, spans, strict=True):
         for j in range(new):
-            expected = _naive(q[row], k_all, v_all, past + j, window)
+            expected = _naive(q[row], k_all, v_all, past + j, window, sinks)
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(out[row].double(), expected, atol=tolerance, rtol=tolerance)
             row += 1
@@ -104,8 +111,11 @@ def test_ragged_pass(
     assert not group.k_cache[1, NULL_BLOCK].any(), "the null block was written"
 
 
-@pytest.mark.parametrize("past", [10, 100, 700, 1050])
-def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int) -> None:
+@pytest.mark.parametrize(
+    ("past", "has_sinks"),
+    [(10, False), (100, False), (700, False), (1050, False), (30, True), (500, True)],
+)
+def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int, has_sinks: bool) -> None:
     """Row r of a (K+1)-row pass is bit for bit the row of a one-row pass at its position."""
     torch.manual_seed(1)
     total, page = past + 8, 16
@@ -113,6 +123,7 @@ def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int) -> None:
     k, v = (torch.randn(total, 3, 64, dtype=torch.bfloat16) for _ in range(2))
     q = torch.randn(total, 9, 64, dtype=torch.bfloat16)
     table = torch.arange(2, 2 + blocks, dtype=torch.int32)[None]
+    sinks = torch.randn(9).bfloat16() if has_sinks else None
 
     def rows(start: int, count: int) -> Tensor:
         shape = (1, 2 + blocks, page, 3, 64)
@@ -134,7 +145,7 @@ def test_bf16_rows_do_not_depend_on_how_many_are_verified(past: int) -> None:
         )
         span = slice(start, start + count)
         return TorchAttention().forward(
-            q[span], k[span], v[span], meta, kv_group=0, layer=0, window=None
+            q[span], k[span], v[span], meta, kv_group=0, layer=0, window=None, sinks=sinks
         )
 
     for _ in range(200):  # one row in a thousand differed where groups of 3 heads were not padded

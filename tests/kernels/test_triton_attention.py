@@ -60,10 +60,12 @@ def test_equals_torch(
 
 @spread(**{
     "programs,join_programs": [(1, 1), (5, 6), (24, 1000), (1000, 9)], "window": [None, 40],
+    "has_sinks": [False, True],
 })  # fmt: skip
 def test_any_cut_of_ragged_texts_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, window: int | None
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, window: int | None,
+    has_sinks: bool,
+) -> None:  # fmt: skip
     """Requests of one part, of full parts alone, and of full parts and a rest; joined in one turn
     and in several."""
     monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
@@ -72,24 +74,73 @@ def test_any_cut_of_ragged_texts_is_the_same(
     meta = make_pass(lengths, rows, 2, 16, 8, max_seq_len=4096)
     generator = torch.Generator().manual_seed(4)
     q = torch.randn(len(lengths) * rows, 6, 16, generator=generator).to(DEVICE)
+    sinks = _sinks(6) if has_sinks else None
     ours, twin = (
-        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        backend.attend(q, meta, kv_group=0, layer=0, window=window, sinks=sinks)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     torch.testing.assert_close(ours, twin, atol=2e-5, rtol=1e-4)
 
 
+def _sinks(heads: int) -> torch.Tensor:
+    """Sinks below and above a row's scores."""
+    return torch.linspace(-3, 9, heads).to(DEVICE)
+
+
+@spread(**{
+    "rows,heads,dim": [(5, (6, 2), 16), (33, (8, 1), 64), (1, (4, 4), 32)],
+    "programs": [1, 24], "has_sinks": [False, True],
+})  # fmt: skip
+def test_rows_that_see_both_ways_with_windows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, rows: int, heads: tuple[int, int], dim: int, programs: int,
+    has_sinks: bool,
+) -> None:  # fmt: skip
+    """Against every row's own keys; some rows are past the maximum length."""
+    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
+    window, lengths, page = 40, [3, 90, 199 - rows // 2], 8
+    q_heads, kv_heads = heads
+    meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=200)
+    both_ways, positions = meta.seen_both_ways(True), meta.position_ids
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(len(lengths) * rows, q_heads, dim, generator=generator).to(DEVICE)
+    sinks = _sinks(q_heads) if has_sinks else None
+    ours, twin = (
+        backend.attend(q, both_ways, kv_group=0, layer=0, window=window, sinks=sinks)
+        for backend in (triton_paged.TritonAttention(), TorchAttention())
+    )
+    assert torch.isfinite(ours).all()
+    k_slots, v_slots = (slots.double() for slots in meta.kv_groups[0].layer_slots[0])
+    compared = 0
+    for row in range(0, len(q), 1 if rows < 9 else 7):
+        own, last = int(positions[row]), int(both_ways.position_ids[row])
+        if own == 0:
+            continue
+        seen = torch.arange(max(0, own - window + 1), last + 1, device=DEVICE)
+        blocks = meta.block_tables[0][row // rows, seen // page].to(torch.int64)
+        slots, per_kv = blocks * page + seen % page, q_heads // kv_heads
+        for head in range(q_heads):
+            scores = k_slots[slots, head // per_kv] @ q[row, head].double() * dim**-0.5
+            total = scores.exp().sum() + (sinks[head].double().exp() if sinks is not None else 0)
+            expected = scores.exp() / total @ v_slots[slots, head // per_kv]
+            for out in (ours, twin):
+                torch.testing.assert_close(out[row, head].double(), expected, atol=2e-5, rtol=1e-4)
+            compared += 1
+    assert compared >= 3 * q_heads
+
+
 @pytest.mark.parametrize(
-    ("heads", "dim", "page", "window"),
+    ("heads", "dim", "page", "window", "has_sinks"),
     [
-        ((6, 2), 16, 4, None),
-        ((9, 3), 64, 16, 40),
-        ((4, 4), 48, 8, 7),
-        ((8, 1), 256, 32, None),
-        ((2, 1), 512, 32, 40),
+        ((6, 2), 16, 4, None, True),
+        ((9, 3), 64, 16, 40, False),
+        ((4, 4), 48, 8, 7, True),
+        ((8, 1), 256, 32, None, False),
+        ((2, 1), 512, 32, 40, False),
     ],
 )
-def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | None) -> None:
+def test_contexts(
+    heads: tuple[int, int], dim: int, page: int, window: int | None, has_sinks: bool
+) -> None:
     """Whole prompts and later chunks, of one tile and of several, beside generations."""
     starts, counts = [0, 0, 61, 130], [1, 90, 5, 100] if WHOLE else [1, 33, 5, 38]
     lengths, rows = [9, 70], 2
@@ -104,8 +155,9 @@ def test_contexts(heads: tuple[int, int], dim: int, page: int, window: int | Non
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(len(positions), q_heads, dim, generator=generator).to(DEVICE)
+    sinks = _sinks(q_heads) if has_sinks else None
     ours, twin = (
-        backend.attend(q, meta, kv_group=0, layer=0, window=window)
+        backend.attend(q, meta, kv_group=0, layer=0, window=window, sinks=sinks)
         for backend in (triton_paged.TritonAttention(), TorchAttention())
     )
     assert any(key[0] == "context tiles" for key in meta.derived), "torch's operations ran"
@@ -167,7 +219,8 @@ def test_blocks_that_every_row_sees(
     rows = len(positions) + 1  # the last is of no text
     q = torch.randn(rows, q_heads, dim, generator=generator).to(dtype).to(DEVICE)
     k_slots, v_slots = group.layer_slots[0]
-    cached = CachedLayer(k_slots, v_slots, page, window=window, softcap=softcap)
+    sinks = _sinks(q_heads).to(dtype) if parts in (1, 3) else None
+    cached = CachedLayer(k_slots, v_slots, page, window=window, softcap=softcap, sinks=sinks)
     size, start = triton_paged._context_tile(q, cached), 0
     tiles: list[tuple[int, int, int]] = [(2, rows - 1, 0)]
     for i, (_, count) in enumerate(spans):
@@ -184,7 +237,7 @@ def test_blocks_that_every_row_sees(
         kv_groups=(_of_dtype(group, torch.float32),),
     )  # fmt: skip
     twin = TorchAttention().attend(
-        q[:-1].float(), meta, kv_group=0, layer=0, window=window, softcap=softcap
+        q[:-1].float(), meta, kv_group=0, layer=0, window=window, softcap=softcap, sinks=sinks
     )
     near = 2e-5 if dtype == torch.float32 else 1e-2  # weights of values are rounded
     torch.testing.assert_close(out[:-1].float(), twin, atol=near, rtol=near)

@@ -24,6 +24,7 @@ class CachedLayer(NamedTuple):
     softcap: float | None = None  # scaled scores s become softcap * tanh(s / softcap)
     k_scales: Tensor | None = None  # [Hkv] float32, of codes in FP8; None is floats
     v_scales: Tensor | None = None
+    sinks: Tensor | None = None  # [Hq], of each query head a logit beside the scores; None is none
 
     @classmethod
     def of(
@@ -34,6 +35,7 @@ class CachedLayer(NamedTuple):
         window: int | None,
         scale: float | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> CachedLayer:
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
@@ -48,6 +50,7 @@ class CachedLayer(NamedTuple):
             softcap=softcap,
             k_scales=k_scales,
             v_scales=v_scales,
+            sinks=sinks,
         )
 
     @property
@@ -87,6 +90,7 @@ class AttentionBackend(ABC):
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns the attention of q [T, Hq, D] over the cache, [T, Hq, Dv].
 
@@ -98,6 +102,8 @@ class AttentionBackend(ABC):
             layer: its index in the KV group.
             scale: of the scores, None is 1 / sqrt(D).
             softcap: scaled scores s become softcap * tanh(s / softcap).
+            sinks: [Hq], a logit of each query head. It is one more term of the softmax's sum,
+                without a value, and is neither scaled nor capped (gpt-oss, MiMo-V2).
         """
 
     def forward(
@@ -112,6 +118,7 @@ class AttentionBackend(ABC):
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Writes k and v [T, Hkv, D] to the cache, then attends."""
         group, slots = meta.kv_groups[kv_group], meta.slot_mappings[kv_group]
@@ -121,5 +128,12 @@ class AttentionBackend(ABC):
         put(k_slots, slots, k, k_scales)
         put(v_slots, slots, v, v_scales)
         return self.attend(
-            q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
+            q,
+            meta,
+            kv_group=kv_group,
+            layer=layer,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )

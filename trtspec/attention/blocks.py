@@ -31,6 +31,7 @@ class BlockPass(DensePass):
         block: rows of a block.
         context: by layer, keys and values of the sequences' rows, each [N * L, Hkv, D].
         sees_ahead: by layer, whether a row sees later rows of its block.
+        windows_by_row: windows of such layers are counted from each row, else from the last one.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class BlockPass(DensePass):
         block: int,
         context: Sequence[Keys],
         sees_ahead: Sequence[bool],
+        windows_by_row: bool = False,
     ):
         self.num_sequences, self.length = document_ids.shape
         self.context, self.sees_ahead = context, sees_ahead
+        self.windows_by_row = windows_by_row
         device, self.rows_per_generation = document_ids.device, block
         count = anchors.shape[1]
         self._groups = count // GROUP if count and count % GROUP == 0 else 1
@@ -68,6 +71,7 @@ class BlockPass(DensePass):
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `DensePass.attend`, over context and blocks; rows are N * A * block."""
         sides = []
@@ -77,7 +81,7 @@ class BlockPass(DensePass):
             side = torch.cat([context, self._rows(of_blocks)], dim=2)
             sides.append(side.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
         mask = self._mask_of(layer, window)
-        out = masked_attention(self._rows(q), sides[0], sides[1], mask, scale, softcap)
+        out = masked_attention(self._rows(q), sides[0], sides[1], mask, scale, softcap, sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask_of(self, layer: int, window: int | None) -> Tensor:
@@ -85,8 +89,9 @@ class BlockPass(DensePass):
         ahead, before, own = self.sees_ahead[layer], self._before, self._own
         if not ahead:
             own = own & (self._place[None, :] <= self._place[:, None])
-        if window is not None:  # of the last key that a row sees
-            place = self.rows_per_generation - 1 if ahead else self._place
+        if window is not None:
+            from_last = ahead and not self.windows_by_row
+            place = self.rows_per_generation - 1 if from_last else self._place
             first = self._anchors + place - window + 1
             before = before & (self._base >= first[:, :, None])
         return torch.cat([before, own.expand(len(before), -1, -1)], dim=-1)[:, None]

@@ -41,13 +41,14 @@ class DensePass:
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends: q [N*L, Hq, D], k [N*L, Hkv, D], v [N*L, Hkv, Dv] -> [N*L, Hq, Dv].
 
-        Each call for a layer is one more use of it. scale, softcap are as in `base.py`.
+        Each call for a layer is one more use of it. scale, softcap, sinks are as in `base.py`.
         """
         self._uses.setdefault(layer, []).append((self._by_head(k), self._by_head(v)))
-        return self.attend_again(q, layer, window, scale, softcap)
+        return self.attend_again(q, layer, window, scale, softcap, sinks)
 
     def attend_again(
         self,
@@ -56,6 +57,7 @@ class DensePass:
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `attend`, over the keys and values that `layer` has left; no further use of it."""
         uses = self._uses[layer]
@@ -66,7 +68,7 @@ class DensePass:
             for side in zip(*uses, strict=True)
         )
         mask = self._mask(len(uses) - 1, window)
-        out = masked_attention(self._by_head(q), keys, values, mask, scale, softcap)
+        out = masked_attention(self._by_head(q), keys, values, mask, scale, softcap, sinks)
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, use: int, window: int | None) -> Tensor:

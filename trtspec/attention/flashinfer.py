@@ -84,7 +84,7 @@ class FlashInferAttention(TritonAttention):
         if cached.is_latent:  # latent attention is Triton's
             return super()._attend(q, meta, cached)
         cached, rows = _without_idle_window(cached, meta), meta.num_context_tokens
-        if not rows or cached.softcap is not None or not self._takes_contexts(q, cached):
+        if not rows or _changes_scores(cached) or not self._takes_contexts(q, cached):
             return super()._attend(q, meta, cached)
         q = q.contiguous()
         out = torch.empty_like(q)
@@ -114,7 +114,7 @@ class FlashInferAttention(TritonAttention):
             self._takes[shape] = refusal is None
             heads = shape.q_heads, shape.kv_heads
             _log("XQA", "Triton", refusal, rows=shape.rows, heads=heads, dim=shape.dim)
-        if not self._takes[shape] or cached.softcap is not None:
+        if not self._takes[shape] or _changes_scores(cached):
             return super()._generation(q, meta, cached)
         lengths, mask = _xqa_rows(meta, capacity)
         q = _scaled(q, cached.scale).contiguous()
@@ -248,6 +248,11 @@ def _scaled(q: Tensor, scale: float | None) -> Tensor:
     """Returns q for kernels whose scores are scaled by 1 / sqrt(D)."""
     factor = 1.0 if scale is None else scale * q.shape[2] ** 0.5
     return q if math.isclose(factor, 1.0) else q * factor
+
+
+def _changes_scores(cached: CachedLayer) -> bool:
+    """Whether a layer's scores have a cap or sinks, which Triton's kernels alone compute."""
+    return cached.softcap is not None or cached.sinks is not None
 
 
 def _without_idle_window(cached: CachedLayer, meta: AttentionMetadata) -> CachedLayer:

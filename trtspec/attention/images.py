@@ -27,10 +27,18 @@ def attend(
     scale: float | None,
     softcap: float | None,
     images_both_ways: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `backend.attend`; with `images_both_ways` rows of `meta.images` see all of their image."""
     out = backend.attend(
-        q, meta, kv_group=kv_group, layer=layer, window=window, scale=scale, softcap=softcap
+        q,
+        meta,
+        kv_group=kv_group,
+        layer=layer,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
     )
     if not images_both_ways:
         return out
@@ -50,6 +58,7 @@ def attend(
             mask,
             scale,
             softcap,
+            sinks,
         )
         out[rows] = attended[0].transpose(0, 1)
     return out

@@ -48,6 +48,7 @@ from .split_kv import (
     prefetch,
     store_heads,
     store_part,
+    with_sinks,
 )
 from .tiles import context_tiles
 from .torch_sdpa import TorchAttention
@@ -103,17 +104,17 @@ class TritonAttention(TorchAttention):
             blocks=meta.block_tables[cached.kv_group][meta.num_contexts :],
             positions=meta.position_ids[meta.num_context_tokens :],
         )
+        if cached.window is not None and meta.window_position_ids is not None:
+            firsts = meta.first_keys(cached.window)[meta.num_context_tokens :]
+            tables = tables._replace(firsts=firsts)
+            cached = cached._replace(window=cached.window + rows - 1)
         if rows <= most:
             return paged_attention(q, cached, tables, rows)
         # Long drafts, or wide heads of which many share keys: some rows of every request at a time.
-        parts = zip(
-            q.view(-1, rows, *q.shape[1:]).split(most, dim=1),
-            tables.positions.view(-1, rows).split(most, dim=1),
-            strict=True,
-        )
         outs = []
-        for part, positions in parts:
-            of_part = tables._replace(positions=positions.flatten().contiguous())
+        for start in range(0, rows, most):
+            some = slice(start, start + most)
+            part, of_part = q.view(-1, rows, *q.shape[1:])[:, some], tables.of_rows(rows, some)
             out = paged_attention(part.flatten(0, 1), cached, of_part, part.shape[1])
             outs.append(out.view(part.shape))
         return torch.cat(outs, dim=1).flatten(0, 1)
@@ -125,8 +126,8 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
     Args:
         q: [G * rows, Hq, D].
         tables: blocks [G, M] int32 and positions [G * rows] int64. A row sees the keys at positions
-            up to its own. A request's rows follow one another, but for those past the maximum
-            length, which are at 0.
+            up to its own. A request's rows follow one another, or are all at the last one's; those
+            past the maximum length are at 0.
         rows: of each request.
     """
     num_seqs, table_width = tables.blocks.shape
@@ -181,7 +182,7 @@ def _arguments(q: Tensor, cached: CachedLayer, out: Tensor) -> tuple[Layer, Quer
         CODES=cached.k_scales is not None,
         QUICK=is_quick(cached.k_slots, q.dtype),
     )
-    return layer, Queries.of(q, out, factor)
+    return layer, Queries.of(q, out, factor, cached.sinks)
 
 
 def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float, float]:
@@ -387,6 +388,7 @@ def _sums(
     sums,
     q,
     positions,
+    firsts,
     start,
     end,
     keys,
@@ -402,6 +404,7 @@ def _sums(
     weighted values. Not MASKED are whole blocks of keys that every row sees.
 
     Args:
+        firsts: the first key of each row; None is what the layer's window says.
         blocks: a `Cut` or `ContextBlocks`.
         FINDS_NAN: keys and values that are NaN count where they are codes too.
     """
@@ -434,7 +437,9 @@ def _sums(
             scores = tl.where(is_nan[None, :], float("nan"), scores)
         if MASKED:
             seen = (n[None, :] <= positions[:, None]) & (n[None, :] < end)
-            if layer.window > 0:
+            if firsts is not None:
+                seen = seen & (n[None, :] >= firsts[:, None])
+            elif layer.window > 0:
                 seen = seen & (n[None, :] > positions[:, None] - layer.window)
             scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -487,17 +492,22 @@ def _context_kernel(
             last = tl.max(tl.where(is_row, positions, 0), 0) + 1
             clear = tl.cdiv(tl.maximum(last - layer.window, 0), blocks.BLOCK_N) * blocks.BLOCK_N
             clear = tl.maximum(tl.minimum(clear, end), start)
-            sums = _sums(sums, q, positions, start, clear, keys, scale, layer, blocks, True, True)
+            sums = _sums(
+                sums, q, positions, None, start, clear, keys, scale, layer, blocks, True, True
+            )
             start = clear
-        sums = _sums(sums, q, positions, start, partly, keys, scale, layer, blocks, False, True)
+        sums = _sums(
+            sums, q, positions, None, start, partly, keys, scale, layer, blocks, False, True
+        )
         start = tl.maximum(start, partly)
-    sums = _sums(sums, q, positions, start, end, keys, scale, layer, blocks, True, True)
+    sums = _sums(sums, q, positions, None, start, end, keys, scale, layer, blocks, True, True)
     best, total, acc = sums
     acc = _as_values(acc, cache, kv_head)
     is_whole = True
     if blocks.PARTS > 1:
         is_whole = used == 1
     if is_whole:
+        total, acc = with_sinks(queries, head, is_row, best, total, acc)
         acc = acc / tl.where(is_row, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)
     else:
@@ -572,6 +582,7 @@ def _join_context_kernel(
         total = total * keep + part_total * weight
         acc = acc * keep[:, None] + part_acc * weight[:, None]
         best = new_best
+    total, acc = with_sinks(queries, head, is_row, best, total, acc)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     store_heads(queries, row, head, d, acc, is_row[:, None] & (d[None, :] < layer.dim))
 
@@ -606,12 +617,15 @@ def _partial_kernel(
     m, d = tl.arange(0, cut.BLOCK_M), tl.arange(0, cut.BLOCK_D)
     row, head, is_row = pairs_of(part.seq, kv_head, m, layer, cut)
     positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
+    firsts = None
+    if tables.firsts is not None:
+        firsts = tl.load(tables.firsts + row, mask=is_row, other=0).to(tl.int32)
     inside = is_row[:, None] & (d[None, :] < layer.dim)
     q = load_heads(queries, row, head, d, inside)
     sums = no_sums(cut.BLOCK_M, cut.BLOCK_D)
     scale = _score_scale(queries, cache, kv_head)
     best, total, acc = _sums(
-        sums, q, positions, part.start, part.end, keys, scale, layer, cut, True, False
+        sums, q, positions, firsts, part.start, part.end, keys, scale, layer, cut, True, False
     )
     acc = _as_values(acc, cache, kv_head)
     if layer.CODES:
@@ -619,6 +633,7 @@ def _partial_kernel(
         own = _own_is_nan(positions, is_row, keys, layer)
         acc = tl.where(own[:, None], float("nan"), acc)
     if part.is_whole:
+        total, acc = with_sinks(queries, head, is_row, best, total, acc)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)
     else:

@@ -29,6 +29,7 @@ from ..ops.launch.triton import after_previous, dependent_launch
 
 BLOCK_N = 64  # keys that a program reads at a time, if nothing else was chosen
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 JOIN_PROGRAMS = 8 * MULTIPROCESSORS
 
 
@@ -43,9 +44,10 @@ class Queries(NamedTuple):
     out_row: int
     out_head: int
     scale: float  # of a product of query and key, for scores in base 2
+    sinks: Tensor | None = None  # [Hq], logits beside the scores
 
     @classmethod
-    def of(cls, q: Tensor, out: Tensor, scale: float) -> Queries:
+    def of(cls, q: Tensor, out: Tensor, scale: float, sinks: Tensor | None = None) -> Queries:
         return cls(
             q=q,
             q_row=q.stride(0),
@@ -54,6 +56,7 @@ class Queries(NamedTuple):
             out_row=out.stride(0),
             out_head=out.stride(1),
             scale=scale,
+            sinks=sinks,
         )
 
 
@@ -62,6 +65,17 @@ class Tables(NamedTuple):
 
     blocks: Tensor  # [B, M] int32
     positions: Tensor  # [T] int64
+    firsts: Tensor | None = None
+    """[T] int64: the first key of each row, where a window does not say it. The layer's window then
+    holds at least those of all rows."""
+
+    def of_rows(self, count: int, some: slice) -> Tables:
+        """Returns the tables of some of each request's `count` rows."""
+        positions, firsts = self.positions, self.firsts
+        return self._replace(
+            positions=positions.view(-1, count)[:, some].flatten(),
+            firsts=None if firsts is None else firsts.view(-1, count)[:, some].flatten(),
+        )
 
 
 class Keys(NamedTuple):
@@ -239,6 +253,23 @@ def no_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def with_sinks(queries, head, is_pair, best, total, acc):
+    """Returns the sums of weights and of weighted values with the heads' sinks added, if any.
+
+    A sink is one more score, without a value. It is added once: to the sums over all keys.
+    """
+    if queries.sinks is not None:
+        sinks = tl.load(queries.sinks + head, mask=is_pair, other=float("-inf")).to(tl.float32)
+        sinks *= _LOG2_E
+        new_best = tl.maximum(best, sinks)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        keep = tl.exp2(best - base)
+        total = total * keep + tl.exp2(sinks - base)
+        acc = acc * keep[:, None]
+    return total, acc
+
+
+@triton.jit
 def store_part(parts, part, group, m, best, total, acc, layer: tl.constexpr, cut: tl.constexpr):
     """Stores a part's softmax sums for the joining kernel."""
     s, groups = tl.arange(0, cut.SEQS), layer.kv_heads * cut.tiles
@@ -321,6 +352,7 @@ def _join_kernel(
         acc = acc * keep[:, None] + tl.sum(sums * weights[:, :, None], 0)
         best = new_best
     row, head, is_pair = pairs_of(seq, group, m, layer, cut)
+    total, acc = with_sinks(queries, head, is_pair, best, total, acc)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     inside = is_pair[:, None] & (d[None, :] < layer.dim)
     store_heads(queries, row.to(tl.int64), head, d, acc, inside)

@@ -45,8 +45,10 @@ class TorchAttention(AttentionBackend):
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(q, meta, CachedLayer.of(meta, kv_group, layer, window, scale, softcap))
+        cached = CachedLayer.of(meta, kv_group, layer, window, scale, softcap, sinks)
+        return self._attend(q, meta, cached)
 
     def _attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         """As `attend`."""
@@ -65,15 +67,21 @@ class TorchAttention(AttentionBackend):
         key = ("context", index, cached.kv_group, cached.window)
         if key not in meta.derived:
             start = sum(meta.context_lens[:index])
-            positions = meta.position_ids[start : start + q.shape[0]]
             # Contexts' lengths are the host's own numbers; padding up to max_kv_len is masked.
             indices, length = _gather_indices(meta, cached.kv_group, slice(index, index + 1))
-            meta.derived[key] = indices, _mask(positions, length, cached.window, q.dtype)
+            rows = slice(start, start + q.shape[0])
+            meta.derived[key] = indices, _mask(meta, rows, length, cached.window, q.dtype)
         indices, mask = meta.derived[key]
         keys, values = _gather(cached, indices, q)
         keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]  # [1, Hkv, S, D]
         out = masked_attention(
-            q.transpose(0, 1)[None], keys, values, mask[None, None], cached.scale, cached.softcap
+            q.transpose(0, 1)[None],
+            keys,
+            values,
+            mask[None, None],
+            cached.scale,
+            cached.softcap,
+            cached.sinks,
         )
         return out[0, ..., : cached.v_slots.shape[2]].transpose(0, 1)
 
@@ -88,8 +96,8 @@ class TorchAttention(AttentionBackend):
             first = meta.num_contexts
             seqs = slice(first, first + num_seqs)
             indices, length = _gather_indices(meta, cached.kv_group, seqs)
-            positions = meta.position_ids[meta.num_context_tokens :]
-            mask = _mask(positions, length, cached.window, q.dtype)  # [G*R, S]
+            of_generations = slice(meta.num_context_tokens, None)
+            mask = _mask(meta, of_generations, length, cached.window, q.dtype)  # [G*R, S]
             mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
             if one_by_one:
                 mask = mask.flatten(1, 2)[:, :, None].flatten(0, 1)  # [G*R, 1, 1, S]
@@ -101,7 +109,9 @@ class TorchAttention(AttentionBackend):
             x.view(num_seqs, -1, kv_heads, dim).transpose(1, 2)  # [G, Hkv, S, D]
             for x in _gather(cached, indices, q)
         )
-        scale, softcap = cached.scale, cached.softcap
+        scale, softcap, sinks = cached.scale, cached.softcap, cached.sinks
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, per_kv)
         if one_by_one:
             keys, values = (
                 x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1)
@@ -113,14 +123,16 @@ class TorchAttention(AttentionBackend):
             unused = -per_kv % _ALIGNED_GROUP
             if unused:
                 grouped = F.pad(grouped, (0, 0, 0, unused))
+                sinks = sinks if sinks is None else F.pad(sinks, (0, unused))
             outs = []
             for part, n in _shown_lengths(meta, cached.kv_group, length=keys.shape[2]):
                 shown = keys[part, :, :n], values[part, :, :n], mask[part, ..., :n]
-                outs.append(masked_attention(grouped[part], *shown, scale, softcap))
+                outs.append(masked_attention(grouped[part], *shown, scale, softcap, sinks))
             out = torch.cat(outs)[:, :, :per_kv, :value_dim]
             return out.reshape(num_seqs * rows, q_heads, value_dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
-        out = masked_attention(grouped, keys, values, mask, scale, softcap)
+        sinks = sinks if sinks is None else sinks.repeat(1, rows)
+        out = masked_attention(grouped, keys, values, mask, scale, softcap, sinks)
         out = out.view(num_seqs, kv_heads, rows, per_kv, dim).transpose(1, 2)
         return out[..., :value_dim].reshape(num_seqs * rows, q_heads, value_dim)
 
@@ -132,6 +144,7 @@ def masked_attention(
     mask: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns softmax(q k^T) v under a mask, [B, Hq, R, D].
 
@@ -140,7 +153,10 @@ def masked_attention(
         k, v: [B, Hkv, S, D].
         mask: [B or 1, 1, R, S], added or bool; None shows all.
         scale, softcap: as of `CachedLayer`.
+        sinks: [Hq], as of `CachedLayer`; [Hq, R] where rows are of several heads.
     """
+    if sinks is not None:
+        k, v, mask = _with_sinks(q, k, v, mask, sinks)
     is_grouped = q.shape[1] != k.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(
@@ -154,6 +170,24 @@ def masked_attention(
         is_added = mask.dtype != torch.bool
         scores = scores + mask if is_added else scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns keys and values with a further one of zeros, and a mask that has sinks as its score.
+
+    Arguments are as of `masked_attention`. torch's kernels know no sinks. Behind all keys the
+    column leaves a row's result independent of other rows, as `_shown_lengths` does.
+    """
+    batch, heads, rows = q.shape[:3]
+    if mask is None:
+        mask = q.new_zeros(1, 1, 1, k.shape[2])
+    elif mask.dtype == torch.bool:
+        mask = q.new_zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    column = sinks.to(mask.dtype).view(1, heads, -1, 1).expand(batch, -1, rows, -1)
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    return k, v, torch.cat([mask.expand(batch, heads, rows, -1), column], dim=-1)
 
 
 def _shown_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:
@@ -206,12 +240,15 @@ def _gather_indices(
     return (blocks[:, :, None] * page_size + offsets).flatten(), length
 
 
-def _mask(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def _mask(
+    meta: AttentionMetadata, rows: slice, length: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
     """Returns the additive mask [n, length]: row p sees key j where p - window < j <= p."""
+    positions = meta.position_ids[rows]
     keys = torch.arange(length, device=positions.device)
     seen = keys <= positions[:, None]
     if window is not None:
-        seen &= keys > positions[:, None] - window
+        seen &= keys >= meta.first_keys(window)[rows, None]
     return torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill_(
         ~seen, float("-inf")
     )

@@ -39,6 +39,7 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 _CONFIG_FIELDS = {
     "embed_tokens": "vocab_size and hidden_size",
+    "self_attn": "num_attention_heads",
     "lm_head": "vocab_size and hidden_size",
     "q_proj": "num_attention_heads, head_dim and hidden_size",
     "k_proj": "num_key_value_heads, head_dim and hidden_size",

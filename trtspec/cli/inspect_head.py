@@ -151,6 +151,12 @@ def _block(head: HeadConfig) -> str:
     facts = [sight, anchor if head.samples_from_anchor else "the masks propose"]
     if head.context_embeddings:
         facts.append("a context row reads the token after it too")
+    if head.decoder.attention_sinks:
+        facts.append("attention sinks")
+    if head.value_scale != 1:
+        facts.append(f"values times {head.value_scale:.6g}")
+    if head.windows_by_row:
+        facts.append("windows are counted from each row")
     if head.selector_rank:
         taps, group = head.block_convolution
         facts.append(f"convolutions of {taps} rows, {group} channels in a group")

@@ -97,7 +97,9 @@ def _sight(head: DFlashHead) -> list[Trial]:
 
 def _widen(head: DFlashHead, by: Sequence[int]) -> None:
     """Widens the windows of layers that have one, by layer, as the loader does: where rows see
-    later ones, by a block."""
+    later ones, by a block. Windows that are counted from each row stay."""
+    if head.config.windows_by_row:
+        return
     for i, rows in enumerate(by):
         attention = head.layers[i].self_attn
         assert isinstance(attention, Attention)

@@ -103,6 +103,9 @@ class AttentionMetadata:
     rope_deltas: Tensor | None = None
     """[B] int64: rotary positions after the prompt less `position_ids`. It is negative after an
     image, whose many tokens take few rotary positions."""
+    window_position_ids: Tensor | None = None
+    """[T] int64, of draft passes: the positions that windows are counted from, where they are not
+    `position_ids`. A row sees keys from W - 1 before these on, up to its `position_ids`."""
     images: tuple[ImageRows, ...] = ()
     """Rows of contexts that attend to each other in both directions, in layers trained so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -181,6 +184,7 @@ class AttentionMetadata:
             context_firsts=(),
             last_context_rows=None,
             images=(),
+            window_position_ids=None,
             num_generations=num_seqs,
             rows_per_generation=rows,
             position_ids=positions.reshape(-1),
@@ -191,15 +195,25 @@ class AttentionMetadata:
             derived={},
         )
 
-    def seen_both_ways(self) -> AttentionMetadata:
+    def seen_both_ways(self, windows_by_row: bool = False) -> AttentionMetadata:
         """Returns a draft pass in which a row sees all rows of its request, later ones too.
 
         A row sees keys up to its position, so here all rows of a request stand at the last one's.
-        Their slots and rotary positions are those of the pass it is made of.
+        Their slots and rotary positions are those of the pass it is made of. With
+        `windows_by_row` their windows are counted from there too, else from the last row.
         """
         rows = self.position_ids.view(self.num_seqs, -1)
         last = rows.amax(1, keepdim=True).expand_as(rows).contiguous()  # kernels read no strides
-        return replace(self, position_ids=last.view(-1), derived={})
+        own = self.position_ids if windows_by_row else None
+        return replace(self, position_ids=last.view(-1), window_position_ids=own, derived={})
+
+    def first_keys(self, window: int) -> Tensor:
+        """Returns the first key that each row sees with a window, [T] int64; it may be below 0."""
+        key = "first keys", window
+        if key not in self.derived:
+            own = self.window_position_ids
+            self.derived[key] = (self.position_ids if own is None else own) - (window - 1)
+        return self.derived[key]
 
     def rope_positions_of_rows(self, positions: Tensor) -> Tensor | None:
         """Returns rotary positions [B * R] of positions [B, R] or [B * R] int64 after the prompts;

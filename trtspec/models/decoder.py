@@ -86,6 +86,11 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.head_order = config.head_dim, rotation_order(config)
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.attention_sink_bias: nn.Parameter | None = None  # public heads' name of the sinks
+        self.shard = parallel.heads()  # of the sinks
+        if config.attention_sinks:
+            sinks = torch.empty(config.num_heads)
+            self.attention_sink_bias = nn.Parameter(sinks, requires_grad=False)
         self.norms_values = config.value_norm
         self.images_attend_both_ways = config.images_attend_both_ways
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -166,6 +171,7 @@ class Attention(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             images_both_ways=self.images_attend_both_ways,
+            sinks=self.attention_sink_bias,
         )
 
     def _attend_densely(
@@ -187,7 +193,9 @@ class Attention(nn.Module):
             v = F.rms_norm(v, v.shape[-1:], eps=qk_norms[1].eps)
         cos_sin = rope.rotation(qkv.dtype)
         q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
-        return dense.attend(q, k, v, self.layer, self.window, self.scale, self.softcap)
+        return dense.attend(
+            q, k, v, self.layer, self.window, self.scale, self.softcap, self.attention_sink_bias
+        )
 
 
 def keep_kv_finite(drafter: nn.Module) -> None:

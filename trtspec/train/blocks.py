@@ -83,7 +83,14 @@ def unroll_blocks(
     positions = sequences.positions.gather(1, places)[..., None] + offsets + how.position_offset
     following = ahead(sequences.input_ids, how.shift, 0).flatten()
     context = head.context_of(hidden, sequences.positions.flatten().clamp(max=most), following)
-    meta = BlockPass(sequences.document_ids, places, block, context, head.config.sees_ahead)
+    meta = BlockPass(
+        sequences.document_ids,
+        places,
+        block,
+        context,
+        head.config.sees_ahead,
+        head.config.windows_by_row,
+    )
     out, _ = head(ids.flatten(), positions.clamp(0, most).flatten(), hidden, meta, step=0)
     by_place = out.view(-1, block, out.shape[-1])
     start = length * torch.arange(len(places), device=places.device)

@@ -212,6 +212,8 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         and getattr(earlier.config, field.name) != getattr(head.config, field.name)
     ]
     differs += other_windows(earlier.config, _windows(head.config))
+    if earlier.config.decoder.attention_sinks != head.config.decoder.attention_sinks:
+        differs.append("attention_sink_bias: sinks there, none here")
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
     for name, parameter in wanted.items():
         weight = given.get(name)
@@ -432,7 +434,7 @@ def _windows(config: HeadConfig) -> tuple[int | None, ...]:
     for i in range(config.decoder.num_layers):
         window = config.decoder.window(i)
         sees_ahead = bool(config.sees_ahead) and config.sees_ahead[i]
-        if window is not None and sees_ahead:  # the loader widens it
+        if window is not None and sees_ahead and not config.windows_by_row:  # the loader widens it
             window -= block_rows(config)
         found.append(window)
     return tuple(found)

@@ -4,6 +4,11 @@ z-lab's config.json has Qwen3's fields, `block_size` and `dflash_config`; layers
 0-based outputs. ModelOpt exports heads so, DSpark's with `projector_type: "dspark"` in place of a
 name of their own. The speculators format (`speculators_model_type: "dflash"`) counts them as
 inputs. DFlash2 is DFlash with more fields. `context_embeddings` is a field of ours.
+
+Attention's own fields are those of MiMo-V2.5's heads and of ModelOpt's, as vLLM serves them:
+`attention_sink_bias` (a tensor of that name in every layer), `attention_value_scale`, and `use_swa`
+with `swa_window_size`. `use_swa` gives every layer that window, if `layer_types` has no sliding
+layer, and leaves sight as it is. Its windows are counted from each row of a block.
 The network is in `models/drafters/dflash.py`.
 """
 
@@ -54,14 +59,13 @@ _DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 _RELATIVES = {
     "lilicorr_layers": "LiLiCorr's transformer over candidates",
     "xpress_rank": "XPress's refinement",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "a scale of the values",
-    "use_swa": "a sliding window of dflash_config's kind; layer_types is read",
+    "backbone_rotary_base": "a RoPE base of the context's own",
     "lilicorr_enabled": "LiLiCorr's transformer over candidates",
 }
 """Fields by which a head computes more than DFlash does."""
 MAX_CANDIDATES = 128
 _CONTEXT_EMBEDDING = "context_embedding_fc.weight"
+_SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
 WINDOWS_SEE = "sliding_window_non_causal"
 
 
@@ -124,8 +128,15 @@ def _read(
             f"{files.head_dir} has no fc.weight, which every DFlash head has: these are not a "
             "head's tensors, or not all of them. Copy the head again from its source."
         )
+    if (files.head_dir / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{files.head_dir} has the mask token's embedding in mask_embedding.pt, which is not "
+            "read. Put it into an embed_tokens.weight of the head, in the row of mask_token_id, "
+            "and remove the file."
+        )
     config = report.config = parse_dflash(files, report, target, request.layers_to_capture)
     _check_context_embeddings(report, config, files.config_path)
+    _check_sinks(report, config, files.config_path)
     check_ends(report, config, target)
     check_vocabulary_map(report, config)
     return config
@@ -144,6 +155,24 @@ def _check_context_embeddings(report: HeadReport, config: HeadConfig, where: Pat
         raise CheckpointError(
             f"{where} says context_embeddings, but the head has no {_CONTEXT_EMBEDDING}. Copy the "
             "head again from its source, or remove the field."
+        )
+
+
+def _check_sinks(report: HeadReport, config: HeadConfig, where: Path) -> None:
+    """Raises CheckpointError where the field and the tensors differ."""
+    found = [name for name in report.tensors if name.endswith(".attention_sink_bias")]
+    if found and not config.decoder.attention_sinks:
+        raise CheckpointError(
+            f"{where} does not say attention_sink_bias, but the head has {len(found)} such tensors "
+            f'({found[0]} …). Write "attention_sink_bias": true into dflash_config.'
+        )
+    layers = range(config.decoder.num_layers)
+    wanted = [f"layers.{i}.self_attn.attention_sink_bias" for i in layers]
+    missing = [name for name in wanted if name not in found]
+    if config.decoder.attention_sinks and missing:
+        raise CheckpointError(
+            f"{where} says attention_sink_bias, but the head has no {', '.join(missing)}. Copy the "
+            "head again from its source, or remove the field if no layer has sinks."
         )
 
 
@@ -195,9 +224,15 @@ def parse_dflash(
     name = "DSpark" if is_dspark else "DFlash2" if is_dflash2 else "DFlash"
     _refuse_relatives(raw, nested, name, where)
     refuse_quantized(raw, where)
+    flags = {**nested, **{name: value for name, value in raw.items() if value is not None}}
+    if flags.get("swa_window_size") is not None:  # it counts before sliding_window, as in vLLM
+        inner = {**inner, "sliding_window": size_field(flags, "swa_window_size", 1, where)}
+        if inner.get("layer_types"):  # these say what slides
+            inner["use_sliding_window"] = True
     decoder = head_layers({"model_type": "qwen3", **inner}, report.tensors, where)
     refuse_other_layers(decoder, f"{where}: DFlash heads")
-    flags = {**nested, **{name: value for name, value in raw.items() if value is not None}}
+    sinks = any([flag_field(flags, name, where) for name in _SINKS])
+    decoder = replace(decoder, attention_sinks=sinks)
     if is_dspark and flags.get("sample_from_anchor") is None:
         flags["sample_from_anchor"] = flags.get("shift_label") is not False  # ModelOpt's name
     anchor = flag_field(flags, "sample_from_anchor", where)
@@ -206,6 +241,11 @@ def parse_dflash(
     if raw.get("speculators_model_type") == "dflash2" and raw.get(WINDOWS_SEE) is None:
         raw = {**raw, WINDOWS_SEE: True}  # what the format means by its absence
     sees_ahead = _sees_ahead(raw, nested, decoder, where)
+    windows_by_row = flag_field(flags, "use_swa", where)
+    if windows_by_row:
+        decoder = _with_one_window(decoder, inner, block, where)
+    else:
+        decoder = widened(decoder, sees_ahead, block)
     mask = _required(flags, "mask_token_id", where)
     layers, origin = _target_layers(flags, where, decoder.num_layers, target, asked)
     trained = block if anchor else block - 1
@@ -229,7 +269,7 @@ def parse_dflash(
         format=f"{name}, speculators format" if speculators else f"{name}, z-lab's format",
         markov_rank=rank,
         markov_kind=flags.get("markov_head_type", "vanilla"),
-        decoder=widened(decoder, sees_ahead, block),
+        decoder=decoder,
         target_hidden_size=size_field(flags, "target_hidden_size", decoder.hidden_size, where),
         draft_vocab_size=vocab,
         own_embedding="embed_tokens.weight" in report.tensors,
@@ -241,6 +281,8 @@ def parse_dflash(
         mask_token_id=mask_token("mask_token_id", mask, where, decoder.vocab_size),
         trained_draft_len=trained,
         sees_ahead=sees_ahead,
+        windows_by_row=windows_by_row,
+        value_scale=_factor(flags, "attention_value_scale", where, zero_is_none=False) or 1.0,
         samples_from_anchor=anchor,
         logit_scale=_factor(flags, "output_multiplier", where) or 1.0,
         logit_softcap=_factor(flags, "final_logit_softcapping", where),
@@ -305,10 +347,12 @@ def _dflash2_fields(
     }
 
 
-def _factor(fields: dict[str, Any], name: str, where: Path) -> float | None:
+def _factor(
+    fields: dict[str, Any], name: str, where: Path, zero_is_none: bool = True
+) -> float | None:
     """Returns a number above 0; None where there is none, or 0 stands for none."""
     value = fields.get(name)
-    if value is None or (is_number(value) and value == 0):
+    if value is None or (zero_is_none and is_number(value) and value == 0):
         return None
     if not is_number(value) or not 0 < value < math.inf:
         raise CheckpointError(
@@ -341,6 +385,24 @@ def _sees_ahead(
     windows_see = flag_field(raw, WINDOWS_SEE, where)
     slides = [decoder.window(i) is not None for i in range(decoder.num_layers)]
     return tuple(windows_see or not slide for slide in slides)
+
+
+def _with_one_window(
+    decoder: DecoderConfig, inner: dict[str, Any], block: int, where: Path
+) -> DecoderConfig:
+    """Returns the layers with the window of `use_swa`.
+
+    Every layer has it, unless `layer_types` says which ones slide.
+    """
+    window = size_field(inner, "sliding_window", 0, where)
+    if window < block:  # rows of a block see each other, whatever their windows
+        raise CheckpointError(
+            f"{where} says use_swa, with swa_window_size={window or None}: it must be an int from "
+            f"block_size={block} on. Correct it, or remove use_swa."
+        )
+    if any(decoder.layer_windows):
+        return decoder
+    return replace(decoder, layer_windows=(window,) * decoder.num_layers)
 
 
 def widened(decoder: DecoderConfig, sees_ahead: tuple[bool, ...], block: int) -> DecoderConfig:
@@ -397,6 +459,7 @@ def _network(
 
 def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: torch.dtype) -> None:
     assert isinstance(head, DFlashHead)
+    head.scale_values()
     head.prepare_context()
 
 

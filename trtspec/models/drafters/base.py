@@ -58,6 +58,8 @@ class HeadConfig:
     sees_ahead: tuple[
         bool, ...
     ] = ()  # DFlash: of each layer, whether rows see later ones of a block
+    windows_by_row: bool = False  # DFlash: windows are counted from each row, not from the block's
+    value_scale: float = 1.0  # DFlash: a factor of attention's values, until the weights have it
     samples_from_anchor: bool = False  # DFlash: the row of the last token proposes too
     markov_rank: int = 0  # DSpark: of the bias by the token before; 0 is none
     markov_kind: str = "vanilla"  # "gated", "rnn"

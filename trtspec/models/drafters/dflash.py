@@ -122,6 +122,22 @@ class DFlashHead(DraftHead):
         return self.config.context_embeddings
 
     @torch.no_grad()
+    def scale_values(self) -> None:
+        """Multiplies the weights that make values by the config's factor, which is 1 from then on.
+
+        Each weight is rounded once more, as each value would be. In a value the weights' errors
+        average out, so this is no less exact, and costs a pass nothing. Call it before
+        `prepare_context`.
+        """
+        for i in range(self.num_layers):
+            attention = self._attention(i)
+            first = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+            for part in (attention.qkv_proj.weight, attention.qkv_proj.bias):
+                if part is not None:
+                    part[first:] *= self.config.value_scale
+        self.config = replace(self.config, value_scale=1.0)
+
+    @torch.no_grad()
     def prepare_context(self) -> None:
         """Copies all layers' weights of keys and values into one, by which a context is read.
 
@@ -246,7 +262,7 @@ class DFlashHead(DraftHead):
         """
         both_ways = attn_metadata
         if isinstance(attn_metadata, AttentionMetadata):
-            both_ways = attn_metadata.seen_both_ways()
+            both_ways = attn_metadata.seen_both_ways(self.config.windows_by_row)
         hidden = self.embed(input_ids, inputs_embeds)
         ropes = self.rope_tables.at(position_ids, attn_metadata)
         for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):
