@@ -125,6 +125,7 @@ def _edited(
         ({"nested": {"use_swa": True, "swa_window_size": 0}}, "swa_window_size=0; it must be null"),
         ({"nested": {"swa_window_size": 2.5}}, "swa_window_size=2.5; it must be null or an int"),
         ({"nested": {"backbone_rotary_base": 5000000}}, "a RoPE base of the context's own"),
+        ({"nested": {"is_neox_style": False}}, "RoPE that rotates neighbours"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(

@@ -304,6 +304,8 @@ def _refuse_relatives(
     else:
         relatives |= dict.fromkeys(_DFLASH2, "DFlash2's parts")
     found = [what for name, what in relatives.items() if raw.get(name) or nested.get(name)]
+    if False in (raw.get("is_neox_style"), nested.get("is_neox_style")):
+        found.append("RoPE that rotates neighbours, is_neox_style false")
     projector = _projector(raw)
     if projector not in (None, variant.lower()):
         found.append(f"projector_type {projector!r}")
