@@ -22,9 +22,10 @@ from trtspec import EngineError, RequestError, SamplingParams
 from trtspec.executor.request import Request
 from trtspec.frontend.engine_thread import Bell, News
 from trtspec.serving import processes
-from trtspec.serving.channel import Ask, Settings, Tokens, Unpacker, packed, receive
+from trtspec.serving.channel import Ask, Settings, Stop, Tokens, Unpacker, packed, receive
 from trtspec.serving.config import ServerConfig
-from trtspec.serving.engine_host import Sent, SocketPort
+from trtspec.serving.engine_host import EngineHost, Sent, SocketPort
+from trtspec.serving.processes import HttpProcess
 
 
 @pytest.fixture
@@ -117,6 +118,24 @@ def test_a_process_that_does_not_read_holds_up_nothing(
     theirs.close()
     assert not port.post([News(Sent(request, 2, is_whole=False), 3, False)])
     port.rest()
+
+
+def test_a_stop_is_sent_where_nothing_else_is(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Also if the socket does not take it at once: no step and no reply may come after it."""
+    ours, theirs = pair
+    port = SocketPort(ours, lambda sent: None)
+    while port.is_free():
+        port.send(Ask(1, "x" * 10_000, ()))
+    host: Any = SimpleNamespace(_port=port)
+    stopping = threading.Thread(target=EngineHost.stop, args=(host,))
+    stopping.start()
+    stopping.join(0.2)  # it has sent what the socket takes
+    messages: list[Any] = []
+    end = time.monotonic() + 5
+    while Stop() not in messages and time.monotonic() < end:
+        messages += read_all(theirs)
+    assert messages[-1] == Stop()
+    stopping.join()
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +272,39 @@ def test_the_engines_process_while_it_serves(
     assert isinstance(seen[1], Settings) and seen[1].config == config
     assert seen[1].max_num_requests_in_queue == 5 and seen[1].facts.max_batch_size == 4
     assert pickle.loads(pickle.dumps(seen[1].facts)) == seen[1].facts
+
+
+def test_a_signal_before_the_first_message(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP's process reads what is served first, and then that it is to end."""
+    http: Any = FakeHttp()
+    messages: list[Any] = []
+
+    def collect() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # its thread sends
+
+    monkeypatch.setattr(processes.gc, "collect", collect)
+    monkeypatch.setattr(
+        processes.EngineHost,
+        "run",
+        lambda host: messages.extend(receive(http.theirs) for _ in range(2)),
+    )
+    processes.serve(make_llm(model_dir), ServerConfig(), http, 5, lambda: None)
+    assert isinstance(messages[0], Settings) and messages[1] == Stop()
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be called as modules are, or be another version of this package."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, HttpProcess(listener) as http:
+        http.connection.shutdown(socket.SHUT_RDWR)
+        assert http.wait() == 0
 
 
 def test_signals_and_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

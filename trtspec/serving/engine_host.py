@@ -173,8 +173,9 @@ class EngineHost:
         self._port.send(message)
 
     def stop(self) -> None:
-        """Asks the other process to finish what runs, and to end."""
+        """Asks the other process to finish what runs, and to end. Waits until that is sent."""
         self._port.send(Stop())
+        self._port.rest()  # no other thread may have reason to send
 
     def close(self, timeout: float | None = None) -> bool:
         """Ends the engine's thread and frees the memory. False: a step does not end."""
