@@ -19,6 +19,8 @@ import pytest
 from served import PROMPTS, Served, greedy, make_llm, served_model_dir
 
 from trtspec import EngineError, RequestError, SamplingParams
+from trtspec.api.outputs import Logprob
+from trtspec.api.sampling_params import MAX_TOKENS
 from trtspec.executor.request import Request
 from trtspec.frontend.engine_thread import Bell, News
 from trtspec.serving import processes
@@ -81,13 +83,22 @@ def test_what_is_sent_of_a_request() -> None:
     request.finish_reason, request.accepted_lens[2], request.num_draft_tokens = "stop", 1, 3
     _, tokens, details = sent.entry(3, True)
     assert tokens == [] and details is not None and details.end is not None
-    assert details.end == ("stop", None, {2: 1}, 3) and details.logprobs is None
+    assert details.end == ("stop", None) and details.counts == ({2: 1}, 3)
+    assert details.logprobs is None
     asked = make_request(2, logprobs=1)
-    asked.output_token_ids, asked.logprobs = [1, 2], [{1: None}, {2: None}]  # type: ignore[dict-item]
-    sent = Sent(asked, 6, is_whole=False)
+    asked.output_token_ids = [1, 2]
+    asked.logprobs = [{n: Logprob(-0.5, 2), 9: Logprob(-0.25, 1)} for n in (1, 2)]
+    sent = Sent(asked, 6, is_whole=True)
+    assert sent.announced == 0  # a long answer's would be a message of megabytes
     for i in range(2):
         _, _, details = sent.entry(i + 1, False)
-        assert details is not None and details.logprobs == asked.logprobs[i : i + 1]
+        assert details is not None and details.counts is None
+        assert details.logprobs == [[(i + 1, -0.5, 2), (9, -0.25, 1)]]
+    assert Sent(request, 7, is_whole=True).announced == MAX_TOKENS
+    sent = Sent(request, 8, is_whole=False, keep_counts=True)
+    for i in range(2):
+        _, _, details = sent.entry(i + 1, False)
+        assert details is not None and details.counts == ({2: 1}, 3)
 
 
 def test_a_process_that_does_not_read_holds_up_nothing(
@@ -183,6 +194,27 @@ def test_a_remote_engine_is_used_as_one_of_this_process(model_dir: Path) -> None
         while not engine._replies:
             await asyncio.sleep(0)
         task.cancel()  # while the engine's process makes the request
+
+    try:
+        in_loop(served, work())
+        served.wait_for_rest()
+    finally:
+        served.close()
+
+
+def test_a_refused_request_that_nobody_waits_for_is_forgotten(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+    engine = served.engine
+
+    async def work() -> None:
+        stream = engine.generate("a", SamplingParams(logit_bias={500: 1.0}))
+        task = asyncio.ensure_future(stream.start())
+        while not engine._replies:
+            await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(10):
+            while engine._replies or engine._feeds:
+                await asyncio.sleep(0.01)
 
     try:
         in_loop(served, work())
