@@ -1,7 +1,7 @@
 """Compiles the Triton kernels of `ops/tokens`, `ops/step` and `ops/padded` for a Hopper GPU.
 
-Run as a script, it prints as JSON the names of the kernels there are, and the shared memory of those
-compiled. It needs an environment without TRITON_INTERPRET.
+Run as a script, it prints as JSON the names of the kernels there are, and the shared memory of
+those compiled. It needs an environment without TRITON_INTERPRET.
 """
 
 from __future__ import annotations

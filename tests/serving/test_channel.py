@@ -41,9 +41,9 @@ def make_request(number: int, **params: Any) -> Request:
     return Request(number, [1], SamplingParams(**params), seed=0, max_total_tokens=100)
 
 
-def read_all(connection: socket.socket) -> list[Any]:
-    """Returns the messages that are there."""
-    unpacker, messages = Unpacker(), []
+def read_all(connection: socket.socket, unpacker: Unpacker) -> list[Any]:
+    """Returns the messages that are there. Of another a part may be."""
+    messages: list[Any] = []
     connection.setblocking(False)
     while True:
         try:
@@ -119,10 +119,10 @@ def test_a_process_that_does_not_read_holds_up_nothing(
     assert port.post([News(sent, 50_000, True)]) and done == [sent]
     resting = threading.Thread(target=port.rest)
     resting.start()
-    messages = []
+    messages, unpacker = [], Unpacker()
     while resting.is_alive():
-        messages += read_all(theirs)
-    messages += read_all(theirs)
+        messages += read_all(theirs, unpacker)
+    messages += read_all(theirs, unpacker)
     resting.join()
     assert [t for m in messages for _, new, _ in m.entries for t in new] == [*range(1, 50_001)]
     assert len(messages) == num_posted + 1
@@ -141,10 +141,10 @@ def test_a_stop_is_sent_where_nothing_else_is(pair: tuple[socket.socket, socket.
     stopping = threading.Thread(target=EngineHost.stop, args=(host,))
     stopping.start()
     stopping.join(0.2)  # it has sent what the socket takes
-    messages: list[Any] = []
+    messages, unpacker = list[Any](), Unpacker()
     end = time.monotonic() + 5
     while Stop() not in messages and time.monotonic() < end:
-        messages += read_all(theirs)
+        messages += read_all(theirs, unpacker)
     assert messages[-1] == Stop()
     stopping.join()
 
