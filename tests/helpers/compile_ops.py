@@ -1,7 +1,7 @@
 """Compiles the Triton kernels of `ops/tokens`, `ops/step` and `ops/padded` for a Hopper GPU.
 
-Run as a script, it prints the names of the kernels as JSON: those there are and those compiled. It
-needs an environment without TRITON_INTERPRET.
+Run as a script, it prints as JSON the names of the kernels there are, and the shared memory of
+those compiled. It needs an environment without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ MODULES = (
     "tokens.triton_walk",
 )
 CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
+MANY_DRAFTS = triton_markov_walk.MANY_TOKENS + 1
 CPU = torch.device("cpu")
 
 
@@ -128,9 +129,9 @@ def step() -> dict[str, Any]:
     unary = torch.zeros(K, GENERATIONS, 16, dtype=torch.bfloat16)
     projected = torch.zeros(K, GENERATIONS, 256, dtype=torch.bfloat16)
     candidates = PathCandidates(longs(K, GENERATIONS, 16), unary, projected)
-    drafts_logits = torch.zeros(2 * GENERATIONS, DRAFT_VOCAB, dtype=torch.bfloat16)
-    w1, w2 = torch.zeros(VOCAB, 64), torch.zeros(DRAFT_VOCAB, 64)
-    markov = MarkovTables(w1.bfloat16(), w2.bfloat16(), longs(DRAFT_VOCAB))
+    drafts_logits = torch.zeros(2 * GENERATIONS, MANY_DRAFTS, dtype=torch.bfloat16)
+    w1, w2 = torch.zeros(2, MANY_DRAFTS, 256, dtype=torch.bfloat16)  # DSpark's usual rank
+    markov = MarkovTables(w1, w2, longs(MANY_DRAFTS))
     books = Codebooks(*torch.zeros(2, DRAFT_VOCAB, 256, dtype=torch.bfloat16))
     calls = (
         (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
@@ -204,4 +205,5 @@ if __name__ == "__main__":
         has_memory, has_table, has_filters, is_block = case
         if has_filters == has_memory and (has_memory or not is_block):
             found |= sampled(*case)
-    json.dump({"there": sorted(kernels()), "compiled": sorted(found)}, sys.stdout)
+    shared = {name: kernel.metadata.shared for name, kernel in found.items()}
+    json.dump({"there": sorted(kernels()), "shared": shared}, sys.stdout)

@@ -110,7 +110,7 @@ def test_convolve_blocks(dtype: torch.dtype, size: int, taps: int, block: int, a
     drafts=[1, 4],
     batch=[1, 3, 17],
     vocab=[40, 700],
-    rank=[12, 64],
+    rank=[12, 64, 200],  # 200: in several tiles
     maps=[False, True],
 )
 def test_walk_markov(

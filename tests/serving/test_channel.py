@@ -19,12 +19,15 @@ import pytest
 from served import PROMPTS, Served, greedy, make_llm, served_model_dir
 
 from trtspec import EngineError, RequestError, SamplingParams
+from trtspec.api.outputs import Logprob
+from trtspec.api.sampling_params import MAX_TOKENS
 from trtspec.executor.request import Request
 from trtspec.frontend.engine_thread import Bell, News
 from trtspec.serving import processes
-from trtspec.serving.channel import Ask, Settings, Tokens, Unpacker, packed, receive
+from trtspec.serving.channel import Ask, Settings, Stop, Tokens, Unpacker, packed, receive
 from trtspec.serving.config import ServerConfig
-from trtspec.serving.engine_host import Sent, SocketPort
+from trtspec.serving.engine_host import EngineHost, Sent, SocketPort
+from trtspec.serving.processes import HttpProcess
 
 
 @pytest.fixture
@@ -38,9 +41,9 @@ def make_request(number: int, **params: Any) -> Request:
     return Request(number, [1], SamplingParams(**params), seed=0, max_total_tokens=100)
 
 
-def read_all(connection: socket.socket) -> list[Any]:
-    """Returns the messages that are there."""
-    unpacker, messages = Unpacker(), []
+def read_all(connection: socket.socket, unpacker: Unpacker) -> list[Any]:
+    """Returns the messages that are there. Of another a part may be."""
+    messages: list[Any] = []
     connection.setblocking(False)
     while True:
         try:
@@ -80,13 +83,22 @@ def test_what_is_sent_of_a_request() -> None:
     request.finish_reason, request.accepted_lens[2], request.num_draft_tokens = "stop", 1, 3
     _, tokens, details = sent.entry(3, True)
     assert tokens == [] and details is not None and details.end is not None
-    assert details.end == ("stop", None, {2: 1}, 3) and details.logprobs is None
+    assert details.end == ("stop", None) and details.counts == ({2: 1}, 3)
+    assert details.logprobs is None
     asked = make_request(2, logprobs=1)
-    asked.output_token_ids, asked.logprobs = [1, 2], [{1: None}, {2: None}]  # type: ignore[dict-item]
-    sent = Sent(asked, 6, is_whole=False)
+    asked.output_token_ids = [1, 2]
+    asked.logprobs = [{n: Logprob(-0.5, 2), 9: Logprob(-0.25, 1)} for n in (1, 2)]
+    sent = Sent(asked, 6, is_whole=True)
+    assert sent.announced == 0  # a long answer's would be a message of megabytes
     for i in range(2):
         _, _, details = sent.entry(i + 1, False)
-        assert details is not None and details.logprobs == asked.logprobs[i : i + 1]
+        assert details is not None and details.counts is None
+        assert details.logprobs == [[(i + 1, -0.5, 2), (9, -0.25, 1)]]
+    assert Sent(request, 7, is_whole=True).announced == MAX_TOKENS
+    sent = Sent(request, 8, is_whole=False, keep_counts=True)
+    for i in range(2):
+        _, _, details = sent.entry(i + 1, False)
+        assert details is not None and details.counts == ({2: 1}, 3)
 
 
 def test_a_process_that_does_not_read_holds_up_nothing(
@@ -107,16 +119,34 @@ def test_a_process_that_does_not_read_holds_up_nothing(
     assert port.post([News(sent, 50_000, True)]) and done == [sent]
     resting = threading.Thread(target=port.rest)
     resting.start()
-    messages = []
+    messages, unpacker = [], Unpacker()
     while resting.is_alive():
-        messages += read_all(theirs)
-    messages += read_all(theirs)
+        messages += read_all(theirs, unpacker)
+    messages += read_all(theirs, unpacker)
     resting.join()
     assert [t for m in messages for _, new, _ in m.entries for t in new] == [*range(1, 50_001)]
     assert len(messages) == num_posted + 1
     theirs.close()
     assert not port.post([News(Sent(request, 2, is_whole=False), 3, False)])
     port.rest()
+
+
+def test_a_stop_is_sent_where_nothing_else_is(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Also if the socket does not take it at once: no step and no reply may come after it."""
+    ours, theirs = pair
+    port = SocketPort(ours, lambda sent: None)
+    while port.is_free():
+        port.send(Ask(1, "x" * 10_000, ()))
+    host: Any = SimpleNamespace(_port=port)
+    stopping = threading.Thread(target=EngineHost.stop, args=(host,))
+    stopping.start()
+    stopping.join(0.2)  # it has sent what the socket takes
+    messages, unpacker = list[Any](), Unpacker()
+    end = time.monotonic() + 5
+    while Stop() not in messages and time.monotonic() < end:
+        messages += read_all(theirs, unpacker)
+    assert messages[-1] == Stop()
+    stopping.join()
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +194,27 @@ def test_a_remote_engine_is_used_as_one_of_this_process(model_dir: Path) -> None
         while not engine._replies:
             await asyncio.sleep(0)
         task.cancel()  # while the engine's process makes the request
+
+    try:
+        in_loop(served, work())
+        served.wait_for_rest()
+    finally:
+        served.close()
+
+
+def test_a_refused_request_that_nobody_waits_for_is_forgotten(model_dir: Path) -> None:
+    served = Served(make_llm(model_dir))
+    engine = served.engine
+
+    async def work() -> None:
+        stream = engine.generate("a", SamplingParams(logit_bias={500: 1.0}))
+        task = asyncio.ensure_future(stream.start())
+        while not engine._replies:
+            await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(10):
+            while engine._replies or engine._feeds:
+                await asyncio.sleep(0.01)
 
     try:
         in_loop(served, work())
@@ -253,6 +304,39 @@ def test_the_engines_process_while_it_serves(
     assert isinstance(seen[1], Settings) and seen[1].config == config
     assert seen[1].max_num_requests_in_queue == 5 and seen[1].facts.max_batch_size == 4
     assert pickle.loads(pickle.dumps(seen[1].facts)) == seen[1].facts
+
+
+def test_a_signal_before_the_first_message(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP's process reads what is served first, and then that it is to end."""
+    http: Any = FakeHttp()
+    messages: list[Any] = []
+
+    def collect() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # its thread sends
+
+    monkeypatch.setattr(processes.gc, "collect", collect)
+    monkeypatch.setattr(
+        processes.EngineHost,
+        "run",
+        lambda host: messages.extend(receive(http.theirs) for _ in range(2)),
+    )
+    processes.serve(make_llm(model_dir), ServerConfig(), http, 5, lambda: None)
+    assert isinstance(messages[0], Settings) and messages[1] == Stop()
+
+
+def test_files_of_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be called as modules are, or be another version of this package."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, HttpProcess(listener) as http:
+        http.connection.shutdown(socket.SHUT_RDWR)
+        assert http.wait() == 0
 
 
 def test_signals_and_a_process_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

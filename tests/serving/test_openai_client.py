@@ -424,13 +424,15 @@ def test_without_parallel_calls_the_answer_ends_after_the_first(
         fields["parallel_tool_calls"] = is_parallel
         if is_streamed:
             usage = {"stream_options": {"include_usage": True}}
-            *chunks, last = ask(caller, stream=True, **fields, **usage)
-            counts[is_parallel] = last.usage.completion_tokens
+            *chunks, answer = ask(caller, stream=True, **fields, **usage)
             deltas = [chunk.choices[0] for chunk in chunks]
         else:
             answer = ask(caller, **fields)
-            counts[is_parallel] = answer.usage.completion_tokens
             deltas = answer.choices
+        counts[is_parallel] = answer.usage.completion_tokens
+        worth = answer.metrics["speculative_decoding"]  # also of what was cut
+        steps, accepted = worth["num_spec_steps"], worth["num_accepted_draft_tokens"]
+        assert steps + accepted + 2 >= counts[is_parallel]
         for index in range(2):
             own = [choice for choice in deltas if choice.index == index]
             parts = [choice.delta if is_streamed else choice.message for choice in own]

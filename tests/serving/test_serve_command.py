@@ -96,7 +96,7 @@ def test_each_process_ends_with_the_other(model_dir: Path) -> None:
     """And says why: to the terminal, or to its clients."""
     with served(model_dir) as (process, url), served(model_dir) as (other, other_url):
         (http,) = psutil.Process(process.pid).children()
-        assert http.cmdline()[2] == "trtspec.serving.http_process"
+        assert "trtspec.serving.http_process" in http.cmdline()
         figures = httpx.get(url + "/metrics").text
         assert re.search(r"^trtspec_http_process_resident_memory_bytes \d", figures, re.M)
         http.kill()

@@ -99,6 +99,29 @@ def test_events_are_sent_in_the_call_that_brings_them() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_an_end_before_the_response_begins_is_sent(
+    model_dir: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No bell rings after it: the first piece is read before, and all others came meanwhile."""
+    begin_response = EventStream.__call__
+
+    async def late(self: EventStream, scope: Any, receive: Any, send: Any) -> None:
+        while served.engine.num_live:
+            await asyncio.sleep(0.01)
+        await begin_response(self, scope, receive, send)
+
+    monkeypatch.setattr(EventStream, "__call__", late)
+    served = Served(make_llm(model_dir))
+    try:
+        body = {"model": "tiny", "stream": True, "max_tokens": 60, "ignore_eos": True}
+        reply = served.post(path, body | ASKED[path])
+        assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in reply.text
+    finally:
+        served.close()
+
+
 @pytest.mark.parametrize("has_connection", [False, True])
 def test_an_error_ends_its_stream_alone(has_connection: bool) -> None:
     """The call that brings news of all streams goes on."""

@@ -45,6 +45,7 @@ class Asked(NamedTuple):
     cache_salt: str | None
     keep_sources: bool
     is_whole: bool  # nothing is new before the end
+    keep_counts: bool  # how many drafts were accepted is known before the end
     arrived: float  # of time.perf_counter()
 
 
@@ -220,7 +221,13 @@ class AsyncFront(ABC):
             if params.bad_words or params.stop_strings:
                 known = await self.in_thread(lambda: self.inputs.with_token_ids(params))
             asked = Asked(
-                ids, list(known.each()), cache_salt, keep_sources, is_whole=False, arrived=0.0
+                ids,
+                list(known.each()),
+                cache_salt,
+                keep_sources,
+                is_whole=False,
+                keep_counts=False,
+                arrived=0.0,
             )
             return text, asked
 
@@ -383,6 +390,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """Rings when there is news. Another may be set before, which several streams share."""
         self.is_whole = False
         """Set before: nothing is new before a completion ends, which is cheaper."""
+        self.keep_counts = False
+        """Set before: `requests` say before their end how many drafts were accepted."""
 
     @property
     def requests(self) -> list[Request]:
@@ -409,7 +418,9 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._llm.reserve(self._n)
         try:
             text, asked = await self._prepare()
-            asked = asked._replace(arrived=arrived, is_whole=self.is_whole)
+            asked = asked._replace(
+                arrived=arrived, is_whole=self.is_whole, keep_counts=self.keep_counts
+            )
             self._feeds = await self._llm.open_requests(asked, self.bell)
             self._readers = [
                 OutputReader(feed.request, text, self.tokenizer) for feed in self._feeds

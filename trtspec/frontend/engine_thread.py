@@ -71,10 +71,10 @@ class Followed:
         is_whole: the end is the only news.
     """
 
-    __slots__ = ("announced", "request")
+    __slots__ = ("announced", "is_whole", "request")
 
     def __init__(self, request: Request, is_whole: bool = False):
-        self.request = request
+        self.request, self.is_whole = request, is_whole
         self.announced = MAX_TOKENS if is_whole else 0  # tokens handed over; the engine thread's
 
 

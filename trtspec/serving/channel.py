@@ -18,7 +18,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..api.outputs import Logprob
 from ..frontend.async_front import Asked, EngineFacts
 from .config import ServerConfig
 
@@ -65,21 +64,31 @@ class Reply(NamedTuple):
     error: Exception | None
 
 
+class Counts(NamedTuple):
+    """What a request's drafts were worth so far."""
+
+    accepted_lens: dict[int, int]  # generation steps by accepted drafts
+    num_draft_tokens: int
+
+
 class End(NamedTuple):
     """How a request ended."""
 
     finish_reason: str | None
     error: str | None
-    accepted_lens: dict[int, int]  # generation steps by accepted drafts
-    num_draft_tokens: int
+
+
+Logprobs = Sequence[Sequence[tuple[int, float, int]]]
+"""Token, log probability and rank, by position: to pickle a `Logprob` takes four times as long."""
 
 
 class Details(NamedTuple):
     """What a request's first and last news have, and all news of one that asks for more."""
 
     cached_tokens: int | None
-    logprobs: Sequence[dict[int, Logprob]] | None  # of the new tokens
+    logprobs: Logprobs | None  # of the new tokens
     sources: list[int] | None
+    counts: Counts | None  # at the end; before, if asked for
     end: End | None
 
 

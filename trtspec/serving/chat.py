@@ -124,6 +124,7 @@ class ChatEndpoint:
         stream.arrived = arrived
         # The first call is an end that the engine does not know.
         stream.is_whole = not request.stream and request.parallel_tool_calls
+        stream.keep_counts = not request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
         await start([stream])
         make = partial(self._choice, request, is_inside)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..api.outputs import Logprob
 from ..async_llm import call_engine, make_requests
 from ..errors import EngineError, TrtspecError
 from ..executor.request import Request
@@ -22,10 +23,12 @@ from ..llm import LLM
 from .channel import (
     Ask,
     Cancel,
+    Counts,
     Details,
     End,
     Entry,
     Failed,
+    Logprobs,
     Open,
     Ready,
     Reply,
@@ -45,37 +48,42 @@ class Sent(Followed):
 
     Args:
         key: its name in messages.
+        is_whole: the end is the only news. Log probabilities are sent as they come all the same:
+            all of a long answer's would take the engine's thread 300 ms.
+        keep_counts: its news says how many drafts were accepted.
     """
 
-    __slots__ = ("has_begun", "has_details", "key", "num_sent")
+    __slots__ = ("has_begun", "has_details", "keep_counts", "key", "num_sent")
 
-    def __init__(self, request: Request, key: int, is_whole: bool):
-        super().__init__(request, is_whole)
+    def __init__(self, request: Request, key: int, is_whole: bool, keep_counts: bool = False):
+        has_logprobs = request.sampling_params.logprobs is not None
+        super().__init__(request, is_whole and not has_logprobs)
         self.key, self.num_sent, self.has_begun = key, 0, False
-        self.has_details = (
-            request.sources is not None or request.sampling_params.logprobs is not None
-        )
+        self.keep_counts = keep_counts
+        self.has_details = has_logprobs or keep_counts or request.sources is not None
 
     def entry(self, num_tokens: int, is_done: bool) -> Entry:
         """Returns what is new, up to a number of tokens."""
         request, first = self.request, self.num_sent
         details = None
         if is_done or self.has_details or not self.has_begun:
-            logprobs, sources = request.logprobs, request.sources
+            logprobs, sources, counts = request.logprobs, request.sources, None
+            if is_done or self.keep_counts:
+                counts = Counts(dict(request.accepted_lens), request.num_draft_tokens)
             details = Details(
                 cached_tokens=request.cached_tokens,
-                logprobs=None if logprobs is None else logprobs[first:num_tokens],
+                logprobs=None if logprobs is None else plain(logprobs[first:num_tokens]),
                 sources=None if sources is None else sources[first:num_tokens],
-                end=_end_of(request) if is_done else None,
+                counts=counts,
+                end=End(request.finish_reason, request.error) if is_done else None,
             )
         self.num_sent, self.has_begun = num_tokens, True
         return self.key, request.output_token_ids[first:num_tokens], details
 
 
-def _end_of(request: Request) -> End:
-    return End(
-        request.finish_reason, request.error, dict(request.accepted_lens), request.num_draft_tokens
-    )
+def plain(logprobs: Sequence[dict[int, Logprob]]) -> Logprobs:
+    """Returns log probabilities as they are sent."""
+    return [[(token, p.logprob, p.rank) for token, p in each.items()] for each in logprobs]
 
 
 class SocketPort(NewsPort):
@@ -173,8 +181,9 @@ class EngineHost:
         self._port.send(message)
 
     def stop(self) -> None:
-        """Asks the other process to finish what runs, and to end."""
+        """Asks the other process to finish what runs, and to end. Waits until that is sent."""
         self._port.send(Stop())
+        self._port.rest()  # no other thread may have reason to send
 
     def close(self, timeout: float | None = None) -> bool:
         """Ends the engine's thread and frees the memory. False: a step does not end."""
@@ -196,9 +205,9 @@ class EngineHost:
     def _open(self, message: Open) -> None:
         error = None
         try:
-            requests = make_requests(self._llm, message.asked)
+            asked, requests = message.asked, make_requests(self._llm, message.asked)
             pairs = zip(requests, message.keys, strict=True)
-            sent = [Sent(request, key, message.asked.is_whole) for request, key in pairs]
+            sent = [Sent(r, key, asked.is_whole, asked.keep_counts) for r, key in pairs]
             self._sent.update((one.key, one) for one in sent)
             self._thread.add(sent)
         except Exception as raised:  # noqa: BLE001 - it is this request's

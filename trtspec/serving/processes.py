@@ -53,7 +53,10 @@ class HttpProcess:
         numbers = other_end.fileno(), listener.fileno()
         with other_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.http_process", *map(str, numbers)],
+                # It imports from where this one does, and from nowhere else: -m alone would put the
+                # working directory first, whose files may be called as modules are.
+                [sys.executable, "-P", "-m", f"{__package__}.http_process", *map(str, numbers)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -127,6 +130,8 @@ def serve(
     # Under names of its own; `process_…` is the engine's process.
     ProcessCollector("trtspec_http", lambda: http.pid, registry=observation.registry)
     host = EngineHost(llm, observation, http.connection, on_start)
+    # The first message, so before a signal may send another.
+    host.send(Settings(config, facts_of(llm), max_num_requests_in_queue))
     ending = Ending(host, http, config.shutdown_timeout)
     numbers = signal.SIGINT, signal.SIGTERM
     before = sys.getswitchinterval(), [signal.signal(n, ending.on_signal) for n in numbers]
@@ -134,7 +139,6 @@ def serve(
     gc.collect()
     gc.freeze()  # a collection of all that a model is made of takes as long as 100 steps
     try:
-        host.send(Settings(config, facts_of(llm), max_num_requests_in_queue))
         host.run()
         code = http.wait()
         if not host.close(STOP_SECONDS):

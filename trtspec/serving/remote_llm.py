@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..api.outputs import Logprob
 from ..errors import EngineError
 from ..executor.request import Request
 from ..frontend.async_front import Asked, AsyncFront, EngineFacts
@@ -36,7 +38,7 @@ class RemoteLLM(AsyncFront):
     """Takes requests for an engine at the other end of a socket.
 
     Its requests are copies, which grow as messages come: tokens, log probabilities and sources. How
-    many drafts were accepted is known at a request's end, and in no snapshot before.
+    many drafts were accepted is known at a request's end; before, if its stream keeps counts.
 
     Args:
         on_stop: called when that process asks to end, or is gone.
@@ -55,7 +57,7 @@ class RemoteLLM(AsyncFront):
         self._transport: asyncio.Transport | None = None
         self._numbers = itertools.count()
         self._feeds: dict[int, Feed] = {}  # by key
-        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._replies: dict[int, tuple[asyncio.Future[Any], Sequence[int]]] = {}
 
     async def connect(self) -> None:
         """Connects the event loop that runs. Comes before the first request."""
@@ -90,15 +92,12 @@ class RemoteLLM(AsyncFront):
             )
             feeds.append(Feed(request, bell, self.forget, asked.is_whole))
         keys = [feed.request.request_id for feed in feeds]
+        reply = self._ask(lambda number: Open(number, keys, asked), keys)
         self._feeds.update(zip(keys, feeds, strict=True))
         try:
-            await self._call(lambda number: Open(number, keys, asked))
+            await reply
         except asyncio.CancelledError:
             self._send(Cancel(keys))
-            raise
-        except Exception:
-            for key in keys:
-                self._feeds.pop(key, None)
             raise
         return feeds
 
@@ -112,7 +111,7 @@ class RemoteLLM(AsyncFront):
         self._send(Cancel(None))
 
     async def ask(self, name: str, *arguments: Any) -> Any:
-        return await self._call(lambda number: Ask(number, name, arguments))
+        return await self._ask(lambda number: Ask(number, name, arguments))
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         pass  # it is that of `connect`
@@ -130,16 +129,18 @@ class RemoteLLM(AsyncFront):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(packed(message))
 
-    async def _call(self, message: Callable[[int], Any]) -> Any:
+    def _ask(self, message: Callable[[int], Any], keys: Sequence[int] = ()) -> asyncio.Future[Any]:
+        """Sends a message. Returns what its reply will be.
+
+        Args:
+            keys: of requests that an error ends.
+        """
         if self._transport is None or self._transport.is_closing():
             raise EngineError(self.failure or GONE)
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._replies[number] = future
-        try:
-            self._send(message(number))
-            return await future
-        finally:
-            self._replies.pop(number, None)
+        self._send(message(number))
+        self._replies[number] = future, keys
+        return future
 
     def made(self, transport: asyncio.Transport) -> None:
         """Called when the socket is connected."""
@@ -159,7 +160,8 @@ class RemoteLLM(AsyncFront):
             elif isinstance(message, Stop):
                 self.on_stop()
         for feed, is_done in fresh.items():
-            feed.update(len(feed.request.output_token_ids), is_done)
+            if is_done or not feed.is_whole:
+                feed.update(len(feed.request.output_token_ids), is_done)
 
     def _take_entry(self, entry: Entry, fresh: dict[Feed, bool]) -> None:
         key, tokens, details = entry
@@ -175,19 +177,26 @@ class RemoteLLM(AsyncFront):
         """Returns whether the request ended."""
         request.cached_tokens = details.cached_tokens
         if request.logprobs is not None:
-            request.logprobs += details.logprobs or ()
+            request.logprobs += [
+                {token: Logprob(value, rank) for token, value, rank in each}
+                for each in details.logprobs or ()
+            ]
         if request.sources is not None:
             request.sources += details.sources or ()
+        if (counts := details.counts) is not None:
+            request.accepted_lens = Counter(counts.accepted_lens)
+            request.num_draft_tokens = counts.num_draft_tokens
         if (end := details.end) is None:
             return False
         request.finish_reason, request.error = end.finish_reason, end.error
-        request.accepted_lens.update(end.accepted_lens)
-        request.num_draft_tokens = end.num_draft_tokens
         return True
 
     def _settle(self, message: Reply) -> None:
-        future = self._replies.get(message.number)
-        if future is None or future.done():  # its waiter was cancelled
+        future, keys = self._replies.pop(message.number)
+        if message.error is not None:  # there are no such requests
+            for key in keys:
+                self._feeds.pop(key, None)
+        if future.done():  # its waiter was cancelled
             return
         if message.error is None:
             future.set_result(message.result)
@@ -201,7 +210,7 @@ class RemoteLLM(AsyncFront):
         for feed in feeds.values():
             feed.request.finish_reason, feed.request.error = "error", self._failure
             feed.update(feed.num_tokens, True)
-        for future in self._replies.values():
+        for future, _ in self._replies.values():
             if not future.done():
                 future.set_exception(EngineError(self._failure))
         self.on_stop()

@@ -137,7 +137,8 @@ class EventStream(Response):
 
         source.bell.on_ring = connection.on_room = push
         try:
-            push()
+            push()  # what `EventSource.take` has by now
+            push()  # and what came before this was called: it rang for no one
             await ended
         finally:
             source.bell.on_ring = connection.on_room = None

@@ -2,7 +2,8 @@
 
 A program biases one chunk of the vocabulary, for some requests, and keeps the chunk's best. The
 programs of the next draft find the best of all chunks, each for itself: nothing waits for all
-programs of a launch but the next launch. W2's rows are read before the launch before has ended.
+programs of a launch but the next launch. The first columns of W2's rows are read before the launch
+before has ended: all of them where the rank is no larger than a tile's depth.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -23,6 +24,8 @@ REQUESTS = 16
 CHUNK, LARGE_CHUNK = 256, 512
 MANY_TOKENS = 65_536
 """Vocabularies above it take the larger chunk: their chunks are compared by every program."""
+TILE_BYTES = 64 * 1024
+"""Of W2, in shared memory at a time: GPUs have from 99 KiB for a program."""
 
 
 class _Best(NamedTuple):
@@ -51,6 +54,8 @@ def walk_markov(logits: Tensor, before: Tensor, tables: MarkovTables) -> Tensor:
     values = torch.empty(shape, dtype=torch.float32, device=device)
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     tables = MarkovTables(tables.w1.contiguous(), tables.w2.contiguous(), tables.d2t)
+    padded = max(16, triton.next_power_of_2(rank))
+    depth = min(padded, TILE_BYTES // (chunk * tables.w2.element_size()))
     tiles, launch = triton.cdiv(batch, REQUESTS), dependent_launch(logits)
     blocks = {"REQUESTS": REQUESTS, "CHUNKS": triton.next_power_of_2(sizes.chunks)}
     for draft in range(count):
@@ -65,7 +70,8 @@ def walk_markov(logits: Tensor, before: Tensor, tables: MarkovTables) -> Tensor:
             tables,
             sizes,
             CHUNK=chunk,
-            RANK=max(16, triton.next_power_of_2(rank)),
+            RANK=padded,
+            DEPTH=depth,
             num_warps=4,
             **blocks,
             **launch,
@@ -91,6 +97,7 @@ def _markov_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     RANK: tl.constexpr,
+    DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Finds the best draft of one chunk."""
@@ -98,13 +105,8 @@ def _markov_kernel(
     request = tl.program_id(1) * REQUESTS + tl.arange(0, REQUESTS)
     in_batch = request < sizes.batch
     request = request.to(tl.int64)
-    v, r = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, RANK)
-    w2 = tl.load(
-        tables.w2 + v[None, :].to(tl.int64) * sizes.rank + r[:, None],
-        mask=(v < sizes.drafts)[None, :] & (r < sizes.rank)[:, None],
-        other=0.0,
-        cache_modifier=".cg",
-    )
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    w2 = _columns_of_w2(tables, sizes, v, 0, DEPTH)
     after_previous(PDL)
     if earlier is None:
         entry = before_ptr + request * before_stride
@@ -113,24 +115,42 @@ def _markov_kernel(
         token = _taken(earlier, request, in_batch, tables, sizes, CHUNKS)
         tl.store(taken_ptr + request, token.to(tl.int32), mask=in_batch & (chunk == 0))
     token = tl.minimum(tl.maximum(token, 0), sizes.tokens - 1)
-    e = tl.load(
-        tables.w1 + token[:, None] * sizes.rank + r[None, :],
-        mask=in_batch[:, None] & (r < sizes.rank)[None, :],
-        other=0.0,
-    )
     own = tl.load(
         logits_ptr + request[:, None] * stride + v[None, :],
         mask=in_batch[:, None] & (v < sizes.drafts)[None, :],
         other=float("-inf"),
     )
-    bias = tl.dot(e, w2, input_precision="ieee").to(own.dtype)
-    x = (own.to(tl.float32) + bias.to(tl.float32)).to(own.dtype).to(tl.float32)
+    e = _columns_of_w1(tables, sizes, token, in_batch, 0, DEPTH)
+    bias = tl.dot(e, w2, input_precision="ieee")
+    for first in tl.static_range(DEPTH, RANK, DEPTH):
+        e = _columns_of_w1(tables, sizes, token, in_batch, first, DEPTH)
+        w2 = _columns_of_w2(tables, sizes, v, first, DEPTH)
+        bias = tl.dot(e, w2, bias, input_precision="ieee")
+    x = own.to(tl.float32) + bias.to(own.dtype).to(tl.float32)
+    x = x.to(own.dtype).to(tl.float32)
     x = tl.where((x != x) | (v >= sizes.drafts)[None, :], float("-inf"), x)
     entry = request * sizes.chunks + chunk
     tl.store(best.scores + entry, tl.max(x, axis=1), mask=in_batch)
     # Of equals the first.
     index = chunk * CHUNK + tl.argmax(x, axis=1)
     tl.store(best.ids + entry, index.to(tl.int32), mask=in_batch)
+
+
+@triton.jit
+def _columns_of_w1(tables, sizes, token, in_batch, first, DEPTH: tl.constexpr):
+    """Returns columns of the rows of the tokens before, [REQUESTS, DEPTH]."""
+    r = first + tl.arange(0, DEPTH)
+    entry = tables.w1 + token[:, None] * sizes.rank + r[None, :]
+    return tl.load(entry, mask=in_batch[:, None] & (r < sizes.rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _columns_of_w2(tables, sizes, v, first, DEPTH: tl.constexpr):
+    """Returns columns of the rows of a chunk's drafts, [DEPTH, CHUNK]."""
+    r = first + tl.arange(0, DEPTH)
+    entry = tables.w2 + v[None, :].to(tl.int64) * sizes.rank + r[:, None]
+    mask = (v < sizes.drafts)[None, :] & (r < sizes.rank)[:, None]
+    return tl.load(entry, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
