@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..api.outputs import CompletionOutput, Logprob, RequestOutput, SpecStats, acceptance_stats
@@ -121,7 +122,16 @@ class OutputReader:
             finished=self.is_done,
             error=request.error,
             cached_tokens=request.cached_tokens or 0,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+    @cached_property
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The prompt's. They are complete once there is a token."""
+        known, count = self.request.prompt_logprobs, self.request.sampling_params.prompt_logprobs
+        if known is None or count is None:
+            return None
+        return known.entries(self.request.prompt_token_ids, count)
 
 
 def join(
