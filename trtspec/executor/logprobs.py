@@ -63,6 +63,7 @@ class PromptLogprobs:
         """Adds those of the tokens from position `first` on, without what it has: after a
         preemption they are computed again."""
         known = self.num_known - first
+        assert known >= 0
         if known < len(rows.own):
             self.parts.append(LogprobRows(*(array[known:] for array in rows)))
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..api.outputs import Logprob
+from ..executor.logprobs import PromptLogprobs
 from ..frontend.async_front import Asked, EngineFacts
 from .config import ServerConfig
 
@@ -81,6 +82,7 @@ class Details(NamedTuple):
     logprobs: Sequence[dict[int, Logprob]] | None  # of the new tokens
     sources: list[int] | None
     end: End | None
+    prompt_logprobs: PromptLogprobs | None = None  # in the first news
 
 
 Entry = tuple[int, list[int], Details | None]

@@ -67,6 +67,7 @@ class Sent(Followed):
                 logprobs=None if logprobs is None else logprobs[first:num_tokens],
                 sources=None if sources is None else sources[first:num_tokens],
                 end=_end_of(request) if is_done else None,
+                prompt_logprobs=None if self.has_begun else request.prompt_logprobs,
             )
         self.num_sent, self.has_begun = num_tokens, True
         return self.key, request.output_token_ids[first:num_tokens], details

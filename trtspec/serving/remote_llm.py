@@ -174,6 +174,8 @@ class RemoteLLM(AsyncFront):
     def _take_details(self, request: Request, details: Details) -> bool:
         """Returns whether the request ended."""
         request.cached_tokens = details.cached_tokens
+        if details.prompt_logprobs is not None:
+            request.prompt_logprobs = details.prompt_logprobs
         if request.logprobs is not None:
             request.logprobs += details.logprobs or ()
         if request.sources is not None:

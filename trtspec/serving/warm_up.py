@@ -77,6 +77,7 @@ def kinds_of(llm: LLM) -> list[Kind]:
         Kind("filtered", {"temperature": 1.0, "top_k": 40, "top_p": 0.9}, is_common=True),
         Kind("penalised", {"temperature": 1.0, "presence_penalty": 0.5}),
         Kind("logprobs", {"temperature": 1.0, "logprobs": 1}),
+        Kind("prompt logprobs", {"temperature": 1.0, "prompt_logprobs": 1}),
         Kind("guided", {"guided_decoding": grammar}, may_fail=True),
     ]
     return [kind for kind in kinds if _is_served(llm.executor, kind)]
