@@ -19,6 +19,7 @@ import pytest
 from served import PROMPTS, Served, greedy, make_llm, served_model_dir
 
 from trtspec import EngineError, RequestError, SamplingParams
+from trtspec.executor.logprobs import PromptLogprobs
 from trtspec.executor.request import Request
 from trtspec.frontend.engine_thread import Bell, News
 from trtspec.serving import processes
@@ -83,10 +84,12 @@ def test_what_is_sent_of_a_request() -> None:
     assert details.end == ("stop", None, {2: 1}, 3) and details.logprobs is None
     asked = make_request(2, logprobs=1)
     asked.output_token_ids, asked.logprobs = [1, 2], [{1: None}, {2: None}]  # type: ignore[dict-item]
+    asked.prompt_logprobs = PromptLogprobs()
     sent = Sent(asked, 6, is_whole=False)
-    for i in range(2):
+    for i, of_prompt in enumerate([asked.prompt_logprobs, None]):
         _, _, details = sent.entry(i + 1, False)
         assert details is not None and details.logprobs == asked.logprobs[i : i + 1]
+        assert details.prompt_logprobs is of_prompt
 
 
 def test_a_process_that_does_not_read_holds_up_nothing(

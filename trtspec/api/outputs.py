@@ -70,7 +70,7 @@ class RequestOutput:
     those of the first."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per prompt token: itself first, then the likeliest asked for. None for the first token, which
-    nothing is before, and for embeddings. None if none were asked for."""
+    nothing is before, and for embeddings. None if none were asked for, and before all are known."""
 
 
 @dataclass(frozen=True)

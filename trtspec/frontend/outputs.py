@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..api.outputs import CompletionOutput, Logprob, RequestOutput, SpecStats, acceptance_stats
@@ -79,6 +78,7 @@ class OutputReader:
         self._stream = TextStream(tokenizer, request.sampling_params.stop_strings)
         self.num_seen, self._seen_text = 0, 0  # tokens, characters
         self.is_done = False  # the end was taken
+        self._prompt_entries: list[dict[int, Logprob] | None] | None = None
 
     def take(self, num_tokens: int, *, is_finished: bool) -> Piece:
         """Returns what is new.
@@ -122,16 +122,17 @@ class OutputReader:
             finished=self.is_done,
             error=request.error,
             cached_tokens=request.cached_tokens or 0,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._entries_of_prompt(),
         )
 
-    @cached_property
-    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """The prompt's. They are complete once there is a token."""
-        known, count = self.request.prompt_logprobs, self.request.sampling_params.prompt_logprobs
-        if known is None or count is None:
+    def _entries_of_prompt(self) -> list[dict[int, Logprob] | None] | None:
+        request, count = self.request, self.request.sampling_params.prompt_logprobs
+        if count is None or request.prompt_logprobs is None or request.lacks_prompt_logprobs:
             return None
-        return known.entries(self.request.prompt_token_ids, count)
+        if self._prompt_entries is None:
+            known = request.prompt_logprobs
+            self._prompt_entries = known.entries(request.prompt_token_ids, count)
+        return self._prompt_entries
 
 
 def join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ class TokenLogprobs:
     def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
         """Returns the rows of all parts."""
         return TokenLogprobs(
-            *(
-                torch.cat([getattr(part, field.name) for part in parts])
-                for field in fields(TokenLogprobs)
-            )
+            torch.cat([part.own for part in parts]),
+            torch.cat([part.ranks for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top for part in parts]),
         )
 
     def to_host(self) -> TokenLogprobs:
