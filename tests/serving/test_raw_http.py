@@ -135,6 +135,7 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": "1"}, "prompt_logprobs"),
         ({"prompt_logprobs": 3, "prompt": ["abc 12"] * 3}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3, "n": 4, "temperature": 1}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"tools": []}, "tools"),

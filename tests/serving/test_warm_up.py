@@ -61,6 +61,8 @@ def test_nothing_is_left(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
         warm_up(llm, shapes=SHAPES)
     assert executor.stats() == fresh and is_at_rest(llm) and not caplog.records
     assert {len(r.prompt_token_ids) for r in seen} == {8, 9, 16, 40}
+    long = [r for r in seen if len(r.prompt_token_ids) == 40]
+    assert any(r.sampling_params.prompt_logprobs is not None for r in long)
     params = {kind.name: kind.params for kind in kinds_of(llm)}
     assert list(params) == [
         "greedy", "sampled", "filtered", "penalised", "logprobs", "prompt logprobs", "guided",

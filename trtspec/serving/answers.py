@@ -188,7 +188,7 @@ async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
     try:
         for stream in streams:
             await stream.start()
-        _check_size([stream.requests[0] for stream in streams], config)
+        _check_size(streams, config)
     except BaseException as error:
         for stream in streams:
             stream.cancel()
@@ -197,10 +197,13 @@ async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
         raise
 
 
-def _check_size(requests: Sequence[Request], config: ServerConfig) -> None:
-    """Refuses log probabilities of prompts that would fill the memory."""
-    asked = ((r.sampling_params.prompt_logprobs, len(r.prompt_token_ids)) for r in requests)
-    total = sum((count + 1) * length for count, length in asked if count is not None)
+def _check_size(streams: Sequence[OutputStream], config: ServerConfig) -> None:
+    """Refuses log probabilities of prompts that take long to write. Each choice may have them."""
+    total = 0
+    for stream in streams:
+        first, *others = stream.requests
+        if (count := first.sampling_params.prompt_logprobs) is not None:
+            total += (count + 1) * len(first.prompt_token_ids) * (1 + len(others))
     if total > config.max_prompt_logprobs:
         raise refused(
             "prompt_logprobs",
