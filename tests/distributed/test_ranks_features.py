@@ -12,7 +12,8 @@ import torch
 from embeds import embeds_prompt, mrope_positions_of_prompt, vl_model_dir
 from guided import save_tokenizer
 from matrix import Drafters, config_of, cpu_engine, full
-from oracle import random_prompts
+from oracle import Oracle, random_prompts
+from prompt_logprobs import assert_as_asked
 from tiny import tiny_model_dir
 from tiny_gemma import assistant_dir, gemma_dir
 from tiny_gemma_assistant import assistant_config
@@ -76,6 +77,20 @@ def test_shaped_logits_and_log_probabilities(target_dir: Path, eagle3: Any) -> N
         assert entry.keys() == other.keys()
         for token in entry:
             assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("attention_dp", [False, True])
+def test_log_probabilities_of_prompts(target_dir: Path, eagle3: Any, attention_dp: bool) -> None:
+    """Each rank has a part of the logits. Parts of prompts, preempted and beside others."""
+    counts = [2, None, 0, 5, 20, None]
+    params = [SamplingParams(max_tokens=28, ignore_eos=True, prompt_logprobs=n) for n in counts]
+    with cpu_engine(
+        target_dir, eagle3, chunk=17, pool=72 if attention_dp else 112, tensor_parallel_size=2,
+        enable_attention_dp=attention_dp,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(random_prompts(6, 12), params)
+        assert llm.stats().num_preemptions > 0
+    assert_as_asked(outputs, counts, Oracle(target_dir).read)
 
 
 def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:

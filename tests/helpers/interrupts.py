@@ -11,6 +11,7 @@ import pytest
 
 import trtspec
 from trtspec import LLM, SamplingParams
+from trtspec.api.outputs import Logprob
 from trtspec.executor.request import Request
 
 PACKAGE = Path(trtspec.__file__).parent
@@ -26,7 +27,7 @@ REQUESTS = [
     ([3, 4, 3, 4, 3], SamplingParams(max_tokens=6, ignore_eos=True)),
     ([9, 8, 7], SamplingParams(max_tokens=5, temperature=0.9, seed=5, ignore_eos=True)),
     ([5, 5, 6], SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)),
-    (list(range(20, 34)), SamplingParams(max_tokens=2, ignore_eos=True)),
+    (list(range(20, 34)), SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True)),
     ([2, 90], SamplingParams(max_tokens=3, presence_penalty=0.7, ignore_eos=True)),
 ]
 
@@ -73,6 +74,15 @@ def finish(llm: LLM) -> None:
     llm.executor.run_until_done()
 
 
+def prompt_entries(request: Request) -> list[dict[int, Logprob]]:
+    """Those of all prompt tokens but the first, if they were asked for."""
+    if request.prompt_logprobs is None:
+        return []
+    _, *entries = request.prompt_logprobs.entries(request.prompt_token_ids, 1)
+    assert len(entries) == len(request.prompt_token_ids) - 1 and None not in entries
+    return [entry for entry in entries if entry is not None]
+
+
 def check(llm: LLM, requests: list[Request], expected: list[Request], where: object) -> None:
     executor = llm.executor
     for request, other in zip(requests, expected, strict=True):
@@ -83,7 +93,9 @@ def check(llm: LLM, requests: list[Request], expected: list[Request], where: obj
         assert request.output_token_ids == other.output_token_ids, where
         assert request.finish_reason == other.finish_reason, where
         assert (request.logprobs is None) == (other.logprobs is None), where
-        for got, wanted in zip(request.logprobs or [], other.logprobs or [], strict=True):
+        pairs = [*zip(request.logprobs or [], other.logprobs or [], strict=True)]
+        pairs += zip(prompt_entries(request), prompt_entries(other), strict=True)
+        for got, wanted in pairs:
             assert list(got) == list(wanted), where
             for token, entry in wanted.items():
                 assert got[token].logprob == pytest.approx(entry.logprob, abs=1e-4), where

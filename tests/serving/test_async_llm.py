@@ -193,7 +193,7 @@ def test_outputs_are_those_of_llm(model_dir: Path, reference: LLM) -> None:
         greedy(40),
         greedy(30, stop=["12", "b"]),
         SamplingParams(max_tokens=20, temperature=1.0, seed=5, logprobs=2),
-        SamplingParams(max_tokens=20, temperature=1.0, seed=6, n=3),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=6, n=3, prompt_logprobs=2),
     ]
     wanted = reference.generate(PROMPTS, params)
 
@@ -203,6 +203,10 @@ def test_outputs_are_those_of_llm(model_dir: Path, reference: LLM) -> None:
             assert same(output, want)
             assert output.prompt == want.prompt
             assert output.prompt_token_ids == want.prompt_token_ids
+            _, *said = output.prompt_logprobs or [None]
+            _, *expected = want.prompt_logprobs or [None]
+            assert [*map(list, said)] == [*map(list, expected)]
+        assert wanted[3].prompt_logprobs
         assert outputs[0].spec_stats == wanted[0].spec_stats
         assert outputs[0].spec_stats.num_accepted_draft_tokens > 0
         assert (await llm.stats()).generated_tokens == sum(

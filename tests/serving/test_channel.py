@@ -21,6 +21,7 @@ from served import PROMPTS, Served, greedy, make_llm, served_model_dir
 from trtspec import EngineError, RequestError, SamplingParams
 from trtspec.api.outputs import Logprob
 from trtspec.api.sampling_params import MAX_TOKENS
+from trtspec.executor.logprobs import PromptLogprobs
 from trtspec.executor.request import Request
 from trtspec.frontend.engine_thread import Bell, News
 from trtspec.serving import processes
@@ -88,12 +89,14 @@ def test_what_is_sent_of_a_request() -> None:
     asked = make_request(2, logprobs=1)
     asked.output_token_ids = [1, 2]
     asked.logprobs = [{n: Logprob(-0.5, 2), 9: Logprob(-0.25, 1)} for n in (1, 2)]
+    asked.prompt_logprobs = PromptLogprobs()
     sent = Sent(asked, 6, is_whole=True)
     assert sent.announced == 0  # a long answer's would be a message of megabytes
     for i in range(2):
         _, _, details = sent.entry(i + 1, False)
         assert details is not None and details.counts is None
         assert details.logprobs == [[(i + 1, -0.5, 2), (9, -0.25, 1)]]
+        assert details.prompt_logprobs is (None if i else asked.prompt_logprobs)
     assert Sent(request, 7, is_whole=True).announced == MAX_TOKENS
     sent = Sent(request, 8, is_whole=False, keep_counts=True)
     for i in range(2):

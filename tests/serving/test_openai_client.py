@@ -151,6 +151,113 @@ def test_completions(client: openai.OpenAI, reference: LLM) -> None:
     assert len(complete(client, max_tokens=None).choices[0].text) > 16  # null: the default
 
 
+def assert_named(
+    known: Any, ids: list[int], wanted: list[dict[int, Logprob] | None], count: int
+) -> None:
+    """Compares `choices[].logprobs` with what an engine says of the tokens."""
+    names = token_texts()
+    assert known.tokens == [names[token] for token in ids]
+    assert len(known.top_logprobs) == len(known.token_logprobs) == len(ids)
+    assert known.token_logprobs[0] is known.top_logprobs[0] is wanted[0] is None
+    columns = zip(ids, known.token_logprobs, known.top_logprobs, wanted, strict=True)
+    for token, own, top, entry in [*columns][1:]:
+        assert own == pytest.approx(entry[token].logprob, abs=1e-4)
+        assert len(top) == count
+        for name, logprob in top.items():
+            assert logprob == pytest.approx(entry[names.index(name)].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("max_tokens", [0, 1, 20])
+def test_echo_with_log_probabilities(
+    client: openai.OpenAI, reference: LLM, count: int, max_tokens: int
+) -> None:
+    """As lm-eval-harness asks, of several prompts of token ids; and of one text."""
+    prompts = PROMPTS[:3]  # the other has a character without a token
+    ids = [reference.tokenizer.encode(text) for text in prompts]
+    params = greedy(max(max_tokens, 1), logprobs=count, prompt_logprobs=count)
+    wanted = reference.generate(prompts, params)
+    fields: dict[str, Any] = {"echo": True, "logprobs": count, "max_tokens": max_tokens}
+    answer = complete(client, prompt=ids, **fields)
+    for choice, prompt, output in zip(answer.choices, prompts, wanted, strict=True):
+        tokens, said = list(output.prompt_token_ids), list(output.prompt_logprobs)
+        text = prompt
+        if max_tokens:
+            tokens += output.outputs[0].token_ids
+            said += output.outputs[0].logprobs
+            text += output.outputs[0].text
+        assert choice.text == text and choice.finish_reason == "length"
+        assert_named(choice.logprobs, tokens, said, count)
+        ends = [*choice.logprobs.text_offset[1:], len(text)]
+        parts = [text[i:j] for i, j in zip(choice.logprobs.text_offset, ends, strict=True)]
+        assert parts == choice.logprobs.tokens
+        if count == 1:  # whether a prompt's token is the likeliest, as lm-eval tells
+            owns, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+            columns = zip(tokens, owns, tops, said, strict=True)
+            for token, own, top, entry in [*columns][1:]:
+                assert (own == max(top.values())) == (entry[token].rank == 1)
+    usage = answer.usage
+    assert usage.completion_tokens == max_tokens * len(ids)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    one = complete(client, prompt=PROMPTS[1], **fields).choices[0]
+    other = answer.choices[1].logprobs
+    assert one.text == answer.choices[1].text and one.logprobs.tokens == other.tokens
+    assert one.logprobs.token_logprobs[1:] == pytest.approx(other.token_logprobs[1:], abs=1e-4)
+
+
+def test_a_prompt_alone(client: openai.OpenAI) -> None:
+    """The token that an engine makes all the same is not shown, streamed or not."""
+    extra = EXTRA | {"include_token_sources": True}
+    fields: dict[str, Any] = dict(prompt=PROMPTS, echo=True, max_tokens=0, extra_body=extra)
+    whole = complete(client, **fields)
+    assert [choice.text for choice in whole.choices] == PROMPTS
+    assert all(choice.trtspec["tokens"] == [] for choice in whole.choices)
+    options = {"include_usage": True}
+    *chunks, last = complete(client, **fields, stream=True, stream_options=options)
+    texts = {chunk.choices[0].index: chunk.choices[0].text for chunk in chunks}
+    assert [texts[i] for i in range(4)] == PROMPTS
+    assert {chunk.choices[0].finish_reason for chunk in chunks} == {"length"}
+    assert last.usage.completion_tokens == whole.usage.completion_tokens == 0
+
+
+def test_several_completions_echo_the_same(client: openai.OpenAI, reference: LLM) -> None:
+    prompt = PROMPTS[3]
+    answer = complete(client, prompt=prompt, echo=True, logprobs=2, n=3, temperature=1, seed=3)
+    wanted = reference.generate(prompt, greedy(1, prompt_logprobs=2))
+    length = len(wanted.prompt_token_ids)
+    for choice in answer.choices:
+        known = choice.logprobs
+        assert len(known.tokens) == length + 30 and choice.text.startswith(prompt)
+        assert known.text_offset[length] == len(prompt)
+        known.tokens, known.token_logprobs = known.tokens[:length], known.token_logprobs[:length]
+        known.top_logprobs = known.top_logprobs[:length]
+        assert_named(known, wanted.prompt_token_ids, wanted.prompt_logprobs, 2)
+    assert len({choice.text for choice in answer.choices}) == 3
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, reference: LLM) -> None:
+    names, extra = token_texts(), EXTRA | {"prompt_logprobs": 2}
+    chat = ask(client, extra_body=extra)
+    texts = complete(client, prompt=PROMPTS[:2], extra_body=extra, echo=True, logprobs=1)
+    wanted = [reference.chat(MESSAGES, greedy(1, prompt_logprobs=2))]
+    wanted += reference.generate(PROMPTS[:2], greedy(1, prompt_logprobs=2))
+    said = [chat.prompt_logprobs, *(choice.prompt_logprobs for choice in texts.choices)]
+    for entries, output in zip(said, wanted, strict=True):
+        assert entries[0] is output.prompt_logprobs[0] is None
+        for entry, known in zip(entries[1:], output.prompt_logprobs[1:], strict=True):
+            assert list(entry) == [str(token) for token in known]
+            for token, one in known.items():
+                logprob = entry[str(token)]["logprob"]
+                assert logprob == pytest.approx(one.logprob, abs=1e-4)
+                assert entry[str(token)] == {
+                    "logprob": logprob, "rank": one.rank, "decoded_token": names[token]
+                }  # fmt: skip
+    assert chat.choices[0].message.content == reference.chat(MESSAGES, greedy(30)).outputs[0].text
+    assert all(len(top) == 1 for top in texts.choices[0].logprobs.top_logprobs[1:])
+    assert not hasattr(ask(client), "prompt_logprobs")
+
+
 def test_offsets_of_characters_of_several_tokens() -> None:
     """A token for each byte: a character's text comes with its last one."""
 

@@ -61,8 +61,12 @@ def test_nothing_is_left(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
         warm_up(llm, shapes=SHAPES)
     assert executor.stats() == fresh and is_at_rest(llm) and not caplog.records
     assert {len(r.prompt_token_ids) for r in seen} == {8, 9, 16, 40}
+    long = [r for r in seen if len(r.prompt_token_ids) == 40]
+    assert any(r.sampling_params.prompt_logprobs is not None for r in long)
     params = {kind.name: kind.params for kind in kinds_of(llm)}
-    assert list(params) == ["greedy", "sampled", "filtered", "penalised", "logprobs", "guided"]
+    assert list(params) == [
+        "greedy", "sampled", "filtered", "penalised", "logprobs", "prompt logprobs", "guided",
+    ]  # fmt: skip
     for wanted in params.values():
         like = [
             r for r in seen if all(getattr(r.sampling_params, k) == v for k, v in wanted.items())
@@ -205,7 +209,7 @@ def test_grammars_that_cannot_be_had(
     assert "guided request failed" in caplog.text and "no such vocabulary" in caplog.text
     assert is_at_rest(llm)
     llm.executor.set_tokenizer(None)
-    assert [kind.name for kind in kinds_of(llm)][-1] == "logprobs"
+    assert [kind.name for kind in kinds_of(llm)][-1] == "prompt logprobs"
 
 
 @pytest.mark.parametrize("options", [[], ["--no-warm-up"]])

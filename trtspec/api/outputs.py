@@ -68,6 +68,9 @@ class RequestOutput:
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed but found in the prefix cache; of n completions
     those of the first."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token: itself first, then the likeliest asked for. None for the first token, which
+    nothing is before, and for embeddings. None if none were asked for, and before all are known."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,9 @@ class SamplingParams:
         logprobs: also return each output token's log probability and rank, and those of this many
             likeliest tokens at its position (0 … 20). All are of the model's distribution:
             temperature 1, before filters. None: no log probabilities.
+        prompt_logprobs: the same of each prompt token but the first, in
+            `RequestOutput.prompt_logprobs`. Such a prompt is computed whole: it takes nothing over
+            from the prefix cache.
         guided_decoding: the grammar that the output follows, with any drafter and acceptance rule.
             Needs the extra `guided`. Not with `min_tokens`, since a grammar may end before.
 
@@ -82,6 +85,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] | None = None
     min_tokens: int = 0
     guided_decoding: GuidedDecodingParams | None = None
+    prompt_logprobs: int | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
     logit_bias_items: tuple[tuple[int, float], ...] = field(init=False, repr=False)
 
@@ -133,13 +137,14 @@ class SamplingParams:
                 f"top_k={self.top_k}: a greedy request says the same {self.n} times. Set a "
                 "temperature above 0, or n=1."
             )
-        count = self.logprobs
-        _check(
-            count is None or is_int(count, 0, MAX_LOGPROBS),
-            "logprobs",
-            self,
-            f"None or an int in 0 … {MAX_LOGPROBS}",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(
+                count is None or is_int(count, 0, MAX_LOGPROBS),
+                name,
+                self,
+                f"None or an int in 0 … {MAX_LOGPROBS}",
+            )
 
     def _check_ids(self, name: str) -> None:
         ids = _items(getattr(self, name))
@@ -208,7 +213,10 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(words))
 
     def each(self) -> list[SamplingParams]:
-        """Returns the n completions as separate requests. The first one has the seed set here."""
+        """Returns the n completions as separate requests.
+
+        The first one has the seed set here, and computes what is asked of the prompt.
+        """
         if self.n == 1:
             return [self]
         step = 0x9E3779B97F4A7C15
@@ -218,6 +226,8 @@ class SamplingParams:
         completions = [copy.copy(self) for _ in seeds]  # `replace` would check the lists again
         for one, seed in zip(completions, seeds, strict=True):
             vars(one).update(n=1, seed=seed)
+        for one in completions[1:]:
+            vars(one).update(prompt_logprobs=None)
         return completions
 
     def ends(self, eos: tuple[int, ...]) -> frozenset[int]:

@@ -20,6 +20,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from .embeds import check_embeds, kept_embeds
+from .logprobs import PromptLogprobs
 from .request import Request
 
 
@@ -66,6 +67,7 @@ class Admission:
             embeds=embeds,
             cache_salt=cache_salt,
             images=embeds.images if embeds is not None and reads_images_whole else (),
+            prompt_logprobs=None if params.prompt_logprobs is None else PromptLogprobs(),
         )
 
     def check_params(self, params: SamplingParams) -> None:

@@ -11,11 +11,14 @@ from ..distributed.logits import whole
 from ..metadata.mode import SpeculativeDecodingMode
 from ..models.decoder import Decoder
 from ..ops.step.rows import save_step
-from ..ops.tokens.logprobs import TokenLogprobs, token_logprobs
+from ..ops.tokens.logprobs import TokenLogprobs, logprobs_of, token_logprobs
 from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
-from .inputs import StepTensors
+from .inputs import PromptRows, StepTensors
+
+MOST_LOGITS = 1 << 26
+"""Computed at once for log probabilities of prompts: 512 rows of a vocabulary of 128 Ki tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StepOutputs:
     draft_inputs: DraftInputs | None = None  # for a drafter outside the step
     logprobs: TokenLogprobs | None = None  # 1 row per context, K'+1 per generation
     drafts: Tensor | None = None  # [B, K] int32, for the next step; None: in the slots alone
+    prompt_logprobs: TokenLogprobs | None = None  # of `StepTensors.prompt_rows`
 
 
 @torch.inference_mode()
@@ -95,4 +99,20 @@ def forward_step(
         draft_inputs=draft_inputs,
         logprobs=logprobs,
         drafts=new_tokens[:, 1:] if draft_inputs is None else None,
+        prompt_logprobs=(
+            None
+            if tensors.prompt_rows is None
+            else _prompt_logprobs(target, hidden, tensors.prompt_rows)
+        ),
     )
+
+
+def _prompt_logprobs(target: Decoder, hidden: Tensor, asked: PromptRows) -> TokenLogprobs:
+    """Returns the log probabilities of prompts' tokens. Memory bounds the rows at a time."""
+    size = max(1, MOST_LOGITS // target.config.vocab_size)
+    parts = []
+    for rows, tokens in zip(asked.rows.split(size), asked.tokens.split(size), strict=True):
+        part = logprobs_of(whole(target.compute_logits(hidden[rows])), tokens, asked.num_top)
+        part.ranks.masked_fill_(tokens < 0, 0)
+        parts.append(part)
+    return TokenLogprobs.joined(parts)

@@ -67,6 +67,16 @@ class ContextRows:
 
 
 @dataclass(frozen=True)
+class PromptRows:
+    """Rows of a pass whose next token is a prompt's, of prompts whose log probabilities are asked
+    for."""
+
+    rows: Tensor  # [R] int64, rows of the pass
+    tokens: Tensor  # [R] int64, the token after each; -1 where an embedding stands
+    num_top: int  # alternatives
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """What the host sends for one step: C contexts, G generations, K' drafts verified."""
 
@@ -83,6 +93,7 @@ class StepInputs:
     shapes_logits: bool = False
     is_cuda_graph: bool = False
     guided: GuidedStep | None = None  # where a request has a grammar
+    prompt_rows: PromptRows | None = None  # where log probabilities of a prompt are asked for
 
     def drafts_nothing(self, draft_len: int) -> bool:
         """Whether it neither verifies nor proposes drafts, and reads no prompt (`StepPlan`)."""
@@ -134,6 +145,26 @@ def build_inputs(
         has_filters=any(r.sampling_params.has_filters for r in requests),
         num_logprobs=batch.num_logprobs,
         shapes_logits=batch.shapes_logits,
+        prompt_rows=_prompt_rows(chunks, device),
+    )
+
+
+def _prompt_rows(chunks: list[ContextChunk], device: torch.device) -> PromptRows | None:
+    rows: list[int] = []
+    tokens: list[int] = []
+    first, num_top = 0, 0
+    for chunk in chunks:
+        if count := chunk.num_prompt_logprobs:
+            rows += range(first, first + count)
+            tokens += chunk.next_prompt_ids(count)
+            num_top = max(num_top, chunk.request.sampling_params.prompt_logprobs or 0)
+        first += chunk.end - chunk.start
+    if not rows:
+        return None
+    return PromptRows(
+        rows_to_tensor(rows, torch.int64, device),
+        rows_to_tensor(tokens, torch.int64, device),
+        num_top,
     )
 
 
@@ -172,6 +203,7 @@ class StepTensors:
     gather_ids: Tensor  # [C + G*(K'+1)] int64, the rows that get logits
     attn_metadata: AttentionMetadata
     spec_metadata: SpecMetadata
+    prompt_rows: PromptRows | None  # as in StepInputs
 
 
 def assemble(
@@ -271,6 +303,7 @@ def assemble(
         gather_ids=step.gather_ids,
         attn_metadata=attn_metadata,
         spec_metadata=spec_metadata,
+        prompt_rows=inputs.prompt_rows,
     )
 
 

@@ -490,7 +490,11 @@ class PyExecutor:
         request = result.request
         if request.is_poisoned:
             self.book.fail_poisoned(request)
-        elif result.yields_token:
+            return
+        if result.prompt_logprobs is not None:
+            assert request.prompt_logprobs is not None
+            request.prompt_logprobs.add(*result.prompt_logprobs)
+        if result.yields_token:
             kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
             self.statistics.add_result(result, count, kv_len, is_forced=is_forced)

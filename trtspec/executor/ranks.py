@@ -218,7 +218,10 @@ def compare_outputs(world: World, outputs: StepOutputs) -> None:
 
 def _without_host_state(request: Request) -> Request:
     """Returns a copy with what a runner reads of a request."""
-    return replace(request, text=None, steps=None, logprobs=None, grammar=None, prefix=None)
+    return replace(
+        request, text=None, steps=None, logprobs=None, prompt_logprobs=None, grammar=None,
+        prefix=None,
+    )  # fmt: skip
 
 
 def _drop(link: EngineLink) -> None:

@@ -16,6 +16,7 @@ from ..api.text_stream import TextStream
 from ..guided.grammar import Grammar
 from ..metadata.guided import Point
 from ..state.prefix import PrefixChain
+from .logprobs import PromptLogprobs
 
 
 class RequestState(Enum):
@@ -67,6 +68,7 @@ class Request:
     num_draft_tokens: int = 0  # drafts that those steps were asked to verify
     num_read: int = 0  # output tokens whose step is read to its end
     logprobs: list[dict[int, Logprob]] | None = None  # per output token, if asked for
+    prompt_logprobs: PromptLogprobs | None = None  # if asked for
     sources: list[int] | None = None  # per output token, if asked for: which draft it was, or 0
     steps: list[StepRecord] | None = None  # kept if `PyExecutor.record_steps` was set
 
@@ -91,6 +93,12 @@ class Request:
         Then the next generation step is the one that would have come without the preemption.
         """
         return self.num_tokens - (1 if self.output_token_ids else 0)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be computed for them, and nothing taken over from the cache."""
+        known = self.prompt_logprobs
+        return known is not None and known.num_known < len(self.prompt_token_ids)
 
     @property
     def is_generation(self) -> bool:
@@ -193,6 +201,25 @@ class ContextChunk:
     def next_prompt_token(self) -> int:
         """The token after the chunk; -1 if it is not chosen yet."""
         return -1 if self.end == self.request.num_tokens else self.request.token_ids[self.end]
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Rows from its first on that give log probabilities of the prompt, if asked for.
+
+        It depends on the part alone: all ranks compute the same rows.
+        """
+        if self.request.sampling_params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.end, len(self.request.prompt_token_ids) - 1) - self.start)
+
+    def next_prompt_ids(self, count: int) -> list[int]:
+        """Returns the prompt's tokens after the first `count` rows, -1 where embeddings stand."""
+        first, embeds = self.start + 1, self.request.embeds
+        ids = self.request.prompt_token_ids[first : first + count]
+        for position in () if embeds is None else embeds.positions.tolist():
+            if first <= position < first + count:
+                ids[position - first] = -1
+        return ids
 
 
 @dataclass(frozen=True)

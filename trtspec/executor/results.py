@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
 from .guide import GuidedBatch, tokens_of
+from .logprobs import LogprobRows, logprob_entry
 from .request import Request, ScheduledBatch, StepPlan
 from .step_launch import StepLaunch
 
@@ -30,6 +31,7 @@ class Results(NamedTuple):
     hidden_states: Tensor | None
     logprobs: TokenLogprobs | None
     drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
+    prompt_logprobs: TokenLogprobs | None
     ready: torch.cuda.Event | None  # None on CPU
 
 
@@ -70,6 +72,13 @@ class HiddenRows(NamedTuple):
     states: Tensor  # [n, (layers + 1) * D]
 
 
+class PromptPart(NamedTuple):
+    """Log probabilities of the prompt's tokens from position `first` on."""
+
+    first: int
+    rows: LogprobRows
+
+
 class RequestResult(NamedTuple):
     """The result of one step for one request."""
 
@@ -82,6 +91,7 @@ class RequestResult(NamedTuple):
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved
+    prompt_logprobs: PromptPart | None  # if asked for
 
     @property
     def sources(self) -> list[int]:
@@ -131,7 +141,7 @@ class StepReader:
 
     def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
         outputs = launch.finish()
-        logprobs, hidden, drafts = outputs.logprobs, outputs.hidden_states, None
+        hidden, drafts = outputs.hidden_states, None
         if drafts_of is not None:
             drafts = drafts_of() if outputs.drafts is None else outputs.drafts
         return Results(
@@ -139,13 +149,17 @@ class StepReader:
             new_tokens_lens=self._to_host(outputs.new_tokens_lens),
             bad_requests=self._to_host(outputs.bad_requests),
             hidden_states=None if hidden is None else self._to_host(hidden),
-            logprobs=logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs,
+            logprobs=self._logprobs_to_host(outputs.logprobs),
             drafts=None if drafts is None else self._to_host(drafts),
+            prompt_logprobs=self._logprobs_to_host(outputs.prompt_logprobs),
             ready=self._record_event(),  # after all copies
         )
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self.on_gpu else tensor
+
+    def _logprobs_to_host(self, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
+        return logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs
 
     def _record_event(self) -> torch.cuda.Event | None:
         if not self.on_gpu:
@@ -172,19 +186,21 @@ class StepReader:
         tokens, lens = results.new_tokens.tolist(), results.new_tokens_lens.tolist()
         is_bad, num_proposed = results.bad_requests.tolist(), _num_proposed(launched)
         logprobs, hidden = _logprobs(launched, tokens, lens), _hidden_rows(launched)
+        prompts = _prompt_parts(launched)
         first_generation = len(launched.batch.contexts)
         yields_token, num_asked = launched.yields_token, launched.num_asked
         return [
             RequestResult(
                 request=request,
                 is_generation=row >= first_generation,
-                is_bad=is_bad[row],
+                is_bad=is_bad[row] or ((part := prompts[row]) is not None and part.rows.has_nan),
                 yields_token=yields_token[row],
                 tokens=tokens[row][: lens[row]],
                 num_asked=num_asked[row],
                 num_proposed=num_proposed[row],
                 logprobs=logprobs[row],
                 hidden=hidden[row],
+                prompt_logprobs=prompts[row],
             )
             for row, request in enumerate(launched.batch.requests)
         ]
@@ -209,6 +225,24 @@ def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:
         HiddenRows(start=start, states=states[end - count : end])
         for (start, count), end in zip(spans, ends, strict=True)
     ]
+
+
+def _prompt_parts(launched: LaunchedStep) -> Sequence[PromptPart | None]:
+    """Returns the log probabilities of each request's prompt that the step computed."""
+    batch, known = launched.batch, launched.results.prompt_logprobs
+    if known is None:
+        return [None] * len(batch.requests)
+    parts: list[PromptPart | None] = []
+    start = 0
+    for chunk in batch.contexts:
+        count = chunk.request.sampling_params.prompt_logprobs
+        end = start + chunk.num_prompt_logprobs
+        if count is None or start == end:
+            parts.append(None)
+        else:
+            parts.append(PromptPart(chunk.start + 1, LogprobRows.of(known, start, end, count)))
+        start = end
+    return parts + [None] * len(batch.generations)
 
 
 def _logprobs(
@@ -236,8 +270,5 @@ def _logprobs(
 
 def _entry(known: TokenLogprobs, i: int, token: int, count: int) -> dict[int, Logprob]:
     """Returns the token chosen at logits row `i`, then the `count` likeliest, by token."""
-    entry = {token: Logprob(float(known.own[i]), int(known.ranks[i]))}
     pairs = zip(known.top_ids[i].tolist(), known.top[i].tolist(), strict=True)
-    for rank, (other, logprob) in enumerate(islice(pairs, count), start=1):
-        entry.setdefault(other, Logprob(logprob, rank))
-    return entry
+    return logprob_entry(token, float(known.own[i]), int(known.ranks[i]), pairs, count)

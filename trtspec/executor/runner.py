@@ -254,7 +254,7 @@ class StepRunner:
         """Returns the graphs' inputs for these parts of prompts, if a graph serves them."""
         if self.graphs is None or not self._can_replay:
             return None
-        if any(chunk.request.embeds is not None for chunk in chunks):
+        if any(c.request.embeds is not None or c.num_prompt_logprobs for c in chunks):
             return None
         return self.graphs.shape_for(chunks)
 

@@ -227,12 +227,16 @@ class Scheduler:
         if not cache.reuse.is_on:
             return PrefixHit()
         chain.extend(request.tokens_between, request.num_tokens)
+        if request.lacks_prompt_logprobs:
+            return PrefixHit()
         limit = request.num_context_tokens - max(1, self.rewritten)
         return cache.find(Sought(chain, request.tokens_between, limit, request.cut_before_image))
 
     def _is_coming(self, request: Request, hit: PrefixHit, coming: set[bytes]) -> bool:
         """Whether running prompts are about to compute half or more of what the request lacks."""
         assert request.prefix is not None
+        if request.lacks_prompt_logprobs:  # it takes nothing over
+            return False
         keys, end = request.prefix.keys, hit.num_blocks
         while end < len(keys) and keys[end] in coming:
             end += 1

@@ -78,6 +78,7 @@ class OutputReader:
         self._stream = TextStream(tokenizer, request.sampling_params.stop_strings)
         self.num_seen, self._seen_text = 0, 0  # tokens, characters
         self.is_done = False  # the end was taken
+        self._prompt_entries: list[dict[int, Logprob] | None] | None = None
 
     def take(self, num_tokens: int, *, is_finished: bool) -> Piece:
         """Returns what is new.
@@ -121,7 +122,17 @@ class OutputReader:
             finished=self.is_done,
             error=request.error,
             cached_tokens=request.cached_tokens or 0,
+            prompt_logprobs=self._entries_of_prompt(),
         )
+
+    def _entries_of_prompt(self) -> list[dict[int, Logprob] | None] | None:
+        request, count = self.request, self.request.sampling_params.prompt_logprobs
+        if count is None or request.prompt_logprobs is None or request.lacks_prompt_logprobs:
+            return None
+        if self._prompt_entries is None:
+            known = request.prompt_logprobs
+            self._prompt_entries = known.entries(request.prompt_token_ids, count)
+        return self._prompt_entries
 
 
 def join(

@@ -16,7 +16,8 @@ from ..errors import EngineError, QueueFullError, RequestError
 from ..executor.request import Request
 from ..frontend.async_front import AsyncFront, OutputStream
 from ..frontend.outputs import Piece
-from .errors import ApiError, of_library
+from .config import ServerConfig
+from .errors import ApiError, of_library, refused
 from .protocol import GenerationRequest
 from .sampling import grammar_field
 from .token_names import TokenName, TokenNames
@@ -90,6 +91,29 @@ def top_of(known: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     return sorted(known.items(), key=lambda item: item[1].rank)[:count]
 
 
+def prompt_logprobs_of(names: TokenNames, request: Request, count: int) -> list[Json | None]:
+    """Returns `prompt_logprobs` as vLLM has it: a prompt's log probabilities by token id."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {
+                "logprob": finite(known.logprob),
+                "rank": known.rank,
+                "decoded_token": names[token].text,
+            }
+            for token, known in entry.items()
+        }
+        for entry in prompt_entries(request, count)
+    ]
+
+
+def prompt_entries(request: Request, count: int) -> list[dict[int, Logprob] | None]:
+    """Returns the log probabilities of a request's prompt, once there is a token."""
+    assert request.prompt_logprobs is not None
+    return request.prompt_logprobs.entries(request.prompt_token_ids, count)
+
+
 def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
@@ -155,7 +179,7 @@ def metrics_of(llm: AsyncFront, requests: Sequence[Request]) -> Json | None:
     }
 
 
-async def start(streams: Sequence[OutputStream]) -> None:
+async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
     """Queues the requests. If one is refused, the others are cancelled.
 
     Raises:
@@ -164,12 +188,29 @@ async def start(streams: Sequence[OutputStream]) -> None:
     try:
         for stream in streams:
             await stream.start()
+        _check_size(streams, config)
     except BaseException as error:
         for stream in streams:
             stream.cancel()
         if isinstance(error, RequestError | QueueFullError | EngineError):
             raise of_library(error) from None
         raise
+
+
+def _check_size(streams: Sequence[OutputStream], config: ServerConfig) -> None:
+    """Refuses log probabilities of prompts that take long to write. Each choice may have them."""
+    total = 0
+    for stream in streams:
+        first, *others = stream.requests
+        if (count := first.sampling_params.prompt_logprobs) is not None:
+            total += (count + 1) * len(first.prompt_token_ids) * (1 + len(others))
+    if total > config.max_prompt_logprobs:
+        raise refused(
+            "prompt_logprobs",
+            f"{total} log probabilities of prompts are asked for, by 'prompt_logprobs' or 'echo' "
+            f"with 'logprobs': this server allows {config.max_prompt_logprobs}. Send fewer prompts "
+            "at a time.",
+        )
 
 
 async def next_pieces(stream: OutputStream, asked: GenerationRequest) -> list[tuple[int, Piece]]:

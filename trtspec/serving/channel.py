@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..executor.logprobs import PromptLogprobs
 from ..frontend.async_front import Asked, EngineFacts
 from .config import ServerConfig
 
@@ -90,6 +91,7 @@ class Details(NamedTuple):
     sources: list[int] | None
     counts: Counts | None  # at the end; before, if asked for
     end: End | None
+    prompt_logprobs: PromptLogprobs | None = None  # in the first news
 
 
 Entry = tuple[int, list[int], Details | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from .answers import (
     metrics_of,
     new_pieces,
     next_pieces,
+    prompt_logprobs_of,
     start,
     text_of,
     usage_of,
@@ -110,6 +112,7 @@ class ChatEndpoint:
             self.config,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
             reasoning_end=markers.end if markers is not None and is_inside else None,
             tag=None if parser is None else self._forced(request, parser),
         )
@@ -126,7 +129,7 @@ class ChatEndpoint:
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
-        await start([stream])
+        await start([stream], self.config)
         make = partial(self._choice, request, is_inside)
         return ChatAnswer(self, request, stream, [make() for _ in range(request.n)])
 
@@ -315,7 +318,13 @@ class ChatAnswer:
                 }
                 | ({"trtspec": {"tokens": tokens[index]}} if tokens[index] else {})
             )
-        return self._header.fields() | {"choices": choices} | self._totals()
+        answer: Json = self._header.fields() | {"choices": choices} | self._totals()
+        if (count := self._request.prompt_logprobs) is not None:
+            prompt = self._stream.requests[0]
+            answer["prompt_logprobs"] = await asyncio.to_thread(
+                prompt_logprobs_of, self._names, prompt, count
+            )
+        return answer
 
     def _take(self, index: int, piece: Piece) -> Delta:
         """Returns what is new of a choice, and ends its request where the choice ends earlier."""

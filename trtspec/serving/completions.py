@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ..api.outputs import Logprob
 from ..errors import EngineError, RequestError
+from ..executor.request import Request
 from ..frontend.async_front import AsyncFront, OutputStream
 from ..frontend.engine_thread import Bell
-from ..frontend.outputs import Piece
+from ..frontend.outputs import NOTHING_NEW, Piece
 from .answers import (
     Header,
     Json,
@@ -21,6 +23,8 @@ from .answers import (
     metrics_of,
     new_pieces,
     next_pieces,
+    prompt_entries,
+    prompt_logprobs_of,
     start,
     text_of,
     usage_of,
@@ -52,11 +56,14 @@ class CompletionEndpoint:
         Args:
             arrived: when the request was there, of time.perf_counter().
         """
-        if request.echo and request.logprobs is not None:
-            raise refused("echo", "'echo' with 'logprobs' is not supported: leave one out.")
+        is_prompt_alone = request.echo and request.max_tokens == 0
         prompts = _prompts(request, self.config.max_prompts)
         params = make_params(
-            request, self.config, max_tokens=request.max_tokens, logprobs=request.logprobs
+            request,
+            self.config,
+            max_tokens=1 if is_prompt_alone else request.max_tokens,  # an engine makes one
+            logprobs=request.logprobs,
+            prompt_logprobs=_most(request.prompt_logprobs, _num_echoed(request)),
         )
         salt, sources = request.cache_salt, request.include_token_sources
         streams = [
@@ -68,7 +75,7 @@ class CompletionEndpoint:
             if request.stream:  # one task reads them all
                 stream.bell = streams[0].bell
         try:
-            await start(streams)
+            await start(streams, self.config)
             echoes = [await self._echo(request, prompt) for prompt in prompts]
         except (RequestError, EngineError) as error:
             raise of_library(error) from None
@@ -90,27 +97,47 @@ def _prompts(request: CompletionRequest, most: int) -> list[Prompt]:
     return list(given)
 
 
+def _num_echoed(request: CompletionRequest) -> int | None:
+    """Returns the alternatives of prompt tokens in `choices[].logprobs`; None: it has no prompt."""
+    return request.logprobs if request.echo else None
+
+
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
 class _Choice:
     """One completion as it is read.
 
     Args:
         has_texts: whether the tokens' texts are asked for.
+        offset: characters before it.
     """
 
-    def __init__(self, tokenizer: Any, has_texts: bool):
+    def __init__(self, tokenizer: Any, has_texts: bool, offset: int = 0):
         self.texts = TokenTexts(tokenizer) if has_texts else None
         self.num_tokens, self.is_begun = 0, False
-        self._offset, self._read = 0, TokenTexts(tokenizer)
+        self._offset, self._read = offset, TokenTexts(tokenizer)
 
     def logprobs(self, names: TokenNames, piece: Piece, count: int) -> Json:
         """Returns `choices[].logprobs` of a piece."""
+        return self.entries(names, piece.token_ids, piece.logprobs or [], count)
+
+    def entries(
+        self,
+        names: TokenNames,
+        token_ids: Sequence[int],
+        logprobs: Sequence[dict[int, Logprob] | None],
+        count: int,
+    ) -> Json:
+        """The same of any tokens that are next. A prompt's first one has no log probability."""
         entries: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
-        for token, known in zip(piece.token_ids, piece.logprobs or [], strict=False):
+        for token, known in zip(token_ids, logprobs, strict=False):
             entries["tokens"].append(names[token].text)
-            entries["token_logprobs"].append(finite(known[token].logprob))
-            entries["top_logprobs"].append(logprobs_by_text(names, known, count))
+            entries["token_logprobs"].append(known and finite(known[token].logprob))
+            entries["top_logprobs"].append(known and logprobs_by_text(names, known, count))
             entries["text_offset"].append(self._offset)
             self._offset += len(self._read.add(token))
         return entries
@@ -130,7 +157,10 @@ class CompletionAnswer:
         self._streams, self._echoes, self._n = streams, echoes, request.n
         self._num_top = request.logprobs or 0
         tokenizer, has_texts = endpoint.llm.tokenizer, request.include_token_sources
-        self._choices = [_Choice(tokenizer, has_texts) for _ in range(len(streams) * request.n)]
+        self._choices = [
+            _Choice(tokenizer, has_texts, len(echo)) for echo in echoes for _ in range(request.n)
+        ]
+        self._drops_output = request.max_tokens == 0
         self._header = Header("text_completion", endpoint.model_name, "cmpl")
         self._first: list[tuple[int, int, Piece]] = []
         self._num_open, self.is_done = len(self._choices), False
@@ -163,6 +193,7 @@ class CompletionAnswer:
         while pieces := await next_pieces(self._streams[number], self._request):
             for index, piece in pieces:
                 entry, choice = choices[index], self._choices[first + index]
+                piece = self._kept(piece)
                 entry["text"] += piece.text
                 entry["finish_reason"] = piece.finish_reason
                 choice.num_tokens += len(piece.token_ids)
@@ -175,7 +206,33 @@ class CompletionAnswer:
                 if choice.texts is not None:
                     tokens = entry.setdefault("trtspec", {"tokens": []})["tokens"]
                     tokens += choice.texts.of(piece)
+        await self._add_prompt(self._streams[number].requests[0], choices)
         return choices
+
+    async def _add_prompt(self, request: Request, choices: list[Json]) -> None:
+        """Adds what is asked of the prompt. A long one takes its time, beside the event loop."""
+        asked, names = self._request, self._names
+        if (count := asked.prompt_logprobs) is not None:
+            known = await asyncio.to_thread(prompt_logprobs_of, names, request, count)
+            for choice in choices:
+                choice["prompt_logprobs"] = known
+        if (count := _num_echoed(asked)) is not None:
+            prompt = await asyncio.to_thread(self._echoed, request, count)
+            for choice in choices:
+                output = choice["logprobs"]
+                choice["logprobs"] = {key: prompt[key] + output[key] for key in prompt}
+
+    def _echoed(self, request: Request, count: int) -> Json:
+        """Returns `choices[].logprobs` of a prompt."""
+        entries, ids = prompt_entries(request, count), request.prompt_token_ids
+        return _Choice(self._llm.tokenizer, False).entries(self._names, ids, entries, count)
+
+    def _kept(self, piece: Piece) -> Piece:
+        """Returns a piece without the token that was made where none is asked for."""
+        if not self._drops_output:
+            return piece
+        reason = piece.finish_reason and "length"
+        return NOTHING_NEW._replace(finish_reason=reason)
 
     def _requests(self) -> list[Any]:
         return [request for stream in self._streams for request in stream.requests]
@@ -212,7 +269,7 @@ class CompletionAnswer:
     def _new(self) -> list[tuple[int, int, Piece]]:
         """Returns what is new: the prompt's number, the choice's, the piece."""
         return [
-            (number, number * self._n + i, piece)
+            (number, number * self._n + i, self._kept(piece))
             for number, stream in enumerate(self._streams)
             for i, piece in new_pieces(stream, self._request)
         ]

@@ -23,6 +23,8 @@ class ServerConfig:
         write_timeout: seconds in which a client must read what is ready for it.
         max_n: completions of one prompt. max_prompts: prompts of one request.
         max_stop: stop strings, and stop tokens. max_logprobs: alternatives per token.
+        max_prompt_logprobs: log probabilities of a request's prompts. As many as are allowed by
+            default take 0.3 s to write as JSON, for which other clients wait.
         plain_step_seconds: of a step without drafts, by batch size, for the page's speed-up.
 
     Raises:
@@ -42,12 +44,16 @@ class ServerConfig:
     max_prompts: int = 64
     max_stop: int = 16
     max_logprobs: int = 20
+    max_prompt_logprobs: int = 2**18
     plain_step_seconds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, high in (("port", 65535), ("max_body_bytes", 2**30), ("max_n", 128)):
             self._check(name, is_int(getattr(self, name), 0, high), f"an int in 0 … {high}")
-        for name, high in (("max_prompts", 4096), ("max_stop", 1024), ("max_logprobs", 20)):
+        for name, high in (
+            ("max_prompts", 4096), ("max_stop", 1024), ("max_logprobs", 20),
+            ("max_prompt_logprobs", 2**30),
+        ):  # fmt: skip
             self._check(name, is_int(getattr(self, name), 0, high), f"an int in 0 … {high}")
         for name in ("shutdown_timeout", "body_timeout", "header_timeout", "write_timeout"):
             value = getattr(self, name)

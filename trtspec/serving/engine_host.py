@@ -76,6 +76,7 @@ class Sent(Followed):
                 sources=None if sources is None else sources[first:num_tokens],
                 counts=counts,
                 end=End(request.finish_reason, request.error) if is_done else None,
+                prompt_logprobs=None if self.has_begun else request.prompt_logprobs,
             )
         self.num_sent, self.has_begun = num_tokens, True
         return self.key, request.output_token_ids[first:num_tokens], details

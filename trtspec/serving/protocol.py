@@ -92,6 +92,7 @@ class GenerationRequest(_Model):
     guided_choice: list[str] | None = None
     cache_salt: str | None = None
     include_token_sources: bool = False
+    prompt_logprobs: int | None = None
     # Who asks, and for what. Nothing depends on it.
     user: str | None = None
     safety_identifier: str | None = None

@@ -176,6 +176,8 @@ class RemoteLLM(AsyncFront):
     def _take_details(self, request: Request, details: Details) -> bool:
         """Returns whether the request ended."""
         request.cached_tokens = details.cached_tokens
+        if details.prompt_logprobs is not None:
+            request.prompt_logprobs = details.prompt_logprobs
         if request.logprobs is not None:
             request.logprobs += [
                 {token: Logprob(value, rank) for token, value, rank in each}

@@ -27,6 +27,7 @@ def make_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     reasoning_end: str | None = None,
     tag: dict[str, Any] | None = None,
 ) -> SamplingParams:
@@ -34,14 +35,15 @@ def make_params(
 
     Args:
         max_tokens: None: as many as fit.
-        logprobs: alternatives per token; None: no log probabilities.
+        logprobs: alternatives per token; None: no log probabilities. prompt_logprobs: the same of
+            the prompt.
         reasoning_end: a grammar holds after this text.
         tag: a structural tag that `tool_choice` asks for.
 
     Raises:
         ApiError: a field is wrong.
     """
-    _check_limits(request, config, logprobs)
+    _check_limits(request, config, logprobs, prompt_logprobs)
     try:
         return SamplingParams(
             max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
@@ -61,6 +63,7 @@ def make_params(
             logit_bias=_logit_bias(request),
             bad_words=request.bad_words,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             guided_decoding=_guided(request, tag, reasoning_end),
         )
     except RequestError as error:
@@ -74,13 +77,19 @@ def _seed(given: int | None) -> int | None:
     return given + MAX_SEED + 1 if -MAX_SEED <= given < 0 else given
 
 
-def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: int | None) -> None:
+def _check_limits(
+    request: GenerationRequest,
+    config: ServerConfig,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> None:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     for name, count, most in (
         ("n", request.n, config.max_n),
         ("stop", len(stop), config.max_stop),
         ("stop_token_ids", len(request.stop_token_ids or []), config.max_stop),
         ("top_logprobs", logprobs or 0, config.max_logprobs),
+        ("prompt_logprobs", prompt_logprobs or 0, config.max_logprobs),
     ):
         if count > most:
             raise refused(name, f"{name!r} asks for {count}: this server allows {most}.")
@@ -94,6 +103,10 @@ def _check_limits(request: GenerationRequest, config: ServerConfig, logprobs: in
         raise refused("top_k", f"'top_k' is {shown(request.top_k)}: it must be >= -1.")
     if request.stream_options is not None and not request.stream:
         raise refused("stream_options", "'stream_options' is only allowed with stream=true.")
+    if request.stream and prompt_logprobs is not None:
+        raise refused(
+            "stream", "Log probabilities of the prompt are not streamed: leave 'stream' out."
+        )
     if request.cache_salt == "":
         raise refused("cache_salt", "'cache_salt' is empty: give text, or leave it out.")
 

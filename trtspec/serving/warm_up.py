@@ -32,6 +32,7 @@ class Kind(NamedTuple):
     params: dict[str, Any]
     is_common: bool = False  # else it is done with few shapes
     may_fail: bool = False  # with a warning: clients are told, too
+    is_long: bool = False  # also with the longest prompt, which takes memory of its own
 
 
 class Shapes(NamedTuple):
@@ -77,6 +78,7 @@ def kinds_of(llm: LLM) -> list[Kind]:
         Kind("filtered", {"temperature": 1.0, "top_k": 40, "top_p": 0.9}, is_common=True),
         Kind("penalised", {"temperature": 1.0, "presence_penalty": 0.5}),
         Kind("logprobs", {"temperature": 1.0, "logprobs": 1}),
+        Kind("prompt logprobs", {"temperature": 1.0, "prompt_logprobs": 1}, is_long=True),
         Kind("guided", {"guided_decoding": grammar}, may_fail=True),
     ]
     return [kind for kind in kinds if _is_served(llm.executor, kind)]
@@ -116,6 +118,8 @@ def _warm_up(run: _Run, kind: Kind, shapes: Shapes) -> None:
     if not kind.is_common:
         for size in {shapes.batches[0], shapes.batches[-1]}:
             run.together(kind, [few] * size)
+        if kind.is_long:
+            run.together(kind, [most])
         return
     for size in reversed(shapes.batches):  # the largest first: smaller graphs fit into its memory
         run.together(kind, [few] * size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,16 @@ class TokenLogprobs:
         """Returns the first `count` rows."""
         return TokenLogprobs(
             self.own[:count], self.ranks[:count], self.top_ids[:count], self.top[:count]
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """Returns the rows of all parts."""
+        return TokenLogprobs(
+            torch.cat([part.own for part in parts]),
+            torch.cat([part.ranks for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top for part in parts]),
         )
 
     def to_host(self) -> TokenLogprobs:
@@ -45,9 +56,18 @@ def token_logprobs(
     own_tokens = torch.cat(
         [new_tokens[:num_contexts, 0], new_tokens[num_contexts:, :per_generation].flatten()]
     )
+    return logprobs_of(logits, own_tokens, num_top)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> TokenLogprobs:
+    """The same of given tokens.
+
+    Args:
+        logits: [R, V] of the target. tokens: [R] int; where one is -1 the result means nothing.
+    """
     logits = logits.float()
     total = logits.logsumexp(-1)
-    own = logits.gather(1, own_tokens.clamp_min(0).to(torch.int64)[:, None])
+    own = logits.gather(1, tokens.clamp_min(0).to(torch.int64)[:, None])
     top, top_ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
     ranks = 1 + (logits > own).sum(-1)
     return TokenLogprobs(own[:, 0] - total, ranks, top_ids, top - total[:, None])
