@@ -61,10 +61,12 @@ def test_more_requests_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 def test_signals(model_dir: Path) -> None:
     """The first lets requests finish; with none left it ends with code 0. The second ends all."""
     with (
-        served(model_dir, "--speculative", "ngram") as (process, url),
+        served(model_dir, "--speculative", "ngram", "--max-batch-size", "3") as (process, url),
         served(model_dir) as (other, other_url),
         ThreadPoolExecutor() as pool,
     ):
+        sizes = [httpx.get(one + "/live").json()["max_running"] for one in (url, other_url)]
+        assert sizes == [3, 8]
         assert httpx.get(url + "/live").json()["speed"] is None  # nothing ran yet
         httpx.post(url + "/v1/completions", json=LONG | {"max_tokens": 60}, timeout=30)
         speed = httpx.get(url + "/live").json()["speed"]

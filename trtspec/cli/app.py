@@ -88,7 +88,7 @@ def generate(
 
 
 @app.command()
-@takes_records(without=("model", "max_batch_size"))
+@takes_records(without=("model", "engine.max_batch_size"))
 def serve(
     *,
     model: Annotated[

@@ -19,7 +19,8 @@ def takes_records(without: Collection[str] = ()) -> Callable[[Command], Command]
     parameter's default gives the defaults of this command.
 
     Args:
-        without: fields that are no options of this command; they keep their defaults.
+        without: fields that are no options of this command; they keep their defaults. `name.field`
+            is of the record `name` alone.
     """
 
     def decorate(command: Command) -> Command:
@@ -30,7 +31,11 @@ def takes_records(without: Collection[str] = ()) -> Callable[[Command], Command]
             if not is_dataclass(hint):
                 options.append(_option(name, hint, default))
                 continue
-            expanded = [o for o in _options(hint, default) if o.name not in without]
+            expanded = [
+                option
+                for option in _options(hint, default)
+                if not {option.name, f"{name}.{option.name}"} & set(without)
+            ]
             make: Any = hint if default is Parameter.empty else functools.partial(replace, default)
             records[name] = make, [option.name for option in expanded]
             options += expanded
