@@ -329,8 +329,11 @@ class NaiveHead:
         group = q.shape[1] // k.shape[1]
         k, v = (y.repeat_interleave(group, 1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
-        scores = scores.masked_fill(positions_k[None, None] > positions[None, :, None], -math.inf)
-        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        distance = positions[None, :, None] - positions_k[None, None]
+        unseen = (distance < 0) | (distance >= self.flags.get("window", math.inf))
+        out = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(unseen, -math.inf).softmax(-1), v
+        ).flatten(1)
         return self.linear(out, f"{name}.o_proj")
 
     def latent_attention(

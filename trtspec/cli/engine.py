@@ -104,6 +104,11 @@ def _check_companions(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
             "with --speculative how it drafts: eagle3, dflash, mtp or mtp_eagle."
         )
+    if options.draft_window is not None and not reads_head:
+        raise CliError(
+            f"--draft-window was given, but --speculative {options.speculative} drafts without a "
+            "head: it goes with eagle3, dflash, dspark, mtp or mtp_eagle."
+        )
     has_two = mode.is_eagle3() or mode.is_eagle3_one_model() or mode.is_mtp_eagle()
     if options.two_engine and not (has_two or mode.is_mtp_eagle_one_model()):
         raise CliError(
@@ -143,6 +148,7 @@ def _head_arguments(
         raise CliError(f"{mode.name} needs a draft head: give --head DIR.")
     arguments: dict[str, Any] = {
         "speculative_model": head,
+        "draft_window": options.draft_window,
         **config_class.fields_of_mode(mode),
     }
     if config_class.one_model_field is not None:

@@ -121,6 +121,8 @@ def describe_head(report: HeadReport, target: DecoderConfig | None) -> dict[str,
         if not in_head
     ]
     facts["Shared with target"] = ", ".join(shared) or "nothing by name (equal copies are shared)"
+    if head.draft_window:
+        facts["Draft window"] = f"a layer sees the last {head.draft_window:,} tokens at most"
     if head.suggested_draft_len is not None:
         facts["Draft length"] = f"{head.suggested_draft_len}, says config.json"
     if head.mask_token_id is not None:

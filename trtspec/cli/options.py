@@ -86,6 +86,14 @@ class EngineOptions:
             "the package's, for other models their own MTP layers.",
         ),
     ] = None
+    draft_window: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-window",
+            help="How many of the last tokens the head sees at most; 0 is all. Default: what its "
+            "config.json says (draft_window), else all.",
+        ),
+    ] = None
     two_engine: Annotated[
         bool,
         typer.Option("--two-engine", help="eagle3, mtp_eagle: draft in passes outside the step."),
@@ -144,7 +152,8 @@ class EngineOptions:
 
 
 DRAFTING = (
-    "max_draft_len", "draft_len_schedule", "draft_model", "head", "two_engine", "sa", "acceptance",
+    "max_draft_len", "draft_len_schedule", "draft_model", "head", "draft_window", "two_engine",
+    "sa", "acceptance",
 )  # fmt: skip
 
 

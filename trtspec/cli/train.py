@@ -55,6 +55,7 @@ def run_train(options: TrainOptions) -> int:
     from ..checkpoints.place import weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
+    from ..config import MAX_DRAFT_LEN
     from ..executor.device import resolve_device, resolve_dtype
     from ..models.drafters.dflash import DFlashHead
     from ..train.new_head import NewHead, begin_with, check_target, create_head, fit_to_states
@@ -74,6 +75,8 @@ def run_train(options: TrainOptions) -> int:
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
         sliding_window=options.sliding_window,
+        # Positions further apart than in training are foreign to the head.
+        draft_window=options.length if options.length > MAX_DRAFT_LEN else 0,
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))

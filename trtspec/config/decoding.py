@@ -273,11 +273,15 @@ class HeadDecodingConfig(DecodingBaseConfig, ABC):
 
     Args:
         sa_config: suffix lookup beside the head (`SAEnhancerConfig`); None is without.
+        draft_window: each layer of the head sees this many of the last tokens at most, 65 or more;
+            0 is all. None is what the head's config.json says (`draft_window`), else all. All keys
+            and values are kept, so it changes neither memory nor the prefix cache.
     """
 
     max_draft_len: int = 0
     speculative_model: str | os.PathLike[str] | None = None
     sa_config: SAEnhancerConfig | SADecodingConfig | None = None
+    draft_window: int | None = None
 
     auto_draft_len: ClassVar[int] = 0  # the head's own
     head_kind: ClassVar[str]  # what the checkpoint must hold: "eagle", "mtp", …
@@ -330,6 +334,7 @@ class EagleDecodingConfig(HeadDecodingConfig):
         require_path(self, "speculative_model")
         require_bool(self, "eagle3_one_model")
         require_layers(self, "eagle3_layers_to_capture")
+        require_window(self)
         resolve_lookup(self)
 
     @property
@@ -367,6 +372,7 @@ class DFlashDecodingConfig(HeadDecodingConfig):
         require_common(self)
         require_path(self, "speculative_model")
         require_layers(self, "target_layer_ids")
+        require_window(self)
         resolve_lookup(self)
 
     @property
@@ -451,6 +457,7 @@ class MTPDecodingConfig(HeadDecodingConfig):
         if self.speculative_model is not None:
             require_path(self, "speculative_model")
         self._check_relaxed_acceptance()
+        require_window(self)
         resolve_lookup(self)
 
     def _check_relaxed_acceptance(self) -> None:
@@ -629,6 +636,12 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
             "it. Leave one of them out."
         )
     object.__setattr__(config, "sa_config", given)
+
+
+def require_window(config: HeadDecodingConfig) -> None:
+    """Raises ConfigError for a `draft_window` in which a block's rows would not see each other."""
+    if config.draft_window not in (None, 0):
+        require_int(config, "draft_window", MAX_DRAFT_LEN + 1, None)
 
 
 def require_common(config: DecodingBaseConfig) -> None:

@@ -122,7 +122,11 @@ class HeadLoader(DrafterLoader[HeadSpec]):
         head = load_head(
             directory,
             target.model,
-            HeadRequest(kind=self.spec.head_kind, **self.spec.head_options),
+            HeadRequest(
+                kind=self.spec.head_kind,
+                draft_window=self.spec.draft_window,
+                **self.spec.head_options,
+            ),
             LoadOptions(
                 dtype=target.dtype,
                 device=target.device,

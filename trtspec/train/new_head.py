@@ -59,6 +59,7 @@ class NewHead:
     context_embeddings: bool = False  # of block heads: context rows read the token after them
     sliding_window: int | None = None  # not of MTP: rows that a layer sees; None is all. A block's
     # rows see each other, and as many rows before the last token's
+    draft_window: int = 0  # for serving, `HeadDecodingConfig.draft_window`
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -79,6 +80,8 @@ class NewHead:
             raise ConfigError(f"context_embeddings is of block heads, not of {self.kind}.")
         if self.sliding_window is not None:
             require_int(self, "sliding_window", 1, MAX_WINDOW)
+        if self.draft_window:
+            require_int(self, "draft_window", MAX_DRAFT_LEN + 1, MAX_WINDOW)
         not_of_mtp = self.layers_to_capture, self.intermediate_size, self.sliding_window
         if self.kind == "mtp" and any(not_of_mtp):
             raise ConfigError(
@@ -113,28 +116,18 @@ def create_head(
     config = target.config
     check_target(config)
     device = target.embed_tokens.weight.device
+    network: Any = MTPHead
+    if spec.kind == "eagle3":
+        network, made = Eagle3Head, _eagle3_config(spec, config, draft_ids)
+    elif spec.kind in BLOCK_KINDS:
+        network, made = DFlashHead, _block_config(spec, config)
+    else:
+        made = _mtp_config(spec, config)
+    made = replace(made, draft_window=spec.draft_window)
     with torch.device("meta"):
-        if spec.kind == "eagle3":
-            head: DraftHead = Eagle3Head(
-                _eagle3_config(spec, config, draft_ids),
-                config.max_position_embeddings,
-                TorchAttention(),
-                kv_group=1,
-            )
-        elif spec.kind in BLOCK_KINDS:
-            head = DFlashHead(
-                _block_config(spec, config),
-                config.max_position_embeddings,
-                TorchAttention(),
-                kv_group=1,
-            )
-        else:
-            head = MTPHead(
-                _mtp_config(spec, config),
-                config.max_position_embeddings,
-                TorchAttention(),
-                kv_group=1,
-            )
+        head: DraftHead = network(
+            made, config.max_position_embeddings, TorchAttention(), kv_group=1
+        )
     generator = torch.Generator().manual_seed(seed)
     for module in list(head.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -203,7 +196,10 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     Raises:
         ConfigError: the heads' kinds, flags or sizes differ.
     """
-    of_files = {"format", "captured_by", "suggested_draft_len", "trained_draft_len", "decoder"}
+    of_files = {
+        "format", "captured_by", "suggested_draft_len", "trained_draft_len", "decoder",
+        "draft_window",
+    }  # fmt: skip
     differs = [
         f"{field.name}: {shown(getattr(earlier.config, field.name))} there, "
         f"{shown(getattr(head.config, field.name))} here"
@@ -301,6 +297,8 @@ def save_head(
         raw = _block_json(head.config, target, format)
     else:
         raw = _speculators_json(head) if format == "speculators" else _raw_json(head, target)
+    if head.config.draft_window:
+        raw["draft_window"] = head.config.draft_window
     raw["training"] = dict(notes or {})
     out.mkdir(parents=True, exist_ok=True)
     names = ("model.safetensors", "config.json")

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from ...attention.torch_sdpa import TorchAttention
+from ...checks import is_int
+from ...config import MAX_DRAFT_LEN
 from ...distributed.parallel import WHOLE
 from ...errors import CheckpointError
 from ...layers.norm import RMSNorm
@@ -27,6 +29,7 @@ from ...models.drafters.base import DraftHead, HeadConfig, HeadTarget
 from ...models.drafters.clustered_head import ClusteredHead
 from ...models.placement import Placement
 from ..dequantized import dequantized
+from ..hf_config import MAX_SIZE
 from ..json_object import read_json_object
 from ..place import place_tensors
 from ..tensors import FLOATS, TensorSource, open_checkpoint, some
@@ -65,7 +68,8 @@ def read_head(
     try:
         files = _open(report.head_dir, stack)
         report.kind = kind_of(files, request.kind)
-        report.config = report.kind.read(report, files, request, target)
+        config = report.kind.read(report, files, request, target)
+        report.config = _with_window(config, files, request)
         _check_tensors(report, report.kind, report.config)
     except CheckpointError as error:
         report.problems.append(str(error))
@@ -110,6 +114,7 @@ def load_head(
         num_positions = options.num_positions or target.config.max_position_embeddings
         with sizes_alone(report.head_dir):
             head = kind.network(config, num_positions, options.backend, options.kv_group)
+        head.limit_windows()
         _drop_what_the_target_has(head, report.tensors, target, options.dtype)
         placement_of = _placements_with_offsets(head)
         place_tensors(head, placement_of, report.tensors, options.dtype, options.device)
@@ -143,6 +148,25 @@ def _open(head_dir: Path, stack: ExitStack) -> HeadFiles:
     where = head_dir / "config.json"
     raw = read_json_object(where, "Point to the head's directory.")
     return HeadFiles(head_dir, where, raw, dequantized(sources, raw, where))
+
+
+def _with_window(config: HeadConfig, files: HeadFiles, request: HeadRequest) -> HeadConfig:
+    """Returns the config with the `draft_window` that was asked for, or that the files say."""
+    asked = request.draft_window
+    window = files.raw.get("draft_window") if asked is None else asked
+    if window in (None, 0):
+        return config
+    if asked is None and not is_int(window, MAX_DRAFT_LEN + 1, MAX_SIZE):
+        raise CheckpointError(
+            f"{files.config_path}: draft_window={window!r}; it must be null, 0 or an int in "
+            f"{MAX_DRAFT_LEN + 1} … {MAX_SIZE}. Correct it."
+        )
+    if config.kind == "gemma4_assistant":
+        raise CheckpointError(
+            f"draft_window={window}: {files.head_dir} is a {config.format}, whose layers read the "
+            "target's keys through the target's windows. Leave it out."
+        )
+    return replace(config, draft_window=window)
 
 
 def _check_tensors(report: HeadReport, kind: HeadKind, config: HeadConfig) -> None:

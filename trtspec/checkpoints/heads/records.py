@@ -30,6 +30,7 @@ class HeadRequest:
     num_mtp_layers: int | None = None  # that are needed, one for each draft; None is all there are
     layer_per_draft: bool | None = True  # False needs the first MTP layer alone
     norm_output: bool | None = None  # feed the normed hidden state on, or not
+    draft_window: int | None = None  # tokens that its layers see at most; 0 is all
 
 
 @dataclass(frozen=True, kw_only=True)

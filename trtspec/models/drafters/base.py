@@ -25,7 +25,9 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import Rope
 from ...state.kv_cache import KVGroupSpec
 from ..config import DecoderConfig
+from ..decoder import Attention
 from ..kv_layout import kv_group_specs, kv_locations
+from ..mla import MLAttention
 from ..rope import RopeTables
 from .clustered_head import ClusteredHead
 
@@ -70,6 +72,7 @@ class HeadConfig:
     logit_softcap: float | None = None  # DFlash: behind that, cap * tanh(logits / cap)
     embedding_scale: float | None = None  # DFlash: of the target's embedding; None is the target's
     context_embeddings: bool = False  # DFlash: a context row reads the token after it too
+    draft_window: int = 0  # tokens that a layer sees at most; 0 is what the decoder says
 
 
 class HeadTarget(Protocol):
@@ -114,6 +117,16 @@ class DraftHead(nn.Module, ABC):
         self.shares_embedding, self.shares_lm_head = self.embed_tokens is None, self.lm_head is None
         self.embed_tokens = self.embed_tokens or target.embed_tokens
         self.lm_head = self.lm_head or target.lm_head
+
+    def limit_windows(self) -> None:
+        """Makes no layer see more than the config's `draft_window`.
+
+        That is a mask: the layers' KV groups, and so the blocks that are kept, stay as they are.
+        """
+        most = self.config.draft_window
+        for module in self.modules():
+            if most and isinstance(module, Attention | MLAttention):
+                module.window = min(module.window or most, most)
 
     def owners_of_ends(self) -> dict[str, nn.Module]:
         """Returns the modules with an embedding and lm_head, by their tensors' prefix."""
