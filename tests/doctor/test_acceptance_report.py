@@ -49,8 +49,9 @@ from trtspec.report import (
 )
 from trtspec.report.contexts import pad_prompt, padding_texts
 from trtspec.report.html import interval_text, render_html
+from trtspec.report.measure import fading
 from trtspec.report.plots import draw_plots, require_matplotlib
-from trtspec.report.statistics import Estimate, bucket_name
+from trtspec.report.statistics import Acceptance, Estimate, Group, bucket_name
 
 VOCAB = 97
 HAS_MATPLOTLIB = find_spec("matplotlib") is not None
@@ -401,6 +402,23 @@ def test_a_dead_head_is_told_of(folder: Path, constant: Path) -> None:
     report = measure_acceptance(llm, PROMPTS, max_tokens=24, encode=encode)
     assert report.warning is not None
     assert "looks dead" in report.warning and "trtspec doctor --target" in report.warning
+
+
+def test_a_head_that_fades_behind_long_texts_is_told_of() -> None:
+    def group(name: str, value: float, high: float, temperature: float = 0.0) -> Group:
+        length = Estimate(value, value - 0.1, high)
+        return Group(name, temperature, Acceptance(1, 1, 1, (), (), (), length, (), ()))
+
+    short, middle = group("0-256", 2.3, 2.4), group("256-512", 2.5, 2.6)
+    said = fading([short, middle, group("4k-8k", 1.97, 2.2)], 0.0)
+    assert (
+        said is not None and "from 2.50 tokens per step in contexts of 256-512 to 1.97 in" in said
+    )
+    assert "--draft-window" in said
+    assert fading([short, middle, group("4k-8k", 1.97, 2.26)], 0.0) is None, "it may be chance"
+    assert fading([middle], 0.0) is None and fading([], 0.0) is None
+    other = group("4k-8k", 1.0, 1.1, temperature=1.0)
+    assert fading([short, other, middle], 0.0) is None, "of another temperature"
 
 
 def test_contexts_bring_the_steps_there(folder: Path, constant: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.acceptance_prompts import AcceptancePrompt, load_prompts
 from ..errors import ConfigError
 from ..executor.dead_drafter import DOCTOR, is_dead
+from ..models.drafters.base import HeadConfig
 from .advice import Advice
 from .collect import Encode, Progress, Sample, collect_samples
 from .statistics import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 INTERVAL = f"{CONFIDENCE:.0%} percentile bootstrap over prompts, {RESAMPLES} resamples"
+FADED = 0.9  # of the best acceptance length, in the longest texts
 MIN_TO_JUDGE = 32  # first drafts; fewer do not show that a drafter is dead
 
 
@@ -38,7 +40,7 @@ class AcceptanceReport:
     by_category: tuple[Group, ...]
     by_context: tuple[Group, ...]
     samples: tuple[Sample, ...]
-    warning: str | None  # what to say of a dead drafter
+    warning: str | None  # what to say of a dead drafter, or one that is bad at long texts
     advice: Advice | None = None
 
     @property
@@ -137,6 +139,8 @@ def measure_acceptance(
     warning = None
     if llm.mode.drafts_with_network() and not forced:
         warning = _warning(overall[0])
+        if warning is None and _may_take_window(llm):
+            warning = fading(by_context, temperatures[0])
     return AcceptanceReport(
         settings, k, tuple(overall), tuple(by_category), tuple(by_context), tuple(samples), warning
     )
@@ -159,4 +163,31 @@ def _warning(overall: Group) -> str | None:
     return (
         f"of {proposed} first drafts {accepted} were accepted ({accepted / proposed:.1%}): the "
         f"drafter looks dead. To find out why: {DOCTOR}"
+    )
+
+
+def _may_take_window(llm: LLM) -> bool:
+    """Whether the drafter is a head that sees whole texts and could do without."""
+    config = getattr(llm.executor.runner.step.draft_model, "config", None)
+    return (
+        isinstance(config, HeadConfig)
+        and not config.draft_window
+        and config.kind != "gemma4_assistant"
+    )
+
+
+def fading(by_context: Sequence[Group], temperature: float) -> str | None:
+    """Returns what to say if acceptance is surely less in the longest texts than in others."""
+    groups = [group for group in by_context if group.temperature == temperature]
+    lengths = [(group.acceptance.acceptance_length, group.name) for group in groups]
+    values = [(length.value, name) for length, name in lengths[:-1] if length.value is not None]
+    if not values or (high := lengths[-1][0].high) is None:
+        return None
+    (best, where), (longest, there) = max(values), lengths[-1]
+    if high >= FADED * best:
+        return None
+    return (
+        f"acceptance falls from {best:.2f} tokens per step in contexts of {where} to "
+        f"{longest.value:.2f} in {there}. A head does so behind texts longer than its training's: "
+        "try --draft-window with that length, such as 1024 or 2048."
     )
