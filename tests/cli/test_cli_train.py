@@ -32,7 +32,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         assert (out / name).exists(), name
     raw = json.loads((out / "config.json").read_text())
     assert raw["draft_vocab_size"] == 600 and len(raw["training"]["held_out_conditional"]) == 2
-    assert raw["draft_window"] == 128, "as long as the rows it was trained on"
+    assert raw["draft_window"] == 256, "twice as long as the rows it was trained on"
     assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
     assert cli.main([*train, "--learning-rate", "0.5"]) == 2
     assert "learning_rate" in capsys.readouterr().err

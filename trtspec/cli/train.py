@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from ..config import MAX_DRAFT_LEN
 from .engine import resolve_model
 from .errors import CliError
 from .options import DEFAULT_VOCABULARY, TrainOptions
@@ -55,7 +56,6 @@ def run_train(options: TrainOptions) -> int:
     from ..checkpoints.place import weight_form
     from ..checkpoints.tokenizer import load_tokenizer
     from ..checkpoints.weights import load_decoder
-    from ..config import MAX_DRAFT_LEN
     from ..executor.device import resolve_device, resolve_dtype
     from ..models.drafters.dflash import DFlashHead
     from ..train.new_head import NewHead, begin_with, check_target, create_head, fit_to_states
@@ -75,8 +75,7 @@ def run_train(options: TrainOptions) -> int:
         selector_rank=options.selector_rank,
         layers_to_capture=_layers(options.capture_layers),
         sliding_window=options.sliding_window,
-        # Positions further apart than in training are foreign to the head.
-        draft_window=options.length if options.length > MAX_DRAFT_LEN else 0,
+        draft_window=_draft_window(options),
     )
     with Progress() as progress:
         target_dir = Path(resolve_model(options.target, progress))
@@ -224,6 +223,16 @@ def _check_kind(options: TrainOptions) -> None:
             f"{options.kind} needs --mask-token-id: a token that texts do not have, a reserved one "
             "at best."
         )
+
+
+def _draft_window(options: TrainOptions) -> int:
+    """Returns how many tokens the head is to see at most while serving; 0 is all.
+
+    Tokens further apart than in training are foreign to it. An EAGLE-3 head bears twice as much, and
+    misses what it could see (docs/decisions/026).
+    """
+    window = options.length * (2 if options.kind == "eagle3" else 1)
+    return window if window > MAX_DRAFT_LEN else 0
 
 
 def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
