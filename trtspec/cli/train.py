@@ -228,8 +228,8 @@ def _check_kind(options: TrainOptions) -> None:
 def _draft_window(options: TrainOptions) -> int:
     """Returns how many tokens the head is to see at most while serving; 0 is all.
 
-    Tokens further apart than in training are foreign to it. An EAGLE-3 head bears twice as much, and
-    misses what it could see (docs/decisions/026).
+    Tokens further apart than in training are foreign to it. An EAGLE-3 head bears twice as much,
+    and misses what it could see (docs/decisions/026).
     """
     window = options.length * (2 if options.kind == "eagle3" else 1)
     return window if window > MAX_DRAFT_LEN else 0
