@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,6 +50,17 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Returns the command that runs a module as a program, and the environment for it.
+
+    It imports from where this process does, and from nowhere else: -m alone would put the working
+    directory first, whose files may be called as modules are.
+    """
+    path = os.pathsep.join(map(str, sys.path))
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return command, {**os.environ, "PYTHONPATH": path}
 
 
 def renamed(module: str, names: dict[str, str]) -> Callable[[str], Any]:

@@ -55,7 +55,12 @@ def two_ranks(model: Path, **options: Any) -> LLM:
 
 
 # -- one world, until its rank 0 fails ----------------------------------------------------------
-def test_an_interrupt_waits_for_the_step(model: Path, expected: list[int]) -> None:
+def test_an_interrupt_waits_for_the_step(
+    model: Path, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a directory in which a file is called as a module of Python is."""
+    (tmp_path / "queue.py").write_text("raise ImportError('this is not the one')")
+    monkeypatch.chdir(tmp_path)
     with two_ranks(model) as llm:
         # The first call imports modules, and Python drops an interrupt within a lock of an import.
         assert text_of(llm) == expected

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import subprocess
-import sys
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..utils import module_command
 from .peer import forced_way
 from .world import START_TIMEOUT, Launched, World, leave_groups, step_timeout
 
@@ -97,13 +97,13 @@ def _start_followers(size: int, device: torch.device) -> World:
             )
         device = torch.device("cuda", torch.cuda.current_device())
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    command, environment = module_command(FOLLOWER, device.type)
+    environment |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     environment["MASTER_PORT"] = str(store.port)
     followers = []
     for rank in range(1, size):
         local = 0 if device.index is None else (device.index + rank) % torch.cuda.device_count()
         own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [sys.executable, "-m", FOLLOWER, device.type]
         followers.append(RankProcess(command, env=environment | own, stdin=subprocess.DEVNULL))
     try:
         prefixed = dist.PrefixStore("trtspec", store)

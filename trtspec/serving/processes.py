@@ -27,6 +27,7 @@ from ..async_llm import facts_of
 from ..errors import EngineError
 from ..frontend.async_front import STOP_SECONDS
 from ..llm import LLM
+from ..utils import module_command
 from .channel import Settings
 from .config import ServerConfig
 from .engine_host import EngineHost
@@ -51,12 +52,12 @@ class HttpProcess:
     def __init__(self, listener: socket.socket):
         self.connection, other_end = socket.socketpair()
         numbers = other_end.fileno(), listener.fileno()
+        module = f"{__package__}.http_process"
+        command, environment = module_command(module, *map(str, numbers))
         with other_end:
             self._process = subprocess.Popen(
-                # It imports from where this one does, and from nowhere else: -m alone would put the
-                # working directory first, whose files may be called as modules are.
-                [sys.executable, "-P", "-m", f"{__package__}.http_process", *map(str, numbers)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+                command,
+                env=environment,
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
