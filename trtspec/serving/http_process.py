@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import socket
 import sys
@@ -44,4 +45,5 @@ def main(channel: socket.socket, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
