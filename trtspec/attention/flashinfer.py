@@ -98,6 +98,8 @@ class FlashInferAttention(TritonAttention):
     # -- generations -------------------------------------------------------------------------------
     def _generation(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         cached = _without_idle_window(cached, meta)
+        if cached.window is not None and meta.window_position_ids is not None:
+            return super()._generation(q, meta, cached)  # XQA counts windows from the last row
         capacity = meta.block_tables[cached.kv_group].shape[1] * cached.page_size
         shape = XqaShape(
             rows=meta.rows_per_generation,
