@@ -132,7 +132,7 @@ def test_latent_layers_and_shorter_windows(tmp_path: Path) -> None:
     assert [layer.self_attn.window for layer in model.layers] == [WINDOW, 6]
 
 
-@pytest.mark.parametrize("window", [64, 1, -1, "70", 70.0, True])
+@pytest.mark.parametrize("window", [64, 1, -1, "70", 70.0, True, False])
 def test_what_cannot_be(target_dir: Path, tmp_path: Path, window: Any) -> None:
     with pytest.raises(ConfigError, match="draft_window"):
         EagleDecodingConfig(max_draft_len=2, speculative_model="x", draft_window=window)

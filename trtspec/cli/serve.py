@@ -18,8 +18,8 @@ from .status import Progress
 def default_batch_size(device: str) -> int:
     """Returns how many requests a server decodes together if it is not told.
 
-    A GPU takes less than twice as long for a step of 64 as for one of 8 (docs/performance.md); a
-    CPU gains nothing from more than 8.
+    A GPU takes less than twice as long for a step of 64 as for one of 8 (docs/performance.md). On a
+    CPU it is what other commands take.
     """
     from ..executor.device import resolve_device
 

@@ -640,7 +640,7 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
 
 def require_window(config: HeadDecodingConfig) -> None:
     """Raises ConfigError for a `draft_window` in which a block's rows would not see each other."""
-    if config.draft_window not in (None, 0):
+    if config.draft_window is not None and not is_int(config.draft_window, 0, 0):
         require_int(config, "draft_window", MAX_DRAFT_LEN + 1, None)
 
 

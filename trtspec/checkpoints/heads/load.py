@@ -154,7 +154,7 @@ def _with_window(config: HeadConfig, files: HeadFiles, request: HeadRequest) -> 
     """Returns the config with the `draft_window` that was asked for, or that the files say."""
     asked = request.draft_window
     window = files.raw.get("draft_window") if asked is None else asked
-    if window in (None, 0):
+    if window is None or is_int(window, 0, 0):
         return config
     if asked is None and not is_int(window, MAX_DRAFT_LEN + 1, MAX_SIZE):
         raise CheckpointError(
