@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from gpu_step import DRAFTERS, forced_acceptance
 from random_models import PRESETS, Checkpoint, Model, in_memory
-from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS
+from step_report import print_kernels
+from step_timing import STEPS_PER_BLOCK, WARM_UP_STEPS, kernel_times
 
 from trtspec import (
     LLM,
@@ -113,6 +114,8 @@ def _lead(
                         f"  {min(row['block_ms']):9.3f}  {max(row['block_ms']):9.3f}",
                         flush=True,
                     )
+                    if "profile" in row:
+                        print_kernels(row["profile"]["kernels"])
                     if args.json is not None:
                         args.json.write_text(json.dumps(report, indent=1))
 
@@ -155,6 +158,8 @@ def _measure(
         "block_ms": block_ms,
         "acceptance_length": executor.stats().acceptance_length,
     }
+    if args.profile:
+        row["profile"] = kernel_times(executor)
     for request in list(executor.scheduler.running):
         executor.cancel(request.request_id)
     executor.run_until_done()
@@ -187,6 +192,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, help="default: all ranks")
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="list rank 0's kernels of 20 steps")
     parser.add_argument("--collectives", action="store_true")
     parser.add_argument("--root", default="/tmp/ranks-step", help="for the models' config.json")
     parser.add_argument("--json-file", dest="json", type=Path)

@@ -128,8 +128,13 @@ def print_profile(row: Row) -> None:
         f"({profile['kernels_per_step']:.0f} a step), gaps {profile['gap_ms']:.3f} ms; "
         f"{len(profile['kernels'])} of {profile['num_names']} names"
     )
+    print_kernels(profile["kernels"])
+
+
+def print_kernels(kernels: list[dict[str, Any]]) -> None:
+    """As `step_timing.kernel_times` lists them."""
     print(f"{'us a step':>10} {'a step':>7} {'mean us':>8}  name")
-    for kernel in profile["kernels"]:
+    for kernel in kernels:
         print(
             f"{kernel['us_per_step']:10.1f} {kernel['per_step']:7.1f} {kernel['mean_us']:8.2f}  "
             f"{kernel['name']}"

@@ -285,37 +285,41 @@ class SteadyBatch:
         Args:
             step_ms: of the same step when it is not watched; what no kernel fills is the gap.
         """
-        on_gpu = self.device.type == "cuda"
         self.rewind(max(1, self.context - steps // 2 * (self.executor.max_draft_len + 1)))
         for _ in range(WARM_UP_STEPS):
             self.executor.step()
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as p:
-            for _ in range(steps):
-                self.executor.step()
-            if on_gpu:
-                torch.cuda.synchronize(self.device)
+        report = kernel_times(self.executor, steps, top)
         self.drain()
-        kernels: list[dict[str, Any]] = []
-        for event in p.key_averages():
-            total = event.device_time_total if on_gpu else event.self_cpu_time_total
-            if total > 0 and (event.device_type == DeviceType.CUDA) == on_gpu:
-                kernels.append(
-                    {
-                        "name": event.key[:80],
-                        "per_step": event.count / steps,
-                        "us_per_step": total / steps,
-                        "mean_us": total / event.count,
-                    }
-                )
-        kernels.sort(key=lambda kernel: -kernel["us_per_step"])
-        kernel_ms = sum(kernel["us_per_step"] for kernel in kernels) / 1e3
-        return {
-            "kernel_ms": kernel_ms,
-            "gap_ms": step_ms - kernel_ms,
-            "num_names": len(kernels),
-            "kernels_per_step": sum(kernel["per_step"] for kernel in kernels),
-            "kernels": kernels[:top],
-        }
+        return {**report, "gap_ms": step_ms - report["kernel_ms"]}
+
+
+def kernel_times(executor: PyExecutor, steps: int = 20, top: int = 40) -> dict[str, Any]:
+    """Time by kernel (on CPU by operation) over `steps` steps of the requests at hand."""
+    on_gpu = executor.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as p:
+        for _ in range(steps):
+            executor.step()
+        if on_gpu:
+            torch.cuda.synchronize(executor.device)
+    kernels: list[dict[str, Any]] = []
+    for event in p.key_averages():
+        total = event.device_time_total if on_gpu else event.self_cpu_time_total
+        if total > 0 and (event.device_type == DeviceType.CUDA) == on_gpu:
+            kernels.append(
+                {
+                    "name": event.key[:80],
+                    "per_step": event.count / steps,
+                    "us_per_step": total / steps,
+                    "mean_us": total / event.count,
+                }
+            )
+    kernels.sort(key=lambda kernel: -kernel["us_per_step"])
+    return {
+        "kernel_ms": sum(kernel["us_per_step"] for kernel in kernels) / 1e3,
+        "num_names": len(kernels),
+        "kernels_per_step": sum(kernel["per_step"] for kernel in kernels),
+        "kernels": kernels[:top],
+    }
 
 
 class _Stop(Exception):

@@ -247,6 +247,45 @@ void choose_drafts(TensorView logits, Optional<TensorView> d2t, Optional<TensorV
   });
 }
 
+// q, out [B * rows, Hq, D]; k, v [slots, Hkv, D]; tables [B, M] int32, positions [B * rows] int64; sums
+// [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets [>= B * Hkv] int32, zeros.
+void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorView positions,
+            int64_t rows, int64_t page_size, int64_t window, double scale, TensorView sums,
+            TensorView stats, TensorView tickets, TensorView out) {
+  trtspec::AttendParams p = {};
+  p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
+  p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
+  p.k = k.data_ptr(), p.k_row = k.stride(0), p.k_head = k.stride(1);
+  p.v = v.data_ptr(), p.v_row = v.stride(0), p.v_head = v.stride(1);
+  p.tables = static_cast<const int*>(tables.data_ptr()), p.table_row = tables.stride(0);
+  p.table_width = static_cast<int>(tables.size(1)), p.page_size = static_cast<int>(page_size);
+  p.positions = static_cast<const int64_t*>(positions.data_ptr());
+  p.requests = static_cast<int>(tables.size(0)), p.rows = static_cast<int>(rows);
+  p.kv_heads = static_cast<int>(k.size(1));
+  p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
+  p.scale = static_cast<float>(scale);
+  p.sums = static_cast<float*>(sums.data_ptr()), p.stats = static_cast<float*>(stats.data_ptr());
+  p.tickets = static_cast<int*>(tickets.data_ptr());
+  const int pairs = p.rows * p.per_kv;
+  check(q.size(2) == trtspec::kDim && pairs <= trtspec::kMaxPairs, "heads of 128, at most 32 pairs");
+  check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
+  check(q.size(0) == p.requests * rows && positions.size(0) == q.size(0), "rows of each request");
+  check(is_dense(q, 2) && is_dense(k, 2) && is_dense(v, 2) && is_dense(out, 2) &&
+            is_dense(positions), "heads in one piece");
+  check(is_dense(sums) && is_dense(stats) && sums.size(1) == pairs && stats.size(1) == pairs &&
+            sums.size(2) == trtspec::kDim, "room for the sums");
+  check(tickets.size(0) >= static_cast<int64_t>(p.requests) * p.kv_heads, "a ticket per group");
+  const int shares = static_cast<int>(sums.size(0)) / 2;
+  if (p.requests == 0) return;
+  const DLDataType type = q.dtype();
+  if (type.code == kDLBfloat) {
+    check(trtspec::launch_attend<trtspec::bf16>(p, shares, stream_of(q)));
+  } else {
+    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
+    check(trtspec::launch_attend<trtspec::half_t>(p, shares, stream_of(q)));
+  }
+}
+
 void update_window(TensorView hidden, TensorView ids, TensorView last, TensorView slots,
                    TensorView window_hidden, TensorView window_ids) {
   const int size = static_cast<int>(hidden.size(1)) * hidden.dtype().bits / 8;
@@ -269,4 +308,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);

@@ -27,6 +27,7 @@ from ..ops.launch.triton import after_previous, dependent_launch
 from ..ops.layer.kv_codes import as_bytes
 from ..ops.layer.triton_fp8 import is_quick
 from ..ops.layer.triton_kv_codes import decoded, starts_with_nan
+from . import shares
 from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
@@ -133,6 +134,10 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
     num_seqs, table_width = tables.blocks.shape
     out = torch.empty_like(q)
     layer, queries = _arguments(q, cached, out)
+    module = shares.kernels(queries, cached.k_slots, cached.v_slots, tables, layer, rows)
+    if module is not None:
+        shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
+        return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
     block_n, programs = _cut(pairs, _block_d(layer.dim), q.dtype)
     cut = Cut(

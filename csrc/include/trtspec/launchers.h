@@ -5,6 +5,7 @@
 
 #include "all_reduce.cuh"
 #include "choose.cuh"
+#include "paged_attention.cuh"
 #include "skinny_linear.cuh"
 
 namespace trtspec {
@@ -31,6 +32,12 @@ cudaError_t launch_choose(const DraftParams& params, int num_rows, cudaStream_t 
 template <typename T>
 cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
 cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
+
+// Heads of kDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread blocks
+// cut the keys among them.
+constexpr int kMaxPairs = 32;
+template <typename T>
+cudaError_t launch_attend(const AttendParams& params, int shares, cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import native
 from ...distributed.logits import ShardedLogits
 from ..launch.machine import MULTIPROCESSORS
+from ..launch.tickets import tickets
 from ..step.rows import to_target_ids
 from .sample import greedy_tokens
 
@@ -19,7 +20,6 @@ MAX_ROWS = 65_535  # of a CUDA grid in its second dimension
 MAX_ROWS_OVER_RANKS = 512
 _PARTIAL_INTS = 5  # of `ChunkBest` in csrc/include/trtspec/choose.cuh
 _BLOCKS = 2 * MULTIPROCESSORS
-_tickets: dict[tuple[int, int], list[Tensor]] = {}  # by device and stream
 
 
 @dataclass(frozen=True)
@@ -165,16 +165,8 @@ def _kernels(logits: Tensor, ranks: _Ranks) -> Any:
 
 
 def _scratch(logits: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Returns memory for partial results, and tickets.
-
-    Tickets are zero between calls, so that calls of one stream, one after another, share them.
-    """
+    """Returns memory for partial results, and tickets."""
     rows = logits.shape[0]
     chunks = max(1, min(MAX_CHUNKS, _BLOCKS // rows))
     partial = torch.empty((rows, chunks, _PARTIAL_INTS), dtype=torch.int32, device=logits.device)
-    stream = torch.cuda.current_stream(logits.device)
-    tickets = _tickets.setdefault((logits.device.index, stream.cuda_stream), [])
-    if not tickets or tickets[-1].shape[0] < batch:  # older ones stay: graphs hold them
-        size = max(4096, 2 * batch)
-        tickets.append(torch.zeros(size, dtype=torch.int32, device=logits.device))
-    return partial, tickets[-1]
+    return partial, tickets(logits.device, batch)
