@@ -119,6 +119,10 @@ def test_one_long_request_beside_many_short_ones() -> None:
     check(make([9000, *[40] * 40], 4))
 
 
+def test_shares_of_more_than_32_blocks() -> None:
+    check(make([8000] * 17, 2, kv_heads=8, page_size=16))
+
+
 def test_rows_that_are_all_at_the_last_position() -> None:
     check(make(lengths(5, 300), 8, at_last=True))
 
@@ -177,8 +181,8 @@ def test_it_is_used_where_it_pays(
     real = shares.attend
     monkeypatch.setattr(shares, "attend", lambda *args: (calls.append(1), real(*args)))
     assert torch.equal(paged.paged_attention(*case), expected)
-    fewer = make(lengths(requests - 1, 100), rows)
-    paged.paged_attention(*fewer)
+    for count, of_each in ((requests - 1, rows), (64, 5), (256, 2)):
+        paged.paged_attention(*make(lengths(count, 100), of_each))
     assert len(calls) == 1
 
 

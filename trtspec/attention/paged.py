@@ -1,7 +1,7 @@
 """Paged attention in Triton: lengths and block tables come from the device.
 
 Generations are split over their keys (`split_kv.py`). All query rows of a request that share a KV
-head are one tile.
+head are one tile. Many requests go to a kernel of `csrc/` (`shares.py`).
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are
@@ -128,7 +128,8 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         q: [G * rows, Hq, D].
         tables: blocks [G, M] int32 and positions [G * rows] int64. A row sees the keys at positions
             up to its own. A request's rows follow one another, or are all at the last one's; those
-            past the maximum length are at 0.
+            past the maximum length are at 0. The kernel that runs just before may write keys at
+            most 64 before a request's first row; older ones may be read before it ends.
         rows: of each request.
     """
     num_seqs, table_width = tables.blocks.shape

@@ -17,11 +17,11 @@ from ..ops.launch.tickets import tickets
 from .split_kv import Layer, Queries, Tables
 
 DIM, TILE_KEYS = 128, 16
-MAX_PAIRS = 32  # of a row and a query head, for each KV head of a request
+MAX_PAIRS = 16  # of a row and a query head, for each KV head; the kernel takes 32, never timed
 SHARES = 2 * MULTIPROCESSORS  # thread blocks that shared memory has room for at once
-MIN_GROUPS, MIN_GROUPS_OF_DRAFTS = 64, 128
-"""Requests times KV heads from which on this kernel is the faster one in whole steps, with one row
-of each request and with several."""
+GROUPS, GROUPS_OF_DRAFTS = range(64, 2**31), range(128, 512)
+"""Requests times KV heads for which this kernel is the faster one, with one row of each request and
+with several (decision 027 has the figures)."""
 
 
 def kernels(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> Any:
@@ -37,7 +37,7 @@ def kernels(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
     groups = tables.blocks.shape[0] * layer.kv_heads
-    if groups < (MIN_GROUPS if rows == 1 else MIN_GROUPS_OF_DRAFTS):
+    if groups not in (GROUPS if rows == 1 else GROUPS_OF_DRAFTS):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:
         return None

@@ -2,16 +2,17 @@
 // "flash decoding").
 //
 // The keys of all requests and KV heads are one line of blocks of 64 keys, request by request and
-// head by head. It is cut into as many equal shares as thread blocks run at once. A share can be the
-// end of one group (a request and a KV head), whole groups, and the start of another:
+// head by head. It is cut into equal shares, one for each thread block; all of them should run at
+// once. A share can be the end of one group (a request and a KV head), whole groups, and the start
+// of another:
 //
 //     groups   |----0----|--1--|------2------|--3--|
 //     shares   |   0   |   1   |   2   |   3   |  4
 //
 // Each warp reads every fourth tile of 16 keys and their values, into its own places in shared
-// memory, some tiles ahead. Nothing is shared by warps until a group's end, where they join their
-// softmax sums. A group that lies in several shares is joined by the thread block that ends last, in
-// the order of shares, so that the bits do not depend on which one that is.
+// memory, some tiles ahead. Nothing is shared by warps until the share, or the group in it, ends:
+// there they join their softmax sums. A group that lies in several shares is joined by the thread
+// block that ends last, in the order of shares, so that the bits do not depend on which one that is.
 //
 // Lengths and block tables come from the device. A warp asks for its first tiles before the previous
 // kernel is done, unless that kernel may just be writing them.
@@ -23,7 +24,7 @@ namespace trtspec {
 
 constexpr int kDim = 128, kTileKeys = 16, kAttendWarps = 4, kStages = 3;  // tiles ahead
 constexpr int kBlockKeys = kTileKeys * kAttendWarps;
-constexpr int kNewKeys = 64;  // up to this many before a request's last may be just being written
+constexpr int kNewKeys = 64;  // so far before a request's first row keys may just be being written
 
 struct AttendParams {
   const void* q;  // [requests * rows, heads, kDim]
@@ -38,7 +39,7 @@ struct AttendParams {
   const int64_t* positions;  // [requests * rows]
   int requests, rows, kv_heads, per_kv, window;
   float scale;   // of scores in base 2
-  float* sums;   // [2 * shares, pairs, kDim], of shares that hold no whole group
+  float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
   float* stats;  // [2 * shares, pairs, 2]
   int* tickets;  // [requests * KV heads], zeros before and after
 };
@@ -99,7 +100,8 @@ struct Seen {
 
 __device__ inline Seen seen_by(const AttendParams& p, int request) {
   if (request >= p.requests) return {};
-  const int position = static_cast<int>(__ldcg(p.positions + static_cast<int64_t>(request) * p.rows));
+  const int64_t row = static_cast<int64_t>(request) * p.rows;
+  const int position = static_cast<int>(__ldcg(p.positions + row));
   const int first = p.window > 0 ? max(position - p.window + 1, 0) / kBlockKeys : 0;
   const int end = min(position + p.rows, p.table_width * p.page_size);
   return {position, first, (end + kBlockKeys - 1) / kBlockKeys - first};
@@ -177,10 +179,11 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
   auto first_of_warp = [&](const Segment& s, int line) {
     return (s.first + line - s.line) * kBlockKeys + warp * kTileKeys;
   };
-  // The page of this lane's tile, of the 32 from `key` on.
+  // Lane i has the page of the warp's i-th tile from `key` on.
   auto page_at = [&](const Segment& s, int key) {
     key += lane * kBlockKeys;
-    return key < end_of_keys(s) ? __ldcg(p.tables + s.request * p.table_row + key / p.page_size) : 0;
+    const int* const table = p.tables + s.request * p.table_row;
+    return key < end_of_keys(s) ? __ldcg(table + key / p.page_size) : 0;
   };
   int line = blockIdx.x * share;
   Segment next = find_segment(p, mine, line, lane);
@@ -398,7 +401,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
       pair = index / (kDim / 4), column = index % (kDim / 4) * 4;
     };
     auto write = [&](int pair, int column, float4 sum, float total_sum) {
-      const float scale = total_sum > 0.0f ? 1.0f / total_sum : total_sum == 0.0f ? 1.0f : total_sum;
+      const float scale = total_sum == 0.0f ? 1.0f : 1.0f / total_sum;
       const int64_t row = static_cast<int64_t>(s.request) * p.rows + pair / p.per_kv;
       T* to = static_cast<T*>(p.out) + row * p.out_row +
               (s.head * p.per_kv + pair % p.per_kv) * p.out_head + column;
