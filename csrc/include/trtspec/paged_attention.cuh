@@ -100,8 +100,7 @@ struct Seen {
 
 __device__ inline Seen seen_by(const AttendParams& p, int request) {
   if (request >= p.requests) return {};
-  const int64_t row = static_cast<int64_t>(request) * p.rows;
-  const int position = static_cast<int>(__ldcg(p.positions + row));
+  const int position = static_cast<int>(__ldcg(p.positions + static_cast<int64_t>(request) * p.rows));
   const int first = p.window > 0 ? max(position - p.window + 1, 0) / kBlockKeys : 0;
   const int end = min(position + p.rows, p.table_width * p.page_size);
   return {position, first, (end + kBlockKeys - 1) / kBlockKeys - first};
@@ -182,8 +181,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
   // Lane i has the page of the warp's i-th tile from `key` on.
   auto page_at = [&](const Segment& s, int key) {
     key += lane * kBlockKeys;
-    const int* const table = p.tables + s.request * p.table_row;
-    return key < end_of_keys(s) ? __ldcg(table + key / p.page_size) : 0;
+    return key < end_of_keys(s) ? __ldcg(p.tables + s.request * p.table_row + key / p.page_size) : 0;
   };
   int line = blockIdx.x * share;
   Segment next = find_segment(p, mine, line, lane);
@@ -401,7 +399,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
       pair = index / (kDim / 4), column = index % (kDim / 4) * 4;
     };
     auto write = [&](int pair, int column, float4 sum, float total_sum) {
-      const float scale = total_sum == 0.0f ? 1.0f : 1.0f / total_sum;
+      const float scale = total_sum > 0.0f ? 1.0f / total_sum : total_sum == 0.0f ? 1.0f : total_sum;
       const int64_t row = static_cast<int64_t>(s.request) * p.rows + pair / p.per_kv;
       T* to = static_cast<T*>(p.out) + row * p.out_row +
               (s.head * p.per_kv + pair % p.per_kv) * p.out_head + column;
