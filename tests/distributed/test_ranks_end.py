@@ -56,11 +56,15 @@ def two_ranks(model: Path, **options: Any) -> LLM:
 
 # -- one world, until its rank 0 fails ----------------------------------------------------------
 def test_an_interrupt_waits_for_the_step(
-    model: Path, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model: Path, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     """From a directory in which a file is called as a module of Python is."""
     (tmp_path / "queue.py").write_text("raise ImportError('this is not the one')")
     monkeypatch.chdir(tmp_path)
+    # A shell's background jobs ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with two_ranks(model) as llm:
         # The first call imports modules, and Python drops an interrupt within a lock of an import.
         assert text_of(llm) == expected

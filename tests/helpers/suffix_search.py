@@ -95,9 +95,30 @@ def vote_in_lists(
     return best_in_lists(sources, k, decay, least).tokens
 
 
+def votes_in_lists(
+    sources: list[list[Found]], k: int, decay: Fraction, least: Fraction
+) -> list[list[int]]:
+    """All drafts that no others beat; floats may take any of them."""
+    voted = _voted(sources, decay, least)
+    most = max((worth for worth, _ in voted), default=Fraction(0))
+    best = [found for worth, found in voted if worth == most and worth > 0] or [Found(0, [])]
+    return [found.tokens + [-1] * (k - len(found.tokens)) for found in best]
+
+
 def best_in_lists(sources: list[list[Found]], k: int, decay: Fraction, least: Fraction) -> Found:
     """The drafts, -1 where there is none, and the length of the match that they follow."""
     worth, best = Fraction(0), Found(0, [])
+    for other, found in _voted(sources, decay, least):
+        if other > worth:
+            worth, best = other, found
+    return best._replace(tokens=best.tokens + [-1] * (k - len(best.tokens)))
+
+
+def _voted(
+    sources: list[list[Found]], decay: Fraction, least: Fraction
+) -> list[tuple[Fraction, Found]]:
+    """What each match's drafts are worth, and those of them that are worth a draft."""
+    voted = []
     for matches in sources:
         for match in matches:
             peers = [other for other in matches if other.length >= match.length]
@@ -107,7 +128,6 @@ def best_in_lists(sources: list[list[Found]], k: int, decay: Fraction, least: Fr
                 share = Fraction(agree, len(peers))
                 chances.append(share * match.length / (match.length + decay * depth))
             taken = [c for c in chances if c >= least]
-            if sum(taken) > worth:
-                worth = sum(taken, Fraction(0))
-                best = Found(match.length, match.tokens[: len(taken)])
-    return best._replace(tokens=best.tokens + [-1] * (k - len(best.tokens)))
+            found = Found(match.length, match.tokens[: len(taken)])
+            voted.append((sum(taken, Fraction(0)), found))
+    return voted
