@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from trtspec import (
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.checkpoints.hf_config import load_config
 from trtspec.errors import ConfigError, RequestError
-from trtspec.executor import device
+from trtspec.executor import device, py_executor
 
 
 @pytest.fixture(scope="module")
@@ -791,3 +792,38 @@ def test_a_request_that_its_owner_fails_ends_alone(target_dir: Path, oracle: Ora
     assert llm.executor.run_until_done() == [first, second]
     assert (first.finish_reason, first.error) == ("error", "no longer wanted")
     assert second.output_token_ids == oracle.extend(second.prompt_token_ids, 8)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_time_is_of_the_step_that_was_waited_for(
+    target_dir: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under overlap the host launches a step while it waits for the one before."""
+    llm = LLM(
+        target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=64,
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor, now = llm.executor, 0.0
+    launch, read = executor._launch, executor._read
+    spent = {True: 0.0, False: 0.0}  # by whether the step has generations
+
+    def spend(seconds: float, has_generations: bool) -> None:
+        nonlocal now
+        now += seconds
+        spent[has_generations] += seconds
+
+    def slow_launch(part: Any, draft_len: int) -> Any:
+        spend(0.25 if part.generations else 16.0, bool(part.generations))
+        return launch(part, draft_len)
+
+    def slow_read(launched: Any) -> None:
+        spend(1.0 if launched.batch.generations else 256.0, bool(launched.batch.generations))
+        read(launched)
+
+    monkeypatch.setattr(executor, "_launch", slow_launch)
+    monkeypatch.setattr(executor, "_read", slow_read)
+    monkeypatch.setattr(py_executor, "time", SimpleNamespace(perf_counter=lambda: now))
+    llm.generate([[3, 4, 5], [6, 7]], SamplingParams(max_tokens=6, ignore_eos=True))
+    stats = llm.stats()
+    assert (stats.prefill_seconds, stats.decode_seconds) == (272.0, 5 * 1.25)
+    assert spent == {False: 272.0, True: 5 * 1.25}

@@ -96,8 +96,8 @@ class PrefixCacheStats:
 class EngineStats:
     """Totals since the engine started or `reset_stats`.
 
-    prefill_seconds: wall time of steps that had contexts only.
-    decode_seconds: wall time of all other steps.
+    prefill_seconds: wall time of launching and waiting for steps that had contexts only.
+    decode_seconds: that of all other steps.
     tokens_per_second: tokens from generation rows (all but each request's first) per
         decode second.
     forced_acceptance: draft tokens accepted by force in every step (bonus not counted), or None.

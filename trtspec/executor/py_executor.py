@@ -305,6 +305,7 @@ class PyExecutor:
                 self._draft_len.last = draft_len
             self._pending.append(self._launch(part, draft_len))
             launched.append(self._pending[-1])
+        launched_at = time.perf_counter()
         keep_in_flight = len(parts) if self.overlap else 0
         while len(self._pending) > keep_in_flight:
             read.append(self._pending[0])
@@ -313,10 +314,11 @@ class PyExecutor:
         self.book.flush_when_idle()
         if self.worker.remembers_texts and (texts := self.book.ended_texts()):
             self.runner.remember(texts)
-        is_prefill = bool(batch) and not batch.generations
         if has_work:
             self._draft_len.end_step(launched, read, started, is_in_flight=is_in_flight)
-            self.statistics.add_seconds(time.perf_counter() - started, is_prefill=is_prefill)
+            # Under overlap what is waited for is the step before, not the one launched here.
+            self.statistics.add_seconds(launched_at - started, launched or read)
+            self.statistics.add_seconds(time.perf_counter() - launched_at, read or launched)
         self._watch.end_step()
         return self.book.take_finished()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ..api.outputs import EngineStats, PrefixCacheStats, acceptance_stats
 from ..metadata.mode import SpeculativeDecodingMode
 from ..state.kv_cache import KVCacheManager
 from .dead_drafter import DeadDrafterWatch
 from .request import ScheduledBatch, StepRecord
-from .results import RequestResult
+from .results import LaunchedStep, RequestResult
 
 
 class Statistics:
@@ -32,11 +33,12 @@ class Statistics:
         self._evicted_before = num_evicted
         self.accepted_lens: Counter[int] = Counter()  # accepted drafts -> generation steps
 
-    def add_seconds(self, seconds: float, *, is_prefill: bool) -> None:
-        if is_prefill:
-            self.prefill_seconds += seconds
-        else:
+    def add_seconds(self, seconds: float, steps: Sequence[LaunchedStep]) -> None:
+        """Counts the time that it took to launch or to wait for the parts of one step."""
+        if any(step.batch.generations for step in steps):
             self.decode_seconds += seconds
+        else:
+            self.prefill_seconds += seconds
 
     def add_prefixes(self, batch: ScheduledBatch) -> None:
         """Counts what the cache held of requests that begin; of preempted ones nothing."""
