@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "trtspec/launchers.h"
-#include "trtspec/stream_linear.cuh"
+#include "trtspec/narrow_linear.cuh"
 
 namespace trtspec {
 
@@ -14,6 +14,8 @@ constexpr int kStreamWarps = 16, kDepth = 6;  // of stream_linear
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
 constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memory
 constexpr int kMaxStreamRows = 8;
+constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
+constexpr int kMaxNarrow = 1024;                    // columns
 
 inline int resident_bytes(const LinearParams& p) { return p.rows * (p.k * 2 + kPad); }
 
@@ -36,10 +38,23 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
                 stream, p);
 }
 
+template <typename T, Epilogue E>
+cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
+  const auto kernel = narrow_linear<T, E, kNarrowWarps, kNarrowDepth>;
+  const int shared = narrow_ring_bytes<kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
+  const cudaError_t raised =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (raised != cudaSuccess) return raised;
+  return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), shared, stream, p);
+}
+
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && static_cast<int64_t>(p.n) * p.k >= kLargeWeight && fits) {
+    if constexpr (E == Epilogue::kPlain && !kNorm) {
+      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, E>(p, stream);
+    }
     return launch_stream<T, E, kNorm>(p, stream);
   }
   const dim3 grid((p.n + kTile - 1) / kTile), block(kWarps * 32);

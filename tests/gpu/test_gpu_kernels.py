@@ -25,8 +25,11 @@ pytestmark = [
     pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
-# (in, out): kernels for small and for large weights, sizes that do not divide by tiles of 16.
-SIZES = [(64, 24), (576, 960), (1536, 576), (96, 40), (4096, 1040), (2048, 4098), (14336, 512)]
+# (in, out): kernels for small, large and large but narrow weights; not all divide by tiles of 16.
+SIZES = [
+    (64, 24), (576, 960), (1536, 576), (96, 40), (4096, 1040), (2048, 4098), (14336, 512),
+    (576, 7300), (1024, 4104), (32, 131_080),
+]  # fmt: skip
 ROWS = [1, 3, 8, 9, 16, 17, 32]
 
 
@@ -187,9 +190,10 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
     x = _random(8, size[0])
-    together = fused.linear((x,), layer, (norm,))
-    for rows in range(1, 8):
-        assert torch.equal(fused.linear((x[:rows],), layer, (norm,)), together[:rows])
+    for norms in ((norm,), ()):
+        together = fused.linear((x,), layer, norms)
+        for rows in range(1, 8):
+            assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
 
 
 def test_a_chain_of_kernels_in_a_graph() -> None:
