@@ -38,10 +38,10 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
                 stream, p);
 }
 
-template <typename T, Epilogue E>
+template <typename T>
 cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = narrow_linear<T, E, kNarrowWarps, kNarrowDepth>;
-  const int shared = narrow_ring_bytes<kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
+  const auto kernel = narrow_linear<T, kNarrowWarps, kNarrowDepth>;
+  const int shared = ring_bytes<true, 1, kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -53,7 +53,7 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && static_cast<int64_t>(p.n) * p.k >= kLargeWeight && fits) {
     if constexpr (E == Epilogue::kPlain && !kNorm) {
-      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, E>(p, stream);
+      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T>(p, stream);
     }
     return launch_stream<T, E, kNorm>(p, stream);
   }

@@ -46,7 +46,7 @@ MAX_ROWS = 32
 """More rows than this are cuBLAS's (the kernels themselves take no more)."""
 MAX_ROWS_OF_LARGE = 8
 LARGE = 4 << 20
-"""Weights of this many values are read by another kernel, which takes `MAX_ROWS_OF_LARGE` rows."""
+"""Weights of this many values are read by other kernels, which take `MAX_ROWS_OF_LARGE` rows."""
 MAX_NORMED_BYTES = 104 << 10
 """What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8

@@ -9,32 +9,21 @@
 
 namespace trtspec {
 
-template <int kWarps, int kDepth>
-__host__ __device__ constexpr int narrow_ring_bytes() {
-  return kDepth * 2 * kWarps * 32 * 16;
-}
-
-// One input, no norm, at most 8 rows.
-template <typename T, Epilogue E, int kWarps, int kDepth>
+// One input, no norm, nothing after the product but a bias, at most 8 rows.
+template <typename T, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     narrow_linear(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(128) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / 32, pitch = p.k * 2 + kPad;
   const int stride = gridDim.x * kWarps, first_tile = blockIdx.x + gridDim.x * warp;
-  char* const x_shared = shared + narrow_ring_bytes<kWarps, kDepth>();
+  char* const x_shared = shared + ring_bytes<true, 1, kWarps, kDepth>();  // of weights alone
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * 2 + part) * kWarps * 32; };
 
   int next_tile = first_tile, next_step = 0;  // what is fetched next
   const T *w_lo = nullptr, *w_hi = nullptr;
-  auto enter_tile = [&] {
-    int n_lo, n_hi;
-    tile_rows<E>(p, next_tile, g, n_lo, n_hi);
-    const T* weight = static_cast<const T*>(p.weight) + t * 8;
-    w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
-    w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
-  };
+  auto enter_tile = [&] { weight_rows<T, Epilogue::kPlain>(p, next_tile, g, t, w_lo, w_hi); };
   auto fetch = [&](int stage) {
     if (next_tile < tiles) {
       copy_16(place(stage, 0), w_lo + next_step * 32);
@@ -74,10 +63,11 @@ __global__ void __launch_bounds__(kWarps * 32)
       if (++stage == kDepth) stage = 0;
     }
     int n_lo, n_hi;
-    tile_rows<E>(p, tile, g, n_lo, n_hi);
+    tile_rows<Epilogue::kPlain>(p, tile, g, n_lo, n_hi);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (t * 2 + i < p.rows) finish<T, E>(p, t * 2 + i, n_lo, n_hi, acc[i], acc[2 + i]);
+      const int m = t * 2 + i;
+      if (m < p.rows) finish<T, Epilogue::kPlain>(p, m, n_lo, n_hi, acc[i], acc[2 + i]);
     }
   }
 }

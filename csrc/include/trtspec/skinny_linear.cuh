@@ -115,6 +115,17 @@ __device__ inline void tile_rows(const LinearParams& p, int tile, int row, int& 
   }
 }
 
+// Where thread (g, t) of a warp begins to read its two weight rows of a tile, and each 32 values on.
+template <typename T, Epilogue E>
+__device__ inline void weight_rows(const LinearParams& p, int tile, int g, int t, const T*& lo,
+                                   const T*& hi) {
+  int n_lo, n_hi;
+  tile_rows<E>(p, tile, g, n_lo, n_hi);
+  const T* weight = static_cast<const T*>(p.weight) + t * 8;
+  lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
+  hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+}
+
 __device__ inline float finite_or_zero(float x) { return fabsf(x) < INFINITY ? x : 0.0f; }
 
 // As T holds it; with `finite` 0 in place of what T has no number for.
@@ -177,11 +188,8 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
   __shared__ float sums[kWarps][kTile][8 * kColumns + 1];
   __shared__ float squares_of[kWarps][8 * kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int n_lo, n_hi;
-  tile_rows<E>(p, blockIdx.x, g, n_lo, n_hi);
-  const T* weight = static_cast<const T*>(p.weight) + t * 8;
-  const T* w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
-  const T* w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
+  const T *w_lo, *w_hi;
+  weight_rows<T, E>(p, blockIdx.x, g, t, w_lo, w_hi);
   const int steps = p.k / 32;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
 
@@ -273,6 +281,7 @@ __global__ void __launch_bounds__(kWarps * 32) skinny_linear(const __grid_consta
         total_hi += sums[w][row + 8][m];
       }
     }
+    int n_lo, n_hi;
     tile_rows<E>(p, blockIdx.x, row, n_lo, n_hi);
     finish<T, E>(p, m, n_lo, n_hi, total_lo, total_hi);
   }

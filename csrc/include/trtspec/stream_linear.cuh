@@ -80,13 +80,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   // What is fetched next.
   int next_tile = blockIdx.x, next_step = begin;
   const T *w_lo = nullptr, *w_hi = nullptr;
-  auto enter_tile = [&] {
-    int n_lo, n_hi;
-    tile_rows<E>(p, next_tile, g, n_lo, n_hi);
-    const T* weight = static_cast<const T*>(p.weight) + t * 8;
-    w_lo = weight + static_cast<int64_t>(min(n_lo, p.n - 1)) * p.k;
-    w_hi = weight + static_cast<int64_t>(min(n_hi, p.n - 1)) * p.k;
-  };
+  auto enter_tile = [&] { weight_rows<T, E>(p, next_tile, g, t, w_lo, w_hi); };
   auto fetch_x = [&](int stage, int step) {
     if constexpr (!kNorm) {
 #pragma unroll
