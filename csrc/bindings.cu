@@ -247,6 +247,38 @@ void choose_drafts(TensorView logits, Optional<TensorView> d2t, Optional<TensorV
   });
 }
 
+// logits [P * B, Vd], before [B] int32, taken [P, B] int32. memory: int64, zeros at first; a state, then
+// [2, kWalkRequests, blocks]. chunk: entries of a block.
+void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView w2,
+                 Optional<TensorView> d2t, int64_t chunk, TensorView memory, TensorView taken) {
+  trtspec::WalkParams p = {};
+  p.logits = logits.data_ptr(), p.row_stride = logits.stride(0);
+  p.before = static_cast<const int*>(before.data_ptr()), p.before_stride = before.stride(0);
+  p.w1 = w1.data_ptr(), p.w2 = w2.data_ptr(), p.d2t = static_cast<const int64_t*>(data(d2t));
+  p.taken = static_cast<int*>(taken.data_ptr());
+  p.state = static_cast<trtspec::WalkState*>(memory.data_ptr());
+  p.places = static_cast<uint64_t*>(memory.data_ptr()) + 1;
+  p.count = static_cast<int>(taken.size(0)), p.batch = static_cast<int>(taken.size(1));
+  p.tokens = static_cast<int>(w1.size(0)), p.drafts = static_cast<int>(w2.size(0));
+  p.chunk = static_cast<int>(chunk);
+  const int blocks = static_cast<int>((memory.size(0) - 1) / (2 * trtspec::kWalkRequests));
+  check(is_dense(logits, 1) && is_dense(w1) && is_dense(w2) && is_dense(taken), "rows in one piece");
+  check(logits.size(0) == taken.numel() && logits.size(1) == p.drafts, "logits of each draft");
+  check(before.size(0) == p.batch && p.batch <= trtspec::kWalkRequests, "at most 8 requests");
+  check(w1.size(1) == w2.size(1) && p.drafts < static_cast<int>(trtspec::kNoIndex), "two tables");
+  check(blocks > 0 && blocks <= trtspec::kMaxWalkBlocks, "room for what blocks send");
+  check(chunk % 16 == 0 && chunk * blocks >= p.drafts, "blocks have all entries");
+  if (taken.numel() == 0) return;
+  const int rank = static_cast<int>(w1.size(1));
+  const DLDataType type = logits.dtype();
+  if (type.code == kDLBfloat) {
+    check(trtspec::launch_walk<trtspec::bf16>(p, rank, blocks, stream_of(logits)));
+  } else {
+    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
+    check(trtspec::launch_walk<trtspec::half_t>(p, rank, blocks, stream_of(logits)));
+  }
+}
+
 // q, out [B * rows, Hq, D]; k, v [slots, Hkv, D]; tables [B, M] int32, positions [B * rows] int64; sums
 // [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets [>= B * Hkv] int32, zeros.
 void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorView positions,
@@ -310,3 +342,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, attend);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

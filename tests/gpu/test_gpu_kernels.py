@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,8 @@ from trtspec.layers.norm import RMSNorm
 from trtspec.metadata import SpecMetadata
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 from trtspec.ops.tokens import greedy as choose
+from trtspec.ops.tokens import markov_walk
+from trtspec.ops.tokens.markov_walk import MarkovTables
 from trtspec.workers import Eagle3OneModelWorker, MTPEagleWorker
 
 HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
@@ -356,6 +359,84 @@ def test_draft_choice(dtype: torch.dtype, rows: int, vocab: int, served: list[st
     assert torch.equal(choose.choose_drafts(logits, None), chosen.to(torch.int32))
     assert torch.equal(choose.choose_drafts(logits, d2t), (chosen + d2t[chosen]).to(torch.int32))
     assert served == ["choose_drafts"] * 2
+
+
+def _walk_tables(vocab: int, rank: int, dtype: torch.dtype, maps: bool) -> MarkovTables:
+    w1 = _random(2 * vocab, rank, dtype=dtype, seed=1)
+    w2 = _random(vocab, rank, dtype=dtype, seed=2) * rank**-0.5
+    return MarkovTables(w1, w2, torch.arange(vocab, device="cuda") if maps else None)
+
+
+@covering(
+    dtype=DTYPES, rank=[64, 128, 256], vocab=[40, 700, 32_003, 49_152], batch=[1, 3, 8],
+    drafts=[1, 2, 7], maps=[False, True],
+)  # fmt: skip
+def test_walk_in_one_kernel(
+    dtype: torch.dtype, rank: int, vocab: int, batch: int, drafts: int, maps: bool,
+    served: list[str],
+) -> None:  # fmt: skip
+    """Against float64, draft by draft. Walks of other numbers of requests went before."""
+    tables = _walk_tables(vocab, rank, dtype, maps)
+    step = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
+    for requests in (8, batch, 1, batch):
+        logits = _random(drafts * requests, vocab, dtype=dtype, seed=requests)
+        logits[0, 0] = float("nan")  # never taken
+        logits[-1] = float("-inf")  # nothing to take: the first
+        before = torch.arange(2 * vocab - 2, 2 * vocab - 2 + requests, device="cuda")
+        taken = markov_walk.walk_markov(logits, before.to(torch.int32), tables)
+        assert taken.shape == (drafts, requests) and taken.dtype == torch.int32
+        tokens = before.clamp(max=2 * vocab - 1)  # some are above W1's
+        for own, chosen in zip(logits.double().split(requests), taken.long(), strict=True):
+            scores = own + tables.w1.double()[tokens] @ tables.w2.double().T
+            scores = scores.masked_fill(scores.isnan(), float("-inf"))
+            draft_ids = chosen // 2 if maps else chosen
+            short = scores.max(1).values - scores.gather(1, draft_ids[:, None])[:, 0]
+            assert bool(((short <= 4 * step) | short.isnan()).all())  # roundings of bias and sum
+            tokens = chosen
+        assert int(taken[-1, -1]) == 0
+    assert served.count("walk_markov") == 4
+
+
+def test_a_walk_takes_the_first_of_equals() -> None:
+    """In one chunk of the vocabulary, and in two."""
+    tables = _walk_tables(2000, 64, torch.bfloat16, False)
+    for equals in ([5, 9], [1999, 16, 3], [1500, 700, 1501]):
+        logits = torch.zeros(4, 2000, dtype=torch.bfloat16, device="cuda")
+        logits[:, equals] = 1000.0  # a bias is lost in its rounding
+        taken = markov_walk.walk_markov(logits, torch.zeros(1, dtype=torch.int32).cuda(), tables)
+        assert taken.flatten().tolist() == [min(equals)] * 4
+
+
+def _integers(*shape: int, below: int, seed: int = 0) -> Tensor:
+    """Whole numbers, whose sums have no rounding in bf16."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = torch.randint(1 - below, below, shape, generator=generator, device="cuda")
+    return drawn.to(torch.bfloat16)
+
+
+def test_walks_in_graphs_beside_eager_ones() -> None:
+    """Graphs of several sizes share the memory that blocks send in."""
+    vocab = 49_152
+    w1, w2 = _integers(vocab, 64, below=2), _integers(vocab, 64, below=2, seed=1)
+    tables, cases = MarkovTables(w1, w2, None), []
+    for batch, drafts in ((1, 7), (8, 3), (2, 1)):
+        logits = _integers(drafts * batch, vocab, below=20)
+        before = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        markov_walk.walk_markov(logits, before, tables)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            taken = markov_walk.walk_markov(logits, before, tables)
+        cases.append((graph, logits, before, taken))
+    chosen = random.Random(0)
+    for seed in range(300):
+        graph, logits, before, taken = chosen.choice(cases)
+        logits.copy_(_integers(*logits.shape, below=20, seed=seed))
+        before.fill_(seed)
+        graph.replay()
+        twin = markov_walk.walk_by_draft.__wrapped__(logits, before, tables)  # type: ignore[attr-defined]
+        assert torch.equal(taken, twin)
+        if seed % 3 == 0:
+            assert torch.equal(markov_walk.walk_markov(logits, before, tables), twin)
 
 
 @pytest.mark.parametrize("size", [12, 576])

@@ -139,6 +139,7 @@ def step() -> dict[str, Any]:
             *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),
             *(tables, 16, K + 1, 40),
         ),
+        (triton_rows.largest_of_rows, longs(GENERATIONS, K)),
         (triton_drafts.shift_for_drafting, accepted, lens, longs(8), K + 1),
         (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
         (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),
@@ -158,7 +159,7 @@ def step() -> dict[str, Any]:
             ints(GENERATIONS, 8),
         ),
         (triton_walk.walk_candidates, candidates, lens, books),
-        (triton_markov_walk.walk_markov, drafts_logits, lens, markov),
+        (triton_markov_walk.walk_by_draft, drafts_logits, lens, markov),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),
     )
     found: dict[str, Any] = {}

@@ -605,6 +605,15 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
         assert left[0][0][slot] == 7 and left[0][1][slot] == [8] * (k + 1)
 
 
+@CASES
+@given(SEEDS, st.integers(0, 5), st.integers(1, 9))
+def test_largest_of_rows(seed: int, num_seqs: int, rows: int) -> None:
+    rng = random.Random(seed)
+    positions = [[rng.randint(0, 20) for _ in range(rows)] for _ in range(num_seqs)]
+    largest = run("largest_of_rows", ints(positions, torch.int64).view(num_seqs, rows))
+    assert largest.tolist() == [max(row) for row in positions for _ in range(rows)]
+
+
 # -- the whole step ----------------------------------------------------------------------------
 def _config(name: str, tmp_path: Path) -> tuple[Path, Any]:
     if name.startswith("mtp"):

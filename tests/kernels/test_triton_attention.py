@@ -17,6 +17,7 @@ from trtspec.metadata.attention import (
     NULL_BLOCK,
     KVGroup,
 )
+from trtspec.ops.step.rows import largest_of_rows
 from trtspec.ops.step.slots import slot_mapping
 
 triton_paged = pytest.importorskip("trtspec.attention.paged", reason="needs triton")
@@ -100,7 +101,8 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     window, lengths, page = 40, [3, 90, 199 - rows // 2], 8
     q_heads, kv_heads = heads
     meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=200)
-    both_ways, positions = meta.seen_both_ways(True), meta.position_ids
+    positions = meta.position_ids
+    both_ways = meta.seen_both_ways(largest_of_rows(positions.view(meta.num_seqs, -1)), True)
     generator = torch.Generator().manual_seed(7)
     q = torch.randn(len(lengths) * rows, q_heads, dim, generator=generator).to(DEVICE)
     sinks = _sinks(q_heads) if has_sinks else None

@@ -14,7 +14,12 @@ from trtspec.ops.layer import convolution
 from trtspec.ops.layer.rope import CacheWrite, Rope, apply_rope
 
 triton_rope = pytest.importorskip("trtspec.ops.layer.triton_rope", reason="needs triton")
-from trtspec.ops.layer import triton_activation, triton_embedding, triton_norm  # noqa: E402
+from trtspec.ops.layer import (  # noqa: E402
+    triton_activation,
+    triton_copy,
+    triton_embedding,
+    triton_norm,
+)
 from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
 from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
     bitmask,
@@ -87,6 +92,17 @@ def test_gelu_tanh_and_mul(dtype: torch.dtype, inner: int) -> None:
     _close(triton_activation.gelu_tanh_and_mul(x), F.gelu(gate, approximate="tanh") * up)
 
 
+@covering(dtype=DTYPES, size=[1, 48, 1040], rows=[1, 5])
+def test_copy_rows(dtype: torch.dtype, size: int, rows: int) -> None:
+    """Into the middle columns of a wider matrix, whose others stay."""
+    source = _random(rows, 2 * size, dtype=dtype)[:, :size]
+    target = _random(rows + 1, 3 * size, dtype=dtype, seed=1)
+    expected = target.clone()
+    expected[:rows, size : 2 * size] = source
+    triton_copy.copy_rows(source, target[:rows, size : 2 * size])
+    assert torch.equal(target, expected)
+
+
 @covering(dtype=DTYPES, size=[48, 1040], taps=[1, 2, 3], block=[1, 2, 4], adds=[False, True])
 def test_convolve_blocks(dtype: torch.dtype, size: int, taps: int, block: int, adds: bool) -> None:
     """Against the formula, number by number along a block."""
@@ -113,7 +129,7 @@ def test_convolve_blocks(dtype: torch.dtype, size: int, taps: int, block: int, a
     rank=[12, 64, 200],  # 200: in several tiles
     maps=[False, True],
 )
-def test_walk_markov(
+def test_walk_by_draft(
     dtype: torch.dtype, drafts: int, batch: int, vocab: int, rank: int, maps: int
 ) -> None:
     """Against float64, draft by draft."""
@@ -124,8 +140,8 @@ def test_walk_markov(
     w1, w2 = (_random(n, rank, dtype=dtype, seed=i) for i, n in ((2, 2 * vocab), (3, vocab)))
     tables = markov_walk.MarkovTables(w1, w2 / rank**0.5, d2t)
     before = torch.arange(2 * vocab - 2, 2 * vocab - 2 + batch, device=DEVICE)  # some above W1's
-    taken = triton_markov_walk.walk_markov(logits, before, tables)
-    twin = markov_walk.walk_markov.__wrapped__(logits, before, tables)  # type: ignore[attr-defined]
+    taken = triton_markov_walk.walk_by_draft(logits, before, tables)
+    twin = markov_walk.walk_by_draft.__wrapped__(logits, before, tables)  # type: ignore[attr-defined]
     assert taken.shape == twin.shape == (drafts, batch)
     assert taken.dtype == twin.dtype == torch.int32
     step = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]

@@ -195,17 +195,20 @@ class AttentionMetadata:
             derived={},
         )
 
-    def seen_both_ways(self, windows_by_row: bool = False) -> AttentionMetadata:
+    def seen_both_ways(
+        self, last_positions: Tensor, windows_by_row: bool = False
+    ) -> AttentionMetadata:
         """Returns a draft pass in which a row sees all rows of its request, later ones too.
 
         A row sees keys up to its position, so here all rows of a request stand at the last one's.
         Their slots and rotary positions are those of the pass it is made of. With
         `windows_by_row` their windows are counted from there too, else from the last row.
+
+        Args:
+            last_positions: [T] int64, for each row its request's largest position.
         """
-        rows = self.position_ids.view(self.num_seqs, -1)
-        last = rows.amax(1, keepdim=True).expand_as(rows).contiguous()  # kernels read no strides
         own = self.position_ids if windows_by_row else None
-        return replace(self, position_ids=last.view(-1), window_position_ids=own, derived={})
+        return replace(self, position_ids=last_positions, window_position_ids=own, derived={})
 
     def first_keys(self, window: int) -> Tensor:
         """Returns the first key that each row sees with a window, [T] int64; it may be below 0."""

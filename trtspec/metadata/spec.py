@@ -142,15 +142,17 @@ class SpecMetadata:
         Args:
             hidden_states: [T, D]; with `residual` [T, D] the layer's output is their sum.
         """
+        if residual is not None and self.is_layer_capture(layer_id):
+            hidden_states = hidden_states + residual
+        for place in self.places_of_layer(layer_id, *hidden_states.shape):
+            place.copy_(hidden_states)
+
+    def places_of_layer(self, layer_id: int, rows: int, size: int) -> list[Tensor]:
+        """Returns where a layer's output [rows, size] is kept, in the buffer; often nowhere."""
         if self.captured is None:
-            return
-        for column, layer in enumerate(self.captured.layers):
-            if layer == layer_id:
-                if residual is not None:
-                    hidden_states, residual = hidden_states + residual, None
-                rows, size = hidden_states.shape
-                start = column * size
-                self.captured.buffer[:rows, start : start + size] = hidden_states
+            return []
+        columns = [i for i, layer in enumerate(self.captured.layers) if layer == layer_id]
+        return [self.captured.buffer[:rows, i * size : (i + 1) * size] for i in columns]
 
     def draft_hidden_states(self, final: Tensor | None, num_tokens: int) -> Tensor | None:
         """Returns what the drafter reads: the captured layers [T, n * D], or `final` [T, D]."""

@@ -21,6 +21,7 @@ So a layer's output must be copied to be kept (`HiddenStateCapture`) before the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ from ..layers.norm import RMSNorm
 from ..layers.vocabulary import sharded, vocabulary_head
 from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
+from ..ops.layer.copy import copy_rows
 from ..ops.layer.norm import add_normed
 from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
 from ..state.kv_cache import KVGroupSpec
@@ -319,13 +321,9 @@ class SandwichLayer(DecoderLayer):
 
 
 class HiddenStateCapture(Protocol):
-    """Takes copies of the layers' outputs it wants (`SpecMetadata` is one)."""
+    """Has room for copies of the layers' outputs it wants (`SpecMetadata` is one)."""
 
-    def is_layer_capture(self, layer_id: int) -> bool: ...
-
-    def maybe_capture_hidden_states(
-        self, layer_id: int, hidden_states: Tensor, residual: Tensor | None = None
-    ) -> None: ...
+    def places_of_layer(self, layer_id: int, rows: int, size: int) -> Sequence[Tensor]: ...
 
 
 class Decoder(nn.Module):
@@ -365,8 +363,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
 
-        `capture` is shown the residual stream after every layer. `inputs_embeds` are rows whose
-        embedding is given.
+        `capture` keeps the residual stream after the layers it wants. `inputs_embeds` are rows
+        whose embedding is given.
         """
         config = self.config
         hidden = embed(
@@ -379,8 +377,8 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             extra = () if layer_inputs is None else (layer_inputs[:, i],)
             hidden = layer(hidden, ropes[i], meta, *extra)
-            if capture is not None and capture.is_layer_capture(i):
-                capture.maybe_capture_hidden_states(i, hidden)
+            for place in () if capture is None else capture.places_of_layer(i, *hidden.shape):
+                copy_rows(hidden, place)
         return self.norm(hidden)
 
     def keep_logits(self, count: int) -> None:

@@ -5,6 +5,7 @@
 
 #include "all_reduce.cuh"
 #include "choose.cuh"
+#include "markov_walk.cuh"
 #include "paged_attention.cuh"
 #include "skinny_linear.cuh"
 
@@ -27,6 +28,11 @@ template <typename T>
 cudaError_t launch_accept(const AcceptParams& params, int num_rows, cudaStream_t stream);
 template <typename T>
 cudaError_t launch_choose(const DraftParams& params, int num_rows, cudaStream_t stream);
+
+// Ranks 64, 128 and 256; batch at most kWalkRequests. `blocks` must all run at once, at most
+// kMaxWalkBlocks; p.chunk of their entries each.
+template <typename T>
+cudaError_t launch_walk(const WalkParams& params, int rank, int blocks, cudaStream_t stream);
 
 // Over the ranks of `peers`, at most kMaxRanks.
 template <typename T>

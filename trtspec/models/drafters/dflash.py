@@ -38,6 +38,7 @@ from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import CacheWrite, apply_rope, rope_and_write
+from ...ops.step.rows import largest_of_rows
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
 from .convolved import ConvolvedLayer
@@ -262,7 +263,10 @@ class DFlashHead(DraftHead):
         """
         both_ways = attn_metadata
         if isinstance(attn_metadata, AttentionMetadata):
-            both_ways = attn_metadata.seen_both_ways(self.config.windows_by_row)
+            rows = attn_metadata.position_ids.view(attn_metadata.num_seqs, -1)
+            both_ways = attn_metadata.seen_both_ways(
+                largest_of_rows(rows), self.config.windows_by_row
+            )
         hidden = self.embed(input_ids, inputs_embeds)
         ropes = self.rope_tables.at(position_ids, attn_metadata)
         for layer, rope, sees_ahead in zip(self.layers, ropes, self.config.sees_ahead, strict=True):

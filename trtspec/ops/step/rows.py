@@ -215,6 +215,12 @@ def block_rows(
 
 
 @twin(_KERNELS)
+def largest_of_rows(positions: Tensor) -> Tensor:
+    """Returns for each row its request's largest position: [B, R] int64, contiguous -> [B * R]."""
+    return positions.amax(1, keepdim=True).expand_as(positions).flatten()
+
+
+@twin(_KERNELS)
 def draft_step(
     meta: AttentionMetadata, tokens: Tensor, positions: Tensor, extra_kv: int, advance: int = 0
 ) -> tuple[Tensor, AttentionMetadata]:

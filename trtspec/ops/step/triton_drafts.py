@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...metadata.missed import MissedRows
+from ..launch.triton import after_previous, dependent_launch
 from .rows import BlockRows, MaskedRows
 from .triton_rows import BLOCK, Accepted, Grid, ints
 
@@ -35,14 +36,23 @@ def shift_for_drafting(
         rows,
         BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
+        **dependent_launch(accepted),
     )
     return ids, last_rows, positions
 
 
 @triton.jit
 def _shift_kernel(
-    accepted, position_ptr, id_ptr, last_ptr, last_position_ptr, rows, BLOCK: tl.constexpr
+    accepted,
+    position_ptr,
+    id_ptr,
+    last_ptr,
+    last_position_ptr,
+    rows,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     mask = row < rows
@@ -69,6 +79,7 @@ def last_two_tokens(
         positions,
         num_seqs,
         BLOCK=BLOCK,
+        **dependent_launch(accepted),
     )
     return tokens, positions
 
@@ -83,7 +94,9 @@ def _last_two_kernel(
     last_position_ptr,
     num_seqs,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = seq < num_seqs
     row = tl.load(certain_ptr + seq, mask=mask, other=0)
@@ -137,12 +150,16 @@ def masked_rows(
         position_ids.shape[0],
         BLOCK=triton.next_power_of_2(num_rows),
         num_warps=1,
+        **dependent_launch(accepted),
     )
     return out
 
 
 @triton.jit
-def _masked_rows_kernel(accepted, masked, out, num_seqs, total, BLOCK: tl.constexpr):
+def _masked_rows_kernel(
+    accepted, masked, out, num_seqs, total, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     rows = masked.rows
@@ -198,12 +215,14 @@ def block_rows(
         num_seqs,
         BLOCK=triton.next_power_of_2(num_rows),
         num_warps=1,
+        **dependent_launch(accepted),
     )
     return out
 
 
 @triton.jit
-def _block_rows_kernel(accepted, block, out, num_seqs, BLOCK: tl.constexpr):
+def _block_rows_kernel(accepted, block, out, num_seqs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     mask = row < block.rows
@@ -229,13 +248,22 @@ def gather_distinct(rows: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, .
     strides = tuple(state.stride(0) for state in states)
     block = min(1024, triton.next_power_of_2(max(sizes)))
     _gather_rows_kernel[(rows.shape[0], triton.cdiv(max(sizes), block))](
-        rows, states, strides, outs, sizes, BLOCK=block
+        rows,
+        states,
+        strides,
+        outs,
+        sizes,
+        BLOCK=block,
+        **dependent_launch(rows),
     )
     return outs
 
 
 @triton.jit
-def _gather_rows_kernel(row_ptr, state_ptrs, strides, out_ptrs, sizes, BLOCK: tl.constexpr):
+def _gather_rows_kernel(
+    row_ptr, state_ptrs, strides, out_ptrs, sizes, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
     out_row = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + out_row)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -248,12 +276,20 @@ def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
     """Adds each token's offset to it."""
     count = tokens.shape[0]
     out = ints(tokens, count, dtype=torch.int32)
-    _target_ids_kernel[(triton.cdiv(count, BLOCK),)](tokens, d2t, out, count, BLOCK=BLOCK)
+    _target_ids_kernel[(triton.cdiv(count, BLOCK),)](
+        tokens,
+        d2t,
+        out,
+        count,
+        BLOCK=BLOCK,
+        **dependent_launch(tokens),
+    )
     return out
 
 
 @triton.jit
-def _target_ids_kernel(token_ptr, d2t_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _target_ids_kernel(token_ptr, d2t_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + row, mask=row < count, other=0).to(tl.int64)
     offset = tl.load(d2t_ptr + token, mask=row < count, other=0)
@@ -275,6 +311,7 @@ def limit_drafts(
         max_seq_len,
         WIDTH=max_draft_len,
         BLOCK=BLOCK,
+        **dependent_launch(positions),
     )
     return drafts
 
@@ -289,7 +326,9 @@ def _limit_kernel(
     max_seq_len,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = seq < num_seqs
     room = max_seq_len - 1 - tl.load(position_ptr + seq * position_seq, mask=mask, other=0)
@@ -312,12 +351,14 @@ def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
         columns,
         BLOCK=triton.next_power_of_2(columns),
         num_warps=1,
+        **dependent_launch(accepted),
     )
     return out
 
 
 @triton.jit
-def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr):
+def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -360,13 +401,20 @@ def keep_missed(
     )
     width = hidden.shape[1]
     _keep_missed_kernel[(slot_ids.shape[0], triton.cdiv(width, COLUMNS))](
-        kept, missed, missed.positions.shape[1], width, BLOCK=COLUMNS, num_warps=4
+        kept,
+        missed,
+        missed.positions.shape[1],
+        width,
+        BLOCK=COLUMNS,
+        num_warps=4,
+        **dependent_launch(slot_ids),
     )
 
 
 @triton.jit
-def _keep_missed_kernel(kept, missed, capacity, width, BLOCK: tl.constexpr):
+def _keep_missed_kernel(kept, missed, capacity, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A block of columns of one request's row."""
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(kept.slot_ids + seq).to(tl.int64)
     position = tl.load(kept.positions + seq).to(tl.int64)

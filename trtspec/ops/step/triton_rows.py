@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.sampling import SlotSampling
+from ..launch.triton import after_previous, dependent_launch
 from .rows import StepRows
 
 _NULL_BLOCK = tl.constexpr(NULL_BLOCK)
@@ -124,6 +125,7 @@ def step(
         max_seq_len,
         BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
+        **dependent_launch(positions),
     )
     return out.positions, groups.slots, out.lens, out.ids
 
@@ -140,7 +142,9 @@ def _step_kernel(
     advance,
     max_seq_len,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     in_batch = seq < num_seqs
@@ -216,6 +220,7 @@ def gather_step_inputs(
         first_row,
         BLOCK=triton.next_power_of_2(rows),
         num_warps=1,
+        **dependent_launch(slot_ids),
     )
     return out, tokens[:, 1:]
 
@@ -232,7 +237,9 @@ def _gather_kernel(
     max_seq_len,
     first_row,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_id_ptr + seq).to(tl.int64)
     past = tl.load(slots.past_lens + slot)
@@ -251,6 +258,30 @@ def _gather_kernel(
     _store_slots(groups, seq, index, position, inside, mask)
     for i in tl.static_range(len(sampling)):
         tl.store(out.sampling[i] + index, tl.load(sampling[i] + slot), mask=mask)
+
+
+def largest_of_rows(positions: Tensor) -> Tensor:
+    """Finds each request's largest position."""
+    num_seqs, rows = positions.shape
+    out = ints(positions, num_seqs * rows)
+    _largest_kernel[(num_seqs,)](
+        positions,
+        out,
+        rows,
+        BLOCK=triton.next_power_of_2(rows),
+        num_warps=1,
+        **dependent_launch(positions),
+    )
+    return out
+
+
+@triton.jit
+def _largest_kernel(position_ptr, out_ptr, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
+    index = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < rows
+    largest = tl.max(tl.load(position_ptr + index, mask=mask, other=0), 0)
+    tl.store(out_ptr + index, tl.full([BLOCK], 0, tl.int64) + largest, mask=mask)
 
 
 def draft_step(
@@ -287,11 +318,15 @@ def save_step(
         columns,
         BLOCK=triton.next_power_of_2(columns),
         num_warps=1,
+        **dependent_launch(slot_ids),
     )
 
 
 @triton.jit
-def _save_kernel(slot_id_ptr, position_ptr, new, slots, rows, columns, BLOCK: tl.constexpr):
+def _save_kernel(
+    slot_id_ptr, position_ptr, new, slots, rows, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_id_ptr + seq).to(tl.int64)
     past = tl.load(position_ptr + seq * rows).to(tl.int64) + tl.load(new.lens + seq)

@@ -3,7 +3,8 @@
 A program biases one chunk of the vocabulary, for some requests, and keeps the chunk's best. The
 programs of the next draft find the best of all chunks, each for itself: nothing waits for all
 programs of a launch but the next launch. The first columns of W2's rows are read before the launch
-before has ended: all of them where the rank is no larger than a tile's depth.
+before has ended: all of them where the rank is no larger than a tile's depth. They serve what the
+kernel in csrc does not: many requests, float32, large tables.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -43,7 +44,7 @@ class _Sizes(NamedTuple):
     chunks: int
 
 
-def walk_markov(logits: Tensor, before: Tensor, tables: MarkovTables) -> Tensor:
+def walk_by_draft(logits: Tensor, before: Tensor, tables: MarkovTables) -> Tensor:
     """As its twin."""
     batch, (drafts, rank) = before.shape[0], tables.w2.shape
     count, device = logits.shape[0] // batch, logits.device
