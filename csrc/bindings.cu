@@ -35,6 +35,18 @@ void* data(const Optional<TensorView>& x) {
   return x.has_value() ? x.value().data_ptr() : nullptr;
 }
 
+// Calls `run` with a value of x's element type, one of 16 bits.
+template <typename Run>
+void by_half_type(const TensorView& x, Run run) {
+  const DLDataType type = x.dtype();
+  if (type.code == kDLBfloat) {
+    check(run(trtspec::bf16()));
+  } else {
+    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
+    check(run(trtspec::half_t()));
+  }
+}
+
 void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.rows <= trtspec::kMaxFp8Rows && p.k % 64 == 0, "FP8: at most 8 rows, inputs by 64");
   check(x.dtype().code == kDLBfloat && p.x1 == nullptr, "FP8 weights are for one bfloat16 input");
@@ -49,13 +61,9 @@ void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;
   if (p.scales != nullptr) return run_fp8(epilogue, p, x);
-  const DLDataType type = x.dtype();
-  if (type.code == kDLBfloat) {
-    check(trtspec::launch_linear<trtspec::bf16>(epilogue, p, stream_of(x)));
-  } else {
-    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
-    check(trtspec::launch_linear<trtspec::half_t>(epilogue, p, stream_of(x)));
-  }
+  by_half_type(x, [&](auto type) {
+    return trtspec::launch_linear<decltype(type)>(epilogue, p, stream_of(x));
+  });
 }
 
 LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
@@ -269,14 +277,10 @@ void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView
   check(blocks > 0 && blocks <= trtspec::kMaxWalkBlocks, "room for what blocks send");
   check(chunk % 16 == 0 && chunk * blocks >= p.drafts, "blocks have all entries");
   if (taken.numel() == 0) return;
-  const int rank = static_cast<int>(w1.size(1));
-  const DLDataType type = logits.dtype();
-  if (type.code == kDLBfloat) {
-    check(trtspec::launch_walk<trtspec::bf16>(p, rank, blocks, stream_of(logits)));
-  } else {
-    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
-    check(trtspec::launch_walk<trtspec::half_t>(p, rank, blocks, stream_of(logits)));
-  }
+  by_half_type(logits, [&](auto type) {
+    return trtspec::launch_walk<decltype(type)>(p, static_cast<int>(w1.size(1)), blocks,
+                                                stream_of(logits));
+  });
 }
 
 // q, out [B * rows, Hq, D]; k, v [slots, Hkv, D]; tables [B, M] int32, positions [B * rows] int64; sums
@@ -309,13 +313,9 @@ void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorV
   check(tickets.size(0) >= static_cast<int64_t>(p.requests) * p.kv_heads, "a ticket per group");
   const int shares = static_cast<int>(sums.size(0)) / 2;
   if (p.requests == 0) return;
-  const DLDataType type = q.dtype();
-  if (type.code == kDLBfloat) {
-    check(trtspec::launch_attend<trtspec::bf16>(p, shares, stream_of(q)));
-  } else {
-    check(type.code == kDLFloat && type.bits == 16, "bfloat16 or float16");
-    check(trtspec::launch_attend<trtspec::half_t>(p, shares, stream_of(q)));
-  }
+  by_half_type(q, [&](auto type) {
+    return trtspec::launch_attend<decltype(type)>(p, shares, stream_of(q));
+  });
 }
 
 void update_window(TensorView hidden, TensorView ids, TensorView last, TensorView slots,

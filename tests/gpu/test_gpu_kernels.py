@@ -394,7 +394,8 @@ def test_walk_in_one_kernel(
             assert bool(((short <= 4 * step) | short.isnan()).all())  # roundings of bias and sum
             tokens = chosen
         assert int(taken[-1, -1]) == 0
-    assert served.count("walk_markov") == 4
+    is_too_large = (rank, vocab) == (256, 49_152)  # for shared memory
+    assert served.count("walk_markov") == (0 if is_too_large else 4)
 
 
 def test_a_walk_takes_the_first_of_equals() -> None:
