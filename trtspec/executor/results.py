@@ -21,6 +21,9 @@ from .logprobs import LogprobRows, logprob_entry
 from .request import Request, ScheduledBatch, StepPlan
 from .step_launch import StepLaunch
 
+MAX_PIECE_BYTES = 1 << 20
+"""Of memory that several results are parts of: more is not copied for their sake."""
+
 
 class Results(NamedTuple):
     """A step's tensors on the host, once `ready`."""
@@ -142,12 +145,15 @@ class StepReader:
     def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
         outputs = launch.finish()
         hidden, drafts = outputs.hidden_states, None
+        tokens, lens, bad = self._all_to_host(
+            outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests
+        )
         if drafts_of is not None:
             drafts = drafts_of() if outputs.drafts is None else outputs.drafts
         return Results(
-            new_tokens=self._to_host(outputs.new_tokens),
-            new_tokens_lens=self._to_host(outputs.new_tokens_lens),
-            bad_requests=self._to_host(outputs.bad_requests),
+            new_tokens=tokens,
+            new_tokens_lens=lens,
+            bad_requests=bad,
             hidden_states=None if hidden is None else self._to_host(hidden),
             logprobs=self._logprobs_to_host(outputs.logprobs),
             drafts=None if drafts is None else self._to_host(drafts),
@@ -157,6 +163,19 @@ class StepReader:
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self.on_gpu else tensor
+
+    def _all_to_host(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns copies of all, by one copy where they are parts of one small piece of memory."""
+        memory = tensors[0].untyped_storage()
+        in_one_piece = all(t.untyped_storage().data_ptr() == memory.data_ptr() for t in tensors)
+        if not in_one_piece or memory.nbytes() > MAX_PIECE_BYTES:
+            return [self._to_host(tensor) for tensor in tensors]
+        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        on_host = self._to_host(whole).untyped_storage()
+        return [
+            torch.empty(0, dtype=t.dtype).set_(on_host, t.storage_offset(), t.shape, t.stride())
+            for t in tensors
+        ]
 
     def _logprobs_to_host(self, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
         return logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs

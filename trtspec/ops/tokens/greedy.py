@@ -31,6 +31,13 @@ class Accepted:
     num_accepted_drafts: Tensor  # [B] int32, lens - 1
     bad_requests: Tensor  # [B] bool, a row held NaN or nothing above -inf
 
+    @classmethod
+    def empty(cls, batch: int, width: int, device: torch.device) -> Accepted:
+        """Allocates room for K+1 = `width` tokens, in one piece: one copy takes all to the host."""
+        whole = torch.empty(batch * (width + 3), dtype=torch.int32, device=device)
+        tokens, lens, accepted, bad = whole.split([batch * width, batch, batch, batch])
+        return cls(tokens.view(batch, width), lens, accepted, bad.view(torch.bool)[:batch])
+
 
 @dataclass(frozen=True)
 class RelaxedRule:
@@ -66,13 +73,8 @@ def accept_greedy(
         return None
     if relaxed is not None and ranks is not _ONE_RANK:
         return None
-    batch, device = num_contexts + drafts.shape[0], logits.device
-    accepted = Accepted(
-        tokens=torch.empty((batch, max_draft_len + 1), dtype=torch.int32, device=device),
-        lens=torch.empty(batch, dtype=torch.int32, device=device),
-        num_accepted_drafts=torch.empty(batch, dtype=torch.int32, device=device),
-        bad_requests=torch.empty(batch, dtype=torch.bool, device=device),
-    )
+    batch = num_contexts + drafts.shape[0]
+    accepted = Accepted.empty(batch, max_draft_len + 1, logits.device)
     rule: tuple[Any, ...] = (None, None, 0, 0)
     if relaxed is not None:
         rule = (relaxed.deltas, relaxed.slots, relaxed.top_k, relaxed.end_token)

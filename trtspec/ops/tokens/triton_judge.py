@@ -77,19 +77,19 @@ def accept_sampled(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     launch = dependent_launch(logits)
     rows = analyse(logits, sampling.contiguous(), launch)
-    lens, accepted, counts = torch.empty((3, batch), dtype=torch.int32, device=device)
+    accepted = Accepted.empty(batch, max_draft_len + 1, device)
     out = Outcome(
-        tokens=torch.empty((batch, max_draft_len + 1), dtype=torch.int32, device=device),
+        tokens=accepted.tokens,
         columns=max_draft_len + 1,
-        lens=lens,
-        accepted=accepted,
-        bad=torch.empty(batch, dtype=torch.bool, device=device),
+        lens=accepted.lens,
+        accepted=accepted.num_accepted_drafts,
+        bad=accepted.bad_requests,
         forced_len=forced_len,
     )
     step = Step(
         drafts=drafts.to(torch.int32).contiguous(),
         num_contexts=num_contexts,
-        counts=counts,
+        counts=torch.empty(batch, dtype=torch.int32, device=device),
         scales=None,
     )
     sizes = Sizes(
@@ -106,9 +106,7 @@ def accept_sampled(
         step = step._replace(scales=torch.empty(batch, dtype=torch.float32, device=device))
         _judge(rows, step, remembered, out, sizes, is_block, launch)
     draw_and_finish(rows, step, remembered, out, sizes, launch)
-    return Accepted(
-        tokens=out.tokens, lens=lens, num_accepted_drafts=accepted, bad_requests=out.bad
-    )
+    return accepted
 
 
 def _judge(
