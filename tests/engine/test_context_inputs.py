@@ -20,7 +20,7 @@ from trtspec.checkpoints.hf_config import parse_config
 from trtspec.config import DecodingBaseConfig
 from trtspec.errors import ConfigError
 from trtspec.executor import build
-from trtspec.executor.context_inputs import ContextInputs, most_worth_capturing
+from trtspec.executor.context_inputs import ContextInputs, deal_out, most_worth_capturing
 from trtspec.executor.graphs import first_rows
 from trtspec.executor.inputs import assemble, build_inputs
 from trtspec.executor.py_executor import PyExecutor
@@ -53,7 +53,7 @@ class Uncaptured:
     """Stands for `CudaGraphs`: the same inputs, the step run as it is."""
 
     def __init__(self, executor: PyExecutor, tokens: Sequence[int]):
-        self.executor, self.passes = executor, 0
+        self.executor, self.passes, self.most_worth = executor, 0, 1000
         config = executor.config
         self.shapes = [
             ContextInputs(
@@ -130,6 +130,56 @@ def test_padding_changes_no_token(
     assert graphs.passes >= 2
     cache = llm.executor.kv_cache
     assert cache.num_free_blocks == cache.num_blocks - NUM_RESERVED_BLOCKS
+
+
+@pytest.mark.parametrize("mode", ["none", *DRAFTING])
+def test_prompts_too_long_for_one_pass_take_several(
+    target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin in one step, beside a generation; sampled ones draw what they would alone."""
+    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    config, most = config_of(mode, 2, drafters), {"max_batch_size": 6, "max_num_tokens": 40}
+    prompts = [
+        [(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((3, 8, 4, 5, 9, 2))
+    ]
+    params = [SamplingParams(6, temperature=i % 2, seed=i, ignore_eos=True) for i in range(6)]
+    alone = _llm(target_dir, config, monkeypatch).generate(prompts, params)
+
+    executor = _llm(target_dir, config, monkeypatch, **most).executor
+    graphs = Uncaptured(executor, (6, 12))
+    executor.runner.graphs = graphs  # type: ignore[assignment]
+    requests = [executor.enqueue(prompts[0], params[0])]
+    executor.step()
+    assert graphs.passes == 1
+    requests += [executor.enqueue(*given) for given in zip(prompts[1:], params[1:], strict=True)]
+    executor.step()
+    assert graphs.passes == 4  # of 8 + 4, 5 and 9 + 2 tokens
+    assert all(request.num_computed for request in requests)
+    executor.run_until_done()
+    for request, output in zip(requests, alone, strict=True):
+        assert request.output_token_ids == output.outputs[0].token_ids
+
+
+def test_dealing_prompts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes of at most 10 tokens."""
+    request: Any = None
+
+    def dealt(*lens: int, most_worth: int = 100) -> list[list[int]]:
+        chunks = [ContextChunk(request, [0] * count, 5, 5 + count) for count in lens]
+
+        def shape_for(some: Sequence[ContextChunk]) -> Any:
+            return "a shape" if sum(c.end - c.start for c in some) <= 10 else None
+
+        passes = deal_out(chunks, shape_for, most_worth)
+        assert [c for some in passes for c in some] == (chunks if passes else [])
+        return [[c.end - c.start for c in some] for some in passes]
+
+    assert dealt(3, 4, 3) == [[3, 4, 3]]
+    assert dealt(3, 4, 4, 10, 1, 9) == [[3, 4], [4], [10], [1, 9]]
+    assert dealt(3, 11, 3) == []  # one has no shape
+    assert dealt(10, 5, most_worth=14) == []
+    assert dealt(10, most_worth=5) == [[10]]  # asked for
+    assert len(dealt(*[10] * 8)) == 8 and dealt(*[10] * 9) == []
 
 
 @pytest.mark.parametrize(

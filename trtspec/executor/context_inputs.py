@@ -7,7 +7,7 @@ between passes is one device tensor, which the host sends in one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,9 @@ from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
 """Rows of a shape per context that it has; shorter prompts need a larger shape."""
+
+MAX_PASSES = 8
+"""Captured passes over prompts in one step. Even of few rows each takes a tenth of an eager one."""
 
 
 def most_worth_capturing(target: Decoder) -> int:
@@ -50,6 +53,31 @@ def most_worth_capturing(target: Decoder) -> int:
             seconds += 2 * parameter.numel() * share / flops
         launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
     return int(launching / seconds)
+
+
+def deal_out(
+    chunks: Sequence[ContextChunk],
+    shape_for: Callable[[Sequence[ContextChunk]], ContextInputs | None],
+    most_worth: int,
+) -> list[list[ContextChunk]]:
+    """Deals parts of prompts out to passes that each have a shape, in their order.
+
+    Returns none where one of them has no shape, for then it takes the others along eagerly. Nor
+    does it where one eager pass would take no longer: they are more than `most_worth` rows, or
+    need more than `MAX_PASSES`.
+    """
+    if shape_for(chunks) is not None:
+        return [list(chunks)]
+    if sum(chunk.end - chunk.start for chunk in chunks) > most_worth:
+        return []
+    passes: list[list[ContextChunk]] = []
+    for chunk in chunks:
+        if shape_for([chunk]) is None:
+            return []
+        if not passes or shape_for([*passes[-1], chunk]) is None:
+            passes.append([])
+        passes[-1].append(chunk)
+    return passes if len(passes) <= MAX_PASSES else []
 
 
 class ContextInputs:

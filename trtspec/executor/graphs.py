@@ -95,10 +95,10 @@ class CudaGraphs:
         self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inputs[:, 0] = self.scratch_slot
         self._sent: list[tuple[int, int, int]] = []
-        most_worth = most_worth_capturing(step.target)
+        self.most_worth = most_worth_capturing(step.target)
         self.contexts = [
             ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
-            for n in graph_config.context_sizes(config.max_num_tokens, most_worth)
+            for n in graph_config.context_sizes(config.max_num_tokens, self.most_worth)
         ]
         self._graphs: dict[GraphKey, _Captured] = {}
         self.may_lose_graphs = False

@@ -28,7 +28,7 @@ from ..utils import rows_to_tensor
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftModel, EndedText, LanguageModel
 from .admission import end_ids
-from .context_inputs import ContextInputs
+from .context_inputs import ContextInputs, deal_out
 from .device_step import DeviceStep
 from .graphs import CudaGraphs
 from .guided_masks import GuidedMasks
@@ -192,14 +192,19 @@ class StepRunner:
 
     # -- steps ---------------------------------------------------------------------------------
     def split_for_graphs(self, batch: ScheduledBatch) -> list[ScheduledBatch]:
-        """Splits generations from prompts if prompts have a graph, else returns the batch alone."""
+        """Splits a batch into generations and passes over prompts, if all have graphs, else returns
+        it alone."""
         if not batch:
             return []
-        if batch.contexts and batch.generations and self._shape_for(batch.contexts):
-            assert self.graphs is not None
-            if self.graphs.bucket(len(batch.generations)) is not None:
-                return [replace(batch, contexts=[]), replace(batch, generations=[])]
-        return [batch]
+        passes = self._passes_over(batch.contexts) if batch.contexts else []
+        if not passes or self.graphs is None:
+            return [batch]
+        parts = [ScheduledBatch(chunks, []) for chunks in passes]
+        if not batch.generations:
+            return parts
+        if self.graphs.bucket(len(batch.generations)) is None:
+            return [batch]
+        return [replace(batch, contexts=[]), *parts]
 
     def run(self, plan: StepPlan) -> StepLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
@@ -252,11 +257,20 @@ class StepRunner:
 
     def _shape_for(self, chunks: list[ContextChunk]) -> ContextInputs | None:
         """Returns the graphs' inputs for these parts of prompts, if a graph serves them."""
-        if self.graphs is None or not self._can_replay:
-            return None
-        if any(c.request.embeds is not None or c.num_prompt_logprobs for c in chunks):
+        if self.graphs is None or not self._has_graph_for(chunks):
             return None
         return self.graphs.shape_for(chunks)
+
+    def _passes_over(self, chunks: list[ContextChunk]) -> list[list[ContextChunk]]:
+        """Deals parts of prompts out to passes that have graphs; none if they have none."""
+        if self.graphs is None or not self._has_graph_for(chunks):
+            return []
+        return deal_out(chunks, self.graphs.shape_for, self.graphs.most_worth)
+
+    def _has_graph_for(self, chunks: list[ContextChunk]) -> bool:
+        """Whether a graph may serve these, if it is large enough."""
+        is_plain = all(c.request.embeds is None and not c.num_prompt_logprobs for c in chunks)
+        return self._can_replay and is_plain
 
     def with_missed(self, plan: StepPlan) -> StepPlan:
         """Returns the plan with what the head does beside it: nothing, or what it missed before.
