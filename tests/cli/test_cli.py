@@ -309,11 +309,15 @@ def test_raw_gives_the_text_itself(run, fake):
 
 def test_options_reach_the_engine(run, fake):
     run("generate", "--prompt", "a", "--dtype", "float32", "--device", "cpu",
-        "--quant", "fp8", "--max-batch-size", "3", "--tp", "2", "--ep", "2")  # fmt: skip
+        "--quant", "fp8", "--max-batch-size", "3", "--tp", "2", "--ep", "2",
+        "--prefill-batch-size", "auto")  # fmt: skip
     assert fake.built[0].options == {
         "device": "cpu", "dtype": "float32", "max_batch_size": 3, "tensor_parallel_size": 2,
         "moe_expert_parallel_size": 2, "kv_cache_config": trtspec.KvCacheConfig(), "quant": "fp8",
+        "prefill_batch_size": "auto",
     }  # fmt: skip
+    code, _, err = run("generate", "--prompt", "a", "--prefill-batch-size", "many")
+    assert code == 2 and "--prefill-batch-size 'many': give a number of slots, or auto." in err
     run("bench", "--prompt", "a", "--speculative", "ngram", "--no-block-reuse", "--repeat", "2",
         "--quant", "fp8")  # fmt: skip
     for llm in fake.built[1:]:

@@ -777,8 +777,54 @@ def test_prompts_start_together(
         assert output.outputs[0].token_ids == oracle.extend(prompt, wanted.max_tokens)
     assert all(free >= 3 or not generating for free, generating in starts)
     assert any(generating for _, generating in starts) and len(starts) < 12
-    with pytest.raises(ConfigError, match="prefill_batch_size"):
-        LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=3)
+    for wrong in (3, 0, True, "all"):
+        with pytest.raises(ConfigError, match=r'prefill_batch_size=.* an int in 1 … 2, or "auto"'):
+            LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=wrong)  # type: ignore[arg-type]
+
+
+def _with_auto(target_dir: Path, size: int | str) -> LLM:
+    return LLM(
+        target_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=64,
+        prefill_batch_size=size,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_prompts_wait_no_longer_than_they_would_delay_others(
+    target_dir: Path, oracle: Oracle
+) -> None:
+    """By "auto", where a pass over prompts counts as a step: fewer of both than if each began at
+    once, and about as few as with the best fixed number."""
+    lens = [12 + 7 * i % 24 for i in range(100)]
+    prompts, cost = [[3 + i % 40, 7, 5] for i in range(len(lens))], {}
+    for size in (1, 2, 3, 4, 6, "auto"):
+        llm = _with_auto(target_dir, size)
+        scheduler, passes = llm.executor.scheduler, [0]
+        schedule = scheduler.schedule
+
+        def count(schedule: Any = schedule, passes: list[int] = passes) -> Any:
+            batch, preempted = schedule()
+            passes[0] += bool(batch.contexts) + bool(batch.generations)
+            return batch, preempted
+
+        scheduler.schedule = count  # type: ignore[method-assign]
+        outputs = llm.generate(prompts, [SamplingParams(n, ignore_eos=True) for n in lens])
+        cost[size] = passes[0]
+        for i in range(0, len(lens), 20):
+            assert outputs[i].outputs[0].token_ids == oracle.extend(prompts[i], lens[i])
+    assert cost["auto"] < 0.9 * cost[1]
+    assert cost["auto"] <= 1.05 * min(cost.values())
+
+
+def test_prompts_begin_at_once_where_slots_are_for_all(target_dir: Path) -> None:
+    executor = _with_auto(target_dir, "auto").executor
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for i in range(16):  # one after another: never more wait than slots are free
+        request = executor.enqueue([3 + i, 7], params)
+        executor.step()
+        assert request.num_computed == 2
+    waiting = [executor.enqueue([3, 9 + i], params) for i in range(3)]
+    executor.run_until_done()
+    assert all(len(request.output_token_ids) == 40 for request in waiting)
 
 
 def test_a_request_that_its_owner_fails_ends_alone(target_dir: Path, oracle: Oracle) -> None:

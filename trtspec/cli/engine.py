@@ -63,12 +63,16 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
     return config_class(**arguments)
 
 
-def parse_draft_len(text: str) -> int | str:
+def parse_draft_len(text: str) -> int | Literal["auto"]:
     """Reads "4" or "auto". Raises CliError for anything else."""
+    return _int_or_auto("--max-draft-len", text, "drafts")
+
+
+def _int_or_auto(option: str, text: str, what: str) -> int | Literal["auto"]:
     if text.strip().lower() == "auto":
         return "auto"
     if not text.strip().removeprefix("-").isdecimal():
-        raise CliError(f"--max-draft-len {text!r}: give a number of drafts, or auto.")
+        raise CliError(f"{option} {text!r}: give a number of {what}, or auto.")
     return int(text)
 
 
@@ -190,6 +194,9 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         dtype=options.dtype,
         quant=options.quant,
         max_batch_size=options.max_batch_size,
+        prefill_batch_size=_int_or_auto(
+            "--prefill-batch-size", options.prefill_batch_size, "slots"
+        ),
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,
         **{"kv_cache_config": _cache_config(options)} | more,

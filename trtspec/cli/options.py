@@ -118,6 +118,15 @@ class EngineOptions:
     quant: Quant = None
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 8
+    prefill_batch_size: Annotated[
+        str,
+        typer.Option(
+            "--prefill-batch-size",
+            metavar="<int>|auto",
+            help="While requests decode, prompts wait until so many slots are free. auto: until "
+            "they have been free for as long as a pass over prompts delays the others.",
+        ),
+    ] = "1"
     tensor_parallel_size: TensorParallelSize = None
     moe_expert_parallel_size: Annotated[int, _engine_option("moe_expert_parallel_size", "--ep")] = 1
     kv_cache_dtype: Annotated[

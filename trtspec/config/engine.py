@@ -7,9 +7,9 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
 
-from ..checks import are_ints, is_number
+from ..checks import are_ints, int_range, is_int, is_number
 from ..errors import ConfigError, shown
 from .fields import check_bool, check_int, require_bool, require_int
 
@@ -163,7 +163,10 @@ class EngineConfig:
         kv_cache_config: size of the KV cache.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.
         prefill_batch_size: while requests generate, new prompts wait until this many slots are
-            free. For throughput: fewer steps are slowed by prompts. 1 starts each at once.
+            free. For throughput: fewer steps are slowed by prompts. 1 starts each at once. "auto"
+            lets them wait where more wait than slots are free, until the slots have been free for
+            as long as a pass over prompts delays all others. For GPUs, where such a pass takes
+            about a step.
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
@@ -203,7 +206,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     kv_cache_config: KvCacheConfig | None = None
     enable_chunked_prefill: bool = False
-    prefill_batch_size: int = 1
+    prefill_batch_size: int | Literal["auto"] = 1
     disable_overlap_scheduler: bool | None = None
     cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS
     attn_backend: str = field(
@@ -319,7 +322,7 @@ class ExecutorConfig:
     max_num_tokens: int
     max_seq_len: int
     enable_chunked_prefill: bool = False
-    prefill_batch_size: int = 1
+    prefill_batch_size: int | Literal["auto"] = 1
     overlap: bool = True
     cuda_graph: CudaGraphConfig | None = None
     guided_masked_drafts: int | None = None
@@ -328,4 +331,8 @@ class ExecutorConfig:
         require_int(self, "max_batch_size", 1, None)
         require_int(self, "max_num_tokens", 1, None)
         require_int(self, "max_seq_len", 2, None)
-        require_int(self, "prefill_batch_size", 1, self.max_batch_size)
+        size, most = self.prefill_batch_size, self.max_batch_size
+        if size != "auto" and not is_int(size, 1, most):
+            raise ConfigError(
+                f'prefill_batch_size={shown(size)}: it must be {int_range(1, most)}, or "auto".'
+            )

@@ -39,6 +39,8 @@ class Scheduler:
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.unused = 0
+        """Steps of slots that were free for a waiting request since prompts last started."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
 
     def needed_tokens(self, request: Request) -> int:
@@ -55,6 +57,7 @@ class Scheduler:
         """
         if self.has_windows:
             self._release_behind_windows()
+        self.unused += min(len(self._free_slots), len(self.waiting))
         started = [
             r for r in self.running
             if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
@@ -131,10 +134,19 @@ class Scheduler:
         """Whether prompts may start now: enough of them wait, or no generation would be delayed.
 
         A step with prompts is slower for all its generations. So a few steps with many prompts
-        each cost less than many steps with one.
+        each cost less than many steps with one. By "auto" slots stay free for as long, all
+        together, as a pass over prompts of about a step delays the generations.
         """
-        free, generating = len(self._free_slots), any(r.is_generation for r in self.running)
-        return free >= (self.config.prefill_batch_size if generating else 1)
+        free, generating = len(self._free_slots), sum(r.is_generation for r in self.running)
+        if not generating or self.config.prefill_batch_size != "auto":
+            return free >= (self._least_free if generating else 1)
+        return free > 0 and (free >= len(self.waiting) or self.unused >= generating)
+
+    @property
+    def _least_free(self) -> int:
+        """How many slots must be free for prompts to start beside generations, if that is fixed."""
+        size = self.config.prefill_batch_size
+        return size if isinstance(size, int) else 1
 
     def _may_chunk(self, request: Request) -> bool:
         """Whether its prompt may be chunked: by the config, or because after a preemption it is
@@ -175,7 +187,7 @@ class Scheduler:
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
             hit = self._find(request)
-            may_wait = len(self._free_slots) >= self.config.prefill_batch_size  # or it would long
+            may_wait = len(self._free_slots) >= self._least_free  # or it would long
             if may_wait and self._is_coming(request, hit, coming):
                 later.append(self.waiting.popleft())
                 continue
@@ -186,6 +198,7 @@ class Scheduler:
             self.running.append(request)
             request.state, request.slot = RequestState.CONTEXT, self._free_slots.pop()
             chunks.append(chunk)
+            self.unused = 0
             coming.update(self._keys_to_come(request))
             budget -= chunk.end - chunk.start
         self.waiting.extendleft(reversed(later))
