@@ -123,8 +123,8 @@ class EngineOptions:
         typer.Option(
             "--prefill-batch-size",
             metavar="<int>|auto",
-            help="While requests decode, prompts wait until so many slots are free. auto: until "
-            "they have been free for as long as a pass over prompts delays the others.",
+            help="N: while requests decode, prompts wait until N slots are free. auto: until slots "
+            "were free for as long as a pass over prompts delays the others.",
         ),
     ] = "1"
     tensor_parallel_size: TensorParallelSize = None

@@ -135,7 +135,7 @@ def _warm_up(run: _Run, kind: Kind, shapes: Shapes) -> None:
 
 
 def _burst(run: _Run, kind: Kind, shapes: Shapes) -> None:
-    """Runs prompts of a full batch that come at once: together they are too long for any graph.
+    """Runs prompts of a full batch that come at once: together they may be too long for graphs.
 
     Triton compiles a kernel twice: for a number (of rows, of requests) that 16 divides, and for
     others.
