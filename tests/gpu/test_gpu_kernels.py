@@ -394,7 +394,7 @@ def test_walk_in_one_kernel(
             assert bool(((short <= 4 * step) | short.isnan()).all())  # roundings of bias and sum
             tokens = chosen
         assert int(taken[-1, -1]) == 0
-    is_too_large = (rank, vocab) == (256, 49_152)  # for shared memory
+    is_too_large = rank * vocab > 5_000_000  # for half of the shared memory
     assert served.count("walk_markov") == (0 if is_too_large else 4)
 
 

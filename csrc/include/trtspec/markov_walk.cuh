@@ -4,7 +4,7 @@
 //
 // Every block has a chunk of the vocabulary and keeps its rows of W2 in shared memory. For each draft
 // it sends its best entry to all blocks, and takes the best of what all have sent. So all blocks must
-// run at once.
+// run at once. Those of two kernels do if both fit into each multiprocessor.
 //
 // What a block sends is one word of 64 bits: score, index and the draft's number, counted on from
 // launch to launch. A reader waits for the number. Two places for each block take turns: a block that
@@ -101,7 +101,7 @@ __device__ inline Entry best_of_blocks(const uint64_t* places, uint32_t number) 
 template <typename T, int kRank>
 __global__ void __launch_bounds__(kWalkWarps * 32) walk_markov(const __grid_constant__ WalkParams p) {
   constexpr int kPieces = kRank / 8, kThreads = kWalkWarps * 32;
-  constexpr int kStride = kRank * 2 + kPad;  // bytes: two rows of half a piece each, all banks
+  constexpr int kStride = kRank * 2 + kPad;  // bytes between rows, so that banks do not collide
   extern __shared__ __align__(16) char shared[];
   __shared__ int tokens[kWalkRequests];
   __shared__ Entry of_warp[kWalkWarps][kWalkRequests];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kWalkWarps * 32) walk_markov(const __grid_cons
   };
   auto known = [&](int token) { return min(max(token, 0), p.tokens - 1); };  // with a row of W1
 
-  const uint32_t number = __ldcg(&p.state->drafts) + 1;  // of the first draft; places have 0 at first
+  const uint32_t number = __ldcg(&p.state->drafts) + 1;  // of the first draft; places begin with 0
   if (thread < p.batch) {
     tokens[thread] = known(p.before[thread * p.before_stride]);
   }
@@ -187,11 +187,13 @@ __global__ void __launch_bounds__(kWalkWarps * 32) walk_markov(const __grid_cons
     if (thread < kWalkRequests) {
       Entry chosen = of_warp[0][thread];
       for (int w = 1; w < kWalkWarps; ++w) take_better(chosen, of_warp[w][thread]);
-      asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(places + thread * gridDim.x + blockIdx.x),
-                   "l"(packet_of<T>(chosen, sent))
+      asm volatile("st.relaxed.gpu.global.b64 [%0], %1;"
+                   :
+                   : "l"(places + thread * gridDim.x + blockIdx.x), "l"(packet_of<T>(chosen, sent))
                    : "memory");
       if (thread < p.batch && chosen.index < p.drafts) {  // its row of W1 may be the next to be read
-        const T* row = static_cast<const T*>(p.w1) + static_cast<int64_t>(known(token_of(chosen.index))) * kRank;
+        const T* row = static_cast<const T*>(p.w1) +
+                       static_cast<int64_t>(known(token_of(chosen.index))) * kRank;
         for (int j = 0; j < kRank; j += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + j));
       }
     }

@@ -22,7 +22,7 @@ from .sample import greedy_tokens
 RANKS, DTYPES = (64, 128, 256), (torch.bfloat16, torch.float16)
 MAX_REQUESTS, MAX_BLOCKS = 8, 160
 PAD = 64  # bytes between rows of W2 in shared memory
-MAX_SHARED = 200 * 1024  # bytes of a block
+MAX_SHARED = 112 * 1024  # bytes of a block: a multiprocessor has room for two
 """What the kernel in csrc/include/trtspec/markov_walk.cuh serves."""
 
 _SENT = StreamMemory(torch.int64, least=0)
