@@ -160,7 +160,7 @@ def test_prompts_too_long_for_one_pass_take_several(
         assert request.output_token_ids == output.outputs[0].token_ids
 
 
-def test_dealing_prompts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dealing_prompts_out() -> None:
     """In passes of at most 10 tokens."""
     request: Any = None
 

@@ -782,7 +782,7 @@ def test_prompts_start_together(
             LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=wrong)  # type: ignore[arg-type]
 
 
-def _with_auto(target_dir: Path, size: int | str) -> LLM:
+def _engine_of_16(target_dir: Path, size: int | str) -> LLM:
     return LLM(
         target_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=64,
         prefill_batch_size=size,  # type: ignore[arg-type]
@@ -797,7 +797,7 @@ def test_prompts_wait_no_longer_than_they_would_delay_others(
     lens = [12 + 7 * i % 24 for i in range(100)]
     prompts, cost = [[3 + i % 40, 7, 5] for i in range(len(lens))], {}
     for size in (1, 2, 3, 4, 6, "auto"):
-        llm = _with_auto(target_dir, size)
+        llm = _engine_of_16(target_dir, size)
         scheduler, passes = llm.executor.scheduler, [0]
         schedule = scheduler.schedule
 
@@ -816,7 +816,7 @@ def test_prompts_wait_no_longer_than_they_would_delay_others(
 
 
 def test_prompts_begin_at_once_where_slots_are_for_all(target_dir: Path) -> None:
-    executor = _with_auto(target_dir, "auto").executor
+    executor = _engine_of_16(target_dir, "auto").executor
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for i in range(16):  # one after another: never more wait than slots are free
         request = executor.enqueue([3 + i, 7], params)
