@@ -22,13 +22,15 @@ from trtspec.metadata.missed import MissedRows
 from trtspec.metadata.sampling import SamplingMetadata, SlotSampling
 from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
-from trtspec.ops.step import triton_drafts, triton_rows
+from trtspec.ops.step import triton_drafts, triton_packing, triton_rows
+from trtspec.ops.step.packing import PassRows
 from trtspec.ops.tokens import (
     triton_bitmask,
     triton_draw,
     triton_handover,
     triton_judge,
     triton_markov_walk,
+    triton_probability,
     triton_suffix,
     triton_walk,
 )
@@ -38,6 +40,7 @@ from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 MODULES = (
     "padded.triton",
     "step.triton_drafts",
+    "step.triton_packing",
     "step.triton_rows",
     "tokens.triton_bitmask",
     "tokens.triton_draw",
@@ -45,6 +48,7 @@ MODULES = (
     "tokens.triton_handover",
     "tokens.triton_judge",
     "tokens.triton_markov_walk",
+    "tokens.triton_probability",
     "tokens.triton_stats",
     "tokens.triton_suffix",
     "tokens.triton_walk",
@@ -133,7 +137,12 @@ def step() -> dict[str, Any]:
     w1, w2 = torch.zeros(2, MANY_DRAFTS, 256, dtype=torch.bfloat16)  # DSpark's usual rank
     markov = MarkovTables(w1, w2, longs(MANY_DRAFTS))
     books = Codebooks(*torch.zeros(2, DRAFT_VOCAB, 256, dtype=torch.bfloat16))
+    chances = torch.zeros(SLOTS, K)
+    rows = PassRows(longs(8), longs(8), (longs(8), longs(8)))
     calls = (
+        (triton_packing.save_chances, certain, (torch.zeros(GENERATIONS),) * 2, chances),
+        (triton_packing.pack_rows, certain, ints(GENERATIONS, K), chances, rows, 3),
+        (triton_probability.best_probabilities, drafts_logits),
         (triton_rows.draft_step, meta, accepted, longs(GENERATIONS, K + 1), 4),
         (
             *(triton_rows.gather_step_inputs, certain, ints(SLOTS, K + 1), past, sampling),

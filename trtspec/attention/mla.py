@@ -70,7 +70,9 @@ def latent_attention(q: Tensor, meta: AttentionMetadata, cached: CachedLayer) ->
         latent_context_attention(q, cached, tables, context_tiles(meta, size), size, out)
     if meta.num_generations:
         of_generations = Tables(
-            blocks=tables.blocks[meta.num_contexts :], positions=tables.positions[rows:]
+            blocks=tables.blocks[meta.num_contexts :],
+            positions=tables.positions[rows:],
+            starts=None if meta.packed is None else meta.packed.starts,
         )
         count = meta.rows_per_generation
         latent_paged_attention(q[rows:], cached, of_generations, count, out[rows:])
@@ -361,7 +363,7 @@ def _partial_kernel(
     that read the same part stand side by side, so that all but the first find it in L2.
     """
     tile, number = tl.program_id(0) % cut.tiles, tl.program_id(0) // cut.tiles
-    part = find_part(number, tables.positions, num_seqs, table_width, layer, cut)
+    part = find_part(number, tables, num_seqs, table_width, layer, cut)
     blocks = tables.blocks + part.seq * table_row
     keys = Keys(cache.k, cache.k, cache.k_row, cache.k_row, blocks, table_width)
     if PDL and cut.PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
@@ -373,7 +375,7 @@ def _partial_kernel(
         return
 
     m, d = tl.arange(0, cut.BLOCK_M), tl.arange(0, cut.BLOCK_D)
-    row, head, is_pair = pairs_of(part.seq, tile, m, layer, cut)
+    row, head, is_pair = pairs_of(part.seq, tile, m, tables.starts, layer, cut)
     positions = tl.load(tables.positions + row, mask=is_pair, other=0).to(tl.int32)
     q, q_rotated = _load_queries(queries, row, head, is_pair, layer, cut)
     scale, of_values = _scales(queries, cache)

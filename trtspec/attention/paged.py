@@ -96,14 +96,17 @@ class TritonAttention(TorchAttention):
             out[rows:] = self._generation(q[rows:], meta, cached)
         return out
 
+    def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:
+        return cached.is_latent or meta.rows_per_generation <= _most_rows(q, cached)
+
     def _generation(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
-        rows, per_kv = meta.rows_per_generation, q.shape[1] // cached.kv_heads
-        most = MAX_TILE // (per_kv * q.shape[2])
+        rows, most = meta.rows_per_generation, _most_rows(q, cached)
         if not most:
             return super()._generation(q, meta, cached)
         tables = Tables(
             blocks=meta.block_tables[cached.kv_group][meta.num_contexts :],
             positions=meta.position_ids[meta.num_context_tokens :],
+            starts=None if meta.packed is None else meta.packed.starts,
         )
         if cached.window is not None and meta.window_position_ids is not None:
             firsts = meta.first_keys(cached.window)[meta.num_context_tokens :]
@@ -121,6 +124,11 @@ class TritonAttention(TorchAttention):
         return torch.cat(outs, dim=1).flatten(0, 1)
 
 
+def _most_rows(q: Tensor, cached: CachedLayer) -> int:
+    """Returns how many rows of a generation are one tile."""
+    return MAX_TILE // (q.shape[1] // cached.kv_heads * q.shape[2])
+
+
 def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -> Tensor:
     """Returns the attention of generation rows over a paged cache, [G * rows, Hq, D].
 
@@ -130,7 +138,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
             up to its own. A request's rows follow one another, or are all at the last one's; those
             past the maximum length are at 0. The kernel that runs just before may write keys at
             most 64 before a request's first row; older ones may be read before it ends.
-        rows: of each request.
+        rows: of each request, or at most where the tables have `starts`.
     """
     num_seqs, table_width = tables.blocks.shape
     out = torch.empty_like(q)
@@ -611,7 +619,7 @@ def _partial_kernel(
     It yields its rows' softmax sums in base 2, or their attention where it is the only part.
     """
     kv_head, number = tl.program_id(0) % layer.kv_heads, tl.program_id(0) // layer.kv_heads
-    part = find_part(number, tables.positions, num_seqs, table_width, layer, cut)
+    part = find_part(number, tables, num_seqs, table_width, layer, cut)
     keys = _keys_of(cache, kv_head, tables.blocks + part.seq * table_row, table_width)
     if PDL and cut.PREFETCH:  # noqa: SIM102 - the outer one is for the compiler
         if part.seq < num_seqs:
@@ -621,7 +629,7 @@ def _partial_kernel(
         return
 
     m, d = tl.arange(0, cut.BLOCK_M), tl.arange(0, cut.BLOCK_D)
-    row, head, is_row = pairs_of(part.seq, kv_head, m, layer, cut)
+    row, head, is_row = pairs_of(part.seq, kv_head, m, tables.starts, layer, cut)
     positions = tl.load(tables.positions + row, mask=is_row, other=0).to(tl.int32)
     firsts = None
     if tables.firsts is not None:

@@ -33,6 +33,7 @@ def kernels(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer
     """
     q = queries.q
     is_plain = layer.cap == 0 and queries.sinks is None and tables.firsts is None
+    is_plain = is_plain and tables.starts is None
     fits = layer.dim == DIM and rows * layer.per_kv <= MAX_PAIRS
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None

@@ -65,16 +65,21 @@ class Tables(NamedTuple):
 
     blocks: Tensor  # [B, M] int32
     positions: Tensor  # [T] int64
+    starts: Tensor | None = None
+    """[B+1] int32: each request's first row, where they have different numbers of them."""
     firsts: Tensor | None = None
     """[T] int64: the first key of each row, where a window does not say it. The layer's window then
     holds at least those of all rows."""
 
     def of_rows(self, count: int, some: slice) -> Tables:
         """Returns the tables of some of each request's `count` rows."""
-        positions, firsts = self.positions, self.firsts
+
+        def cut(x: Tensor) -> Tensor:
+            return x.view(-1, count)[:, some].flatten().contiguous()
+
+        firsts = self.firsts
         return self._replace(
-            positions=positions.view(-1, count)[:, some].flatten(),
-            firsts=None if firsts is None else firsts.view(-1, count)[:, some].flatten(),
+            positions=cut(self.positions), firsts=None if firsts is None else cut(firsts)
         )
 
 
@@ -167,7 +172,7 @@ def join(
     _join_kernel[(num_seqs, layer.kv_heads * cut.tiles, blocks)](
         parts,
         queries,
-        tables.positions,
+        tables,
         table_width,
         num_seqs,
         layer=layer,
@@ -195,14 +200,17 @@ def blocks_of(
 
 
 @triton.jit
-def share_out(positions, num_seqs, table_width, layer: tl.constexpr, cut: tl.constexpr):
+def share_out(tables, num_seqs, table_width, layer: tl.constexpr, cut: tl.constexpr):
     """Returns how the keys of all requests are cut.
 
     These are the requests' first positions, their numbers of full parts, 1 where there is a rest
     (each [SEQS]), and the number of blocks of a full part.
     """
     s = tl.arange(0, cut.SEQS)
-    starts = tl.load(positions + s * cut.rows, mask=s < num_seqs, other=0, cache_modifier=".cg").to(
+    row = s * cut.rows
+    if tables.starts is not None:
+        row = tl.load(tables.starts + s, mask=s < num_seqs, other=0, cache_modifier=".cg")
+    starts = tl.load(tables.positions + row, mask=s < num_seqs, other=0, cache_modifier=".cg").to(
         tl.int32
     )
     _first, blocks = blocks_of(starts, table_width, cut.rows, layer, cut.BLOCK_N)
@@ -213,13 +221,13 @@ def share_out(positions, num_seqs, table_width, layer: tl.constexpr, cut: tl.con
 
 
 @triton.jit
-def find_part(number, positions, num_seqs, table_width, layer: tl.constexpr, cut: tl.constexpr):
+def find_part(number, tables, num_seqs, table_width, layer: tl.constexpr, cut: tl.constexpr):
     """Returns the `Part` of the program `number` of a group.
 
     All full parts come before all rests, so that what starts last is short. A program without a
     part has `seq` >= `num_seqs`.
     """
-    starts, full, rest, size = share_out(positions, num_seqs, table_width, layer, cut)
+    starts, full, rest, size = share_out(tables, num_seqs, table_width, layer, cut)
     num_full = tl.sum(full, 0)
     is_rest = number >= num_full
     counts = tl.where(is_rest, rest, full)
@@ -236,13 +244,16 @@ def find_part(number, positions, num_seqs, table_width, layer: tl.constexpr, cut
 
 
 @triton.jit
-def pairs_of(seq, group, m, layer: tl.constexpr, cut: tl.constexpr):
+def pairs_of(seq, group, m, start_ptr, layer: tl.constexpr, cut: tl.constexpr):
     """Returns row, head and whether they exist, of the pairs `m` of a request's group."""
     pair, head = m, group * layer.per_kv
     if cut.tiles > 1:  # then there is one KV head
         pair, head = group * cut.BLOCK_M + m, 0
-    is_pair = pair // layer.per_kv < cut.rows
-    return seq * cut.rows + pair // layer.per_kv, head + pair % layer.per_kv, is_pair
+    first, rows = seq * cut.rows, cut.rows
+    if start_ptr is not None:
+        first = tl.load(start_ptr + seq)
+        rows = tl.load(start_ptr + seq + 1) - first
+    return first + pair // layer.per_kv, head + pair % layer.per_kv, pair // layer.per_kv < rows
 
 
 @triton.jit
@@ -312,7 +323,7 @@ def _prefetch_l2(address):
 def _join_kernel(
     parts,
     queries,
-    positions,
+    tables,
     table_width,
     num_seqs,
     layer: tl.constexpr,
@@ -326,7 +337,7 @@ def _join_kernel(
     groups: tl.constexpr = layer.kv_heads * cut.tiles
     columns: tl.constexpr = cut.BLOCK_D // COLUMNS
     seq, group = tl.program_id(0), tl.program_id(1)
-    _starts, full, rest, _size = share_out(positions, num_seqs, table_width, layer, cut)
+    _starts, full, rest, _size = share_out(tables, num_seqs, table_width, layer, cut)
     s = tl.arange(0, cut.SEQS)
     count = tl.sum(tl.where(s == seq, full + rest, 0), 0)
     before = tl.sum(tl.where(s < seq, full + rest, 0), 0)
@@ -351,7 +362,7 @@ def _join_kernel(
         total = total * keep + tl.sum(totals * weights, 0)
         acc = acc * keep[:, None] + tl.sum(sums * weights[:, :, None], 0)
         best = new_best
-    row, head, is_pair = pairs_of(seq, group, m, layer, cut)
+    row, head, is_pair = pairs_of(seq, group, m, tables.starts, layer, cut)
     total, acc = with_sinks(queries, head, is_pair, best, total, acc)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     inside = is_pair[:, None] & (d[None, :] < layer.dim)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..metadata.attention import AttentionMetadata
 from ..ops.layer.kv_codes import look_up
+from ..ops.step.rows import gather_rows
 from .base import AttentionBackend, CachedLayer
 
 _ALIGNED_GROUP = 8
@@ -48,7 +49,17 @@ class TorchAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         cached = CachedLayer.of(meta, kv_group, layer, window, scale, softcap, sinks)
-        return self._attend(q, meta, cached)
+        packed = meta.packed
+        if packed is None or self._reads_packed(q, meta, cached):
+            return self._attend(q, meta, cached)
+        (of_all,) = gather_rows(packed.places, q.flatten(1))
+        out = self._attend(of_all.view(-1, *q.shape[1:]), packed.whole, cached)
+        (of_verified,) = gather_rows(packed.rows, out.flatten(1))
+        return of_verified.view(-1, *out.shape[1:])
+
+    def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:
+        """Whether generations may have different numbers of rows."""
+        return False
 
     def _attend(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         """As `attend`."""

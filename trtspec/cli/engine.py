@@ -52,6 +52,8 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
         arguments["acceptance"] = options.acceptance
     if options.draft_len_schedule is not None:
         arguments["draft_len_schedule"] = parse_schedule(options.draft_len_schedule)
+    if options.max_verified_drafts is not None:
+        arguments["max_verified_drafts"] = options.max_verified_drafts
     if mode.is_draft_target():
         if options.draft_model is None:
             raise CliError(f"{mode.name} needs a second model: give --draft-model DIR.")
@@ -128,6 +130,7 @@ def _check_companions(
         "--acceptance": options.acceptance,
         "--max-draft-len": options.max_draft_len,
         "--draft-len-schedule": options.draft_len_schedule,
+        "--max-verified-drafts": options.max_verified_drafts,
     }
     given = [name for name, value in of_drafts.items() if value is not None]
     if mode.is_none() and given:

@@ -73,6 +73,14 @@ class EngineOptions:
             "up to 8, 1 with up to 32, none with more. auto: 0 … K, what is fastest.",
         ),
     ] = None
+    max_verified_drafts: Annotated[
+        int | None,
+        typer.Option(
+            "--max-verified-drafts",
+            help="Drafts that a step verifies at most, of all its requests together: the likeliest "
+            "by the drafter's own probabilities. Default: all.",
+        ),
+    ] = None
     draft_model: Annotated[
         str | None,
         typer.Option("--draft-model", help="Directory (or name) of the drafting model."),
@@ -161,8 +169,8 @@ class EngineOptions:
 
 
 DRAFTING = (
-    "max_draft_len", "draft_len_schedule", "draft_model", "head", "draft_window", "two_engine",
-    "sa", "acceptance",
+    "max_draft_len", "draft_len_schedule", "max_verified_drafts", "draft_model", "head",
+    "draft_window", "two_engine", "sa", "acceptance",
 )  # fmt: skip
 
 

@@ -164,6 +164,11 @@ def _build(
         loader = drafter_loader(engine.speculative_config)
         loaded = _load(engine, loader, device, parallel)
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
+    if engine.enable_attention_dp and getattr(drafter.config, "max_verified_drafts", None):
+        raise ConfigError(
+            f"max_verified_drafts={drafter.config.max_verified_drafts} with enable_attention_dp is "
+            "not offered: ranks keep what is known of different requests. Leave one of them out."
+        )
     if link is not None:
         num_blocks = minimum_of_ranks(link.world, num_blocks)
     with nullcontext() if link is None else all_or_none(link.world):

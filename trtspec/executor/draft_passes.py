@@ -30,4 +30,5 @@ def draft_in_passes(
     if step.draft_len < worker.max_draft_len:
         drafts[:, step.draft_len :] = -1
     state.next_tokens[step.slot_ids, 1:] = drafts
+    worker.save_chances(step.slot_ids, state.chances)
     yield

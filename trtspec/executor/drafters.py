@@ -356,7 +356,8 @@ def may_choose(spec: HeadDecodingConfig, directory: Path, target: LoadedTarget) 
     That is for heads of the package on one GPU, which times steps well. Other settings of lengths,
     forced acceptance and passes outside of the step keep K.
     """
-    is_open = spec.draft_len_schedule is None and spec.max_concurrency is None
+    settings = spec.draft_len_schedule, spec.max_concurrency, spec.max_verified_drafts
+    is_open = all(setting is None for setting in settings)
     is_alone = target.device.type == "cuda" and target.config.parallel.size == 1
     is_inside = not spec.spec_dec_mode.drafts_in_passes()
     is_free = get_force_num_accepted_tokens() == 0

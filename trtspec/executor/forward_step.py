@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..distributed.logits import whole
+from ..distributed.logits import ShardedLogits, whole
+from ..metadata.attention import PackedRows
 from ..metadata.mode import SpeculativeDecodingMode
+from ..metadata.spec import SpecMetadata
 from ..models.decoder import Decoder
-from ..ops.step.rows import save_step
+from ..ops.step.rows import gather_rows, save_step
 from ..ops.tokens.logprobs import TokenLogprobs, logprobs_of, token_logprobs
 from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
@@ -48,11 +50,14 @@ def forward_step(
     """Runs one step and writes the next step's inputs to the slots. The host does not wait."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
+    ids, verified = tensors.target
     hidden = target(
-        tensors.input_ids, meta.position_ids, meta, capture=spec, inputs_embeds=spec.inputs_embeds
+        ids, verified.position_ids, verified, capture=spec, inputs_embeds=spec.inputs_embeds
     )
     # A step without contexts has logits at every row: nothing to gather.
     logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
+    if verified.packed is not None:
+        hidden, logits = _unpacked(hidden, logits, verified.packed, spec)
     arguments = (
         tensors.input_ids,
         meta.position_ids,
@@ -68,6 +73,7 @@ def forward_step(
         outputs = worker.outputs(logits, draft_inputs, worker.no_drafts(draft_inputs))
     else:
         outputs = worker(*arguments)
+        worker.save_chances(tensors.slot_ids, state.chances)
     lens = outputs["new_tokens_lens"]
     # A context's KV now ends with this chunk; a generation's with the last row of its accepted
     # path (`metadata/accepted_path.py`): the bonus is the next step's input. The next token after a
@@ -105,6 +111,23 @@ def forward_step(
             else _prompt_logprobs(target, hidden, tensors.prompt_rows)
         ),
     )
+
+
+def _unpacked(
+    hidden: Tensor, logits: Tensor | ShardedLogits, packed: PackedRows, spec: SpecMetadata
+) -> tuple[Tensor, Tensor | ShardedLogits]:
+    """Returns hidden states and logits of all rows, [G * (K'+1), …], and captures those layers.
+
+    A row that was not verified has what its request's last one has. Nothing reads it: its draft is
+    -1, which no rule accepts.
+    """
+    states = [hidden, logits.part if isinstance(logits, ShardedLogits) else logits]
+    if spec.captured is not None:
+        states.append(spec.captured_rows(hidden.shape[0]))
+    hidden, of_rows, *captured = gather_rows(packed.places, *states)
+    if spec.captured is not None:
+        spec.captured = replace(spec.captured, buffer=captured[0])
+    return hidden, replace(logits, part=of_rows) if isinstance(logits, ShardedLogits) else of_rows
 
 
 def _prompt_logprobs(target: Decoder, hidden: Tensor, asked: PromptRows) -> TokenLogprobs:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..metadata.attention import NULL_BLOCK, AttentionMetadata, ImageRows
+from ..metadata.attention import NULL_BLOCK, AttentionMetadata, ImageRows, PackedRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.guided import GuidedStep
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata
 from ..metadata.spec import SpecMetadata
+from ..ops.step.packing import PassRows, pack_rows
 from ..ops.step.rows import StepRows, gather_step_inputs
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
@@ -109,6 +111,7 @@ class EngineShape:
     max_seq_len: int
     num_layers: int  # of the target
     num_extra_kv_tokens: int  # the worker's
+    max_verified_drafts: int | None = None  # of all requests in a step; None: all drafts are
     attention_dp_size: int = 1  # ranks that keep keys and values of different requests
 
 
@@ -194,15 +197,23 @@ def _context_rows(
     )
 
 
+class TargetPass(NamedTuple):
+    """What the target reads: rows that are verified."""
+
+    input_ids: Tensor  # [T] int64
+    attn_metadata: AttentionMetadata
+
+
 @dataclass(frozen=True)
 class StepTensors:
-    """Tensors and metadata that one pass reads."""
+    """Tensors and metadata that one step reads."""
 
     input_ids: Tensor  # [T] int64
     slot_ids: Tensor  # [B] int64
     gather_ids: Tensor  # [C + G*(K'+1)] int64, the rows that get logits
     attn_metadata: AttentionMetadata
     spec_metadata: SpecMetadata
+    target: TargetPass  # the same rows, or fewer of them (`AttentionMetadata.packed`)
     prompt_rows: PromptRows | None  # as in StepInputs
 
 
@@ -254,6 +265,7 @@ def assemble(
         slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
+    target, drafts = _target_pass(step, drafts, attn_metadata, state, inputs, engine)
     spec_metadata = SpecMetadata(
         max_num_requests=state.past_lens.shape[0] - 1,
         max_draft_len=engine.max_draft_len,
@@ -303,8 +315,28 @@ def assemble(
         gather_ids=step.gather_ids,
         attn_metadata=attn_metadata,
         spec_metadata=spec_metadata,
+        target=target,
         prompt_rows=inputs.prompt_rows,
     )
+
+
+def _target_pass(
+    step: StepRows,
+    drafts: Tensor,
+    meta: AttentionMetadata,
+    state: SlotState,
+    inputs: StepInputs,
+    engine: EngineShape,
+) -> tuple[TargetPass, Tensor]:
+    """Returns the target's pass and the drafts [G, K'] that it verifies, -1 for the others."""
+    most = engine.max_verified_drafts
+    if most is None or state.chances is None or meta.num_contexts or drafts.numel() <= most:
+        return TargetPass(step.input_ids, meta), drafts
+    rows = PassRows(step.input_ids, step.position_ids, step.slot_mappings)
+    packing = pack_rows(inputs.slot_ids, drafts, state.chances, rows, most)
+    packed = PackedRows(packing.starts, packing.of_whole, packing.places, meta)
+    ids, positions, slots = packing.rows
+    return TargetPass(ids, meta.pack(packed, positions, slots)), packing.drafts
 
 
 def _rope_positions(step: StepRows, inputs: StepInputs, deltas: Tensor | None) -> Tensor | None:

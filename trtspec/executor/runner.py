@@ -64,6 +64,8 @@ class StepRunner:
 
     def __init__(self, parts: EngineParts, config: ExecutorConfig):
         self.device, self.mode, self.kv_cache = parts.device, parts.mode, parts.kv_cache
+        spec = parts.worker.config
+        self._max_verified = most = None if spec is None else spec.max_verified_drafts
         self.max_batch_size = config.max_batch_size
         self.chooses_by_default = parts.chooses_by_default
         self.max_draft_len = parts.worker.max_draft_len
@@ -81,6 +83,7 @@ class StepRunner:
                 max_seq_len=config.max_seq_len,
                 num_layers=target.config.num_layers,
                 num_extra_kv_tokens=worker.num_extra_kv_tokens,
+                max_verified_drafts=None if worker.force_num_accepted_tokens > 0 else most,
                 attention_dp_size=(
                     target.config.parallel.size if parts.kv_cache.has_foreign_requests else 1
                 ),
@@ -147,7 +150,8 @@ class StepRunner:
         """Returns K' <= K, the drafts that the requests' last steps were asked for.
 
         On CPU, where reading a tensor waits for nothing, columns that hold no draft in any request
-        are left out too.
+        are left out too. Forced acceptance knows no likelier drafts: then all requests verify as
+        many, within `max_verified_drafts`.
 
         Args:
             exactly: verify this number; on CPU at most this number. Further drafts are dropped;
@@ -160,6 +164,8 @@ class StepRunner:
         if exactly is not None:
             is_device = self.device.type != "cpu"
             asked = exactly if is_device and not is_forced else min(asked, exactly)
+        if is_forced and self._max_verified is not None:
+            asked = min(asked, self._max_verified // len(generations))
         if self.device.type != "cpu" or is_forced:
             return asked
         slots = torch.tensor([request.slot for request in generations])
@@ -331,6 +337,9 @@ def _allocate_slots(parts: EngineParts, config: ExecutorConfig) -> SlotState:
     state.worker = worker.allocate_state(
         config.max_batch_size, config.max_seq_len, parts.device, hidden_size=size, dtype=dtype
     )
+    if worker.config is not None and worker.config.max_verified_drafts is not None:
+        shape = config.max_batch_size + 1, worker.max_draft_len
+        state.chances = torch.ones(shape, dtype=torch.float32, device=parts.device)
     if _may_read_late(parts):
         width = max(1, len(parts.layers_to_capture)) * size
         state.missed = MissedRows.allocate(config.max_batch_size + 1, width, dtype, parts.device)

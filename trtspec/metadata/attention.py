@@ -72,6 +72,20 @@ class ImageRows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """Rows of G generations that verify different numbers of drafts, behind each other.
+
+    A request has the row of its last token and those of its first drafts. `whole` is the pass in
+    which each request has all of its R rows, verified or not.
+    """
+
+    starts: Tensor  # [G+1] int32: each request's first row; behind them the number of rows
+    rows: Tensor  # [T] int64: each row's index in `whole`
+    places: Tensor  # [G * R] int64: the reverse; a row left out has its request's last one
+    whole: AttentionMetadata
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
     """One pass over T rows of B requests (C contexts, then G generations).
 
@@ -106,6 +120,8 @@ class AttentionMetadata:
     window_position_ids: Tensor | None = None
     """[T] int64, of draft passes: the positions that windows are counted from, where they are not
     `position_ids`. A row sees keys from W - 1 before these on, up to its `position_ids`."""
+    packed: PackedRows | None = None
+    """Set where generations have different numbers of rows, `rows_per_generation` at most."""
     images: tuple[ImageRows, ...] = ()
     """Rows of contexts that attend to each other in both directions, in layers trained so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -130,7 +146,21 @@ class AttentionMetadata:
 
     @property
     def num_tokens(self) -> int:
+        if self.packed is not None:
+            return self.packed.rows.shape[0]
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
+
+    def pack(self, packed: PackedRows, positions: Tensor, slots: tuple[Tensor, ...]) -> Any:
+        """Returns this pass with some of its rows, [T] `positions` and `slots` of each KV group."""
+        ropes = self.rope_position_ids
+        return replace(
+            self,
+            packed=packed,
+            position_ids=positions,
+            slot_mappings=slots,
+            rope_position_ids=None if ropes is None else ropes[..., packed.rows],
+            derived={},
+        )
 
     def ends_of_contexts(self) -> Tensor:
         """Returns the last row of each context, [C] int64."""

@@ -29,6 +29,9 @@ class SlotState:
     worker: dict[str, Tensor] = field(default_factory=dict)  # what worker and rule keep by slot
     captured: CapturedHiddenStates | None = None  # of the current pass, not by slot
     missed: MissedRows | None = None  # where a step may leave the head's work for later
+    chances: Tensor | None = None
+    """[S+1, K] float32: how likely it is that a draft and all before it are accepted, by the
+    drafter. Ones where it does not say. Written by a step; None where all drafts are verified."""
     logits: LogitsState | None = None  # None until a request has penalties, biases or bans
 
     @staticmethod

@@ -32,8 +32,10 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
+from ..ops.step.packing import save_chances
 from ..ops.step.rows import next_new_tokens
 from ..ops.tokens.greedy import choose_drafts
+from ..ops.tokens.probability import best_probabilities
 from ..utils import renamed, to_device
 from .lookup import LookupBesideNetwork, SuffixLookup
 from .protocols import DraftInputs, DraftModel, EndedText, LanguageModel
@@ -64,6 +66,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """(slots, the target's vocabulary) of the last step."""
     _guided: GuidedStep | None = None
     """Masks of this step's drafts, where a request has a grammar."""
+    _probabilities: tuple[Tensor, ...] = ()
+    """Of this step's drafts so far, as of `save_chances`."""
     lookup: SuffixLookup | None = None
     """Drafts from texts: all of them in mode SA, those of some requests where the config has an
     `sa_config`."""
@@ -233,7 +237,12 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
         drafts = self.draft(inputs)
         if isinstance(self.lookup, LookupBesideNetwork):
-            return self.lookup.override(inputs, drafts, self.draft_memory)
+            own, drafts = drafts, self.lookup.override(inputs, drafts, self.draft_memory)
+            if self._probabilities:  # what is found in texts is verified first
+                certain = own != drafts
+                self._probabilities = tuple(
+                    p.masked_fill(certain[:, k], 1.0) for k, p in enumerate(self._probabilities)
+                )
         return drafts
 
     def verify(
@@ -256,6 +265,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         sizes = StepSizes(num_contexts, generations, num_drafts)
         positions = next_positions(position_ids, attn_metadata, spec_metadata)
         self._memory_sizes = spec_metadata.slot_capacity, logits.shape[-1]
+        self._probabilities = ()
         with (
             spec_metadata.keyed_by(positions),
             spec_metadata.step(sizes, self.max_draft_len, logits.device) as step,
@@ -286,7 +296,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     def forget_step(self) -> None:
         """Forgets what `verify` kept for the step's drafts."""
-        self._guided = None
+        self._guided, self._probabilities = None, ()
 
     def put_known_tokens(
         self, accepted: Tensor, num_contexts: int, spec_metadata: SpecMetadata
@@ -377,13 +387,37 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         Args:
             last_positions: [B] int64, of the last accepted tokens. depth: 0 for the first draft.
         """
+        if self._guided is not None:
+            logits = mask_drafts(self._guided, whole(logits), d2t, depth)
+        if self.keeps_probabilities:
+            self.add_probabilities(best_probabilities(whole(logits)), last_positions.shape[0])
         if self._guided is None:
             return self._choose(logits, d2t, sampler, last_positions, depth)
-        logits = mask_drafts(self._guided, whole(logits), d2t, depth)
         drafts = self._choose(logits, d2t, sampler, last_positions, depth)
         has_pass = not self.drafts_in_one_pass
         hand_over_drafts(self._guided, drafts, depth, has_pass=has_pass)
         return drafts
+
+    @property
+    def keeps_probabilities(self) -> bool:
+        """Whether verification is shared out by how likely the drafts are."""
+        return self.config is not None and self.config.max_verified_drafts is not None
+
+    def add_probabilities(self, probabilities: Tensor, batch: int) -> None:
+        """Notes how likely the step's next drafts are, [n * B] float32, by draft.
+
+        They are of the distribution that a draft is drawn from, not of the token that was drawn.
+        """
+        self._probabilities += probabilities.split(batch)
+
+    def save_chances(self, slot_ids: Tensor, chances: Tensor | None) -> None:
+        """Keeps by slot how likely the step's drafts are, where the drafter has said so.
+
+        Args:
+            slot_ids: [B] int64. chances: [S, K] float32, of `SlotState`.
+        """
+        if chances is not None and self._probabilities:
+            save_chances(slot_ids, self._probabilities, chances)
 
     def _choose(
         self,

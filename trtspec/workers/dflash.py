@@ -25,10 +25,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..distributed.logits import whole
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import BlockRows, block_rows, draft_step, finish_drafts, gather_rows
 from ..ops.tokens.markov_walk import walk_markov
+from ..ops.tokens.probability import best_probabilities, walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
 from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
 from .masked import MaskedWorker
@@ -98,7 +100,11 @@ class DFlashWorker(MaskedWorker):
         logits: Any = head.compute_logits(proposing, 0)
         tables, proposals = markov.tables(head.d2t), list[Tensor]()
         if tables is not None and sampler is None and inputs.spec_metadata.guided is None:
-            proposals += walk_markov(logits, before, tables).unbind(0)
+            taken = walk_markov(logits, before, tables)
+            if self.keeps_probabilities:
+                found = walk_probabilities(logits, before, taken, tables)
+                self.add_probabilities(found.flatten(), batch)
+            proposals += taken.unbind(0)
             return self.finish(meta, rows, proposals)
         first = out.view(batch, -1, out.shape[-1])[:, 0]
         state = markov.first_state(first)
@@ -130,6 +136,8 @@ class DFlashWorker(MaskedWorker):
         candidates = selector.candidates(logits, proposing, before.shape[0])
         proposals: list[Tensor] = []
         if sampler is None and inputs.spec_metadata.guided is None:
+            if self.keeps_probabilities:
+                self.add_probabilities(best_probabilities(whole(logits)), before.shape[0])
             proposals += walk_candidates(candidates, before, selector.books).unbind(0)
         else:
             nothing = torch.full(
