@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matrix import full
 from oracle import VOCAB
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
@@ -33,6 +35,7 @@ from trtspec import (
 from trtspec.config import DecodingBaseConfig
 from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import Request, ScheduledBatch
+from trtspec.metadata.attention import AttentionMetadata
 
 K, LENGTH, LAYERS = 4, 96, 6
 SCHEDULES = 150 if full() else 3  # of each engine
@@ -116,6 +119,9 @@ class Fuzz:
         """Some of the first drafts become what plain decoding says, the next one something else."""
         outputs = self.run(plan)
         state = self.executor.state
+        if state.chances is not None:
+            generator = torch.Generator().manual_seed(self.rng.randrange(1000))
+            state.chances.copy_(torch.rand(state.chances.shape, generator=generator).cumprod(1))
         for request in plan.batch.requests:
             tokens, known = state.next_tokens[request.slot], state.past_lens[request.slot] + 1
             said = self.expected[request.request_id][int(known) - len(request.prompt_token_ids) :]
@@ -159,6 +165,30 @@ class Fuzz:
             assert len(ours) == len(tokens) or request.finish_reason == "cancelled", seed
         executor.kv_cache.check_integrity()
         assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, seed
+
+
+@pytest.mark.parametrize("is_pressed", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_verification_that_is_shared_out(tmp_path: Path, name: str, is_pressed: bool) -> None:
+    """A step verifies 5 of up to 12 drafts, by chances that are drawn at random."""
+    target, config = DRAFTERS[name](tmp_path)
+    config = replace(config, draft_len_schedule=None, max_verified_drafts=5)
+    options = PRESSED if is_pressed else {"disable_overlap_scheduler": False}
+    fuzz, verified = Fuzz(target, config, **options), Counter[int]()
+    forward = fuzz.executor.runner.step.target.forward
+
+    def count_rows(ids: Any, positions: Any, meta: AttentionMetadata, **rest: Any) -> Any:
+        if meta.packed is not None:
+            verified.update((meta.packed.starts.diff() - 1).tolist())
+            assert len(ids) == meta.num_tokens == meta.num_generations + 5
+        return forward(ids, positions, meta, **rest)
+
+    fuzz.executor.runner.step.target.forward = count_rows  # type: ignore[method-assign]
+    for seed in range(SCHEDULES):
+        fuzz.schedule(seed + 30_000 + 10_000 * is_pressed)
+    assert len(verified) > 2, "requests verify different numbers of drafts"
+    if full():
+        assert set(verified) == set(fuzz.executor.statistics.accepted_lens) == set(range(K + 1))
 
 
 @pytest.mark.parametrize("is_pressed", [False, True])

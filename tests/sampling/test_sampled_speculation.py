@@ -32,6 +32,7 @@ from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.runner import StepRunner
 from trtspec.workers import DFlashWorker
+from trtspec.workers.base import SpecWorkerBase
 from trtspec.workers.lookup import LookupBesideNetwork
 
 NETWORKS_IN_STEP = [mode for mode in NETWORKS if not mode.endswith("two_engine")]
@@ -105,13 +106,13 @@ def _first_p_values(folder: Path, probabilities: list[Tensor], mode: str, rule: 
 
 def _p_values_of(
     folder: Path, probabilities: list[Tensor], config: DecodingBaseConfig,
-    least: float | None = None, watch: Callable[[LLM], None] = lambda llm: None,
+    least: float | None = None, watch: Callable[[LLM], None] = lambda llm: None, count: int = 2000,
+    **options: Any,
 ) -> list[float]:  # fmt: skip
     """Of the tokens at output positions 1 and 2."""
-    count = 2000
     llm = engine(
         folder, config, max_batch_size=100, max_seq_len=32,
-        kv_cache_config=KvCacheConfig(max_tokens=100 * 32, tokens_per_block=8),
+        kv_cache_config=KvCacheConfig(max_tokens=100 * 32, tokens_per_block=8), **options,
     )  # fmt: skip
     params = [
         SamplingParams(max_tokens=3, temperature=TEMPERATURE, seed=i, ignore_eos=True)
@@ -146,6 +147,45 @@ def test_draft_lengths_that_change_at_every_step(
     monkeypatch.setattr(StepRunner, "num_drafts_to_verify", as_in_a_graph)
     config = replace(config_of(folder, "eagle3", rule), draft_len_schedule="auto")
     assert min(_p_values_of(folder, probabilities, config)) > CHANCE
+
+
+SHARED_OUT = (
+    list(itertools.product(NETWORKS, ["rejection", "block"]))
+    if full()
+    else [("eagle3", "rejection"), ("mtp", "block"), ("dflash2", "block"), ("dspark", "rejection")]
+)
+
+
+@pytest.mark.parametrize(("mode", "rule"), SHARED_OUT)
+def test_verification_that_is_shared_out(
+    folder: Path, probabilities: list[Tensor], mode: str, rule: str
+) -> None:
+    """Of 300 drafts the likeliest 80 are verified."""
+    assert min(_p_values_of_80(folder, probabilities, mode, rule)) > CHANCE
+
+
+def _p_values_of_80(folder: Path, probabilities: list[Tensor], mode: str, rule: str) -> list[float]:
+    """Prompts and drafts are read in different steps: only then verification is shared out."""
+    config = config_of(folder, mode, rule)
+    assert config is not None
+    config = replace(config, max_verified_drafts=80)
+    return _p_values_of(folder, probabilities, config, 1.05, count=6000, prefill_batch_size=100)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_choice_by_the_drafted_token_is_noticed(
+    folder: Path, probabilities: list[Tensor], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were even tokens verified first, more of them would be said."""
+    draft = SpecWorkerBase.draft_or_look_up
+
+    def by_token(self: SpecWorkerBase, inputs: Any) -> Tensor:
+        drafts = draft(self, inputs)
+        self._probabilities = tuple((drafts % 2 == 0).float().unbind(1))
+        return drafts
+
+    monkeypatch.setattr(SpecWorkerBase, "draft_or_look_up", by_token)
+    assert min(_p_values_of_80(folder, probabilities, "eagle3", rule)) < CHANCE / 100
 
 
 def _with_lookup(folder: Path, mode: str, rule: str) -> DecodingBaseConfig:

@@ -52,11 +52,11 @@ class DecodingBaseConfig:
             with any number. "auto" chooses 0 … K while serving: what gives the most tokens per
             second, by the steps' times and the drafts that are accepted. K itself may be "auto":
             that is this, with the drafter's usual K as the most.
-        max_verified_drafts: drafts that a step verifies at most, of all its requests together. Where
-            they propose more, the likeliest are verified, by the drafter's own probabilities. A
-            step of n requests then costs the target n rows and so many more. None verifies all. It
-            is no part of "auto" yet. With it a seeded request's tokens depend, under "rejection"
-            and "block", on the requests beside it.
+        max_verified_drafts: drafts that a step verifies at most, of all its requests together; None
+            is all. Where they propose more, the likeliest are verified, by the drafter's own
+            probabilities. So a step of n requests costs the target n rows and at most this many
+            more. Under "rejection" and "block" a seeded request's tokens then depend on the
+            requests beside it. Not with "auto".
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.
@@ -661,7 +661,7 @@ def require_common(config: DecodingBaseConfig) -> None:
         if config.draft_len_schedule == "auto":
             raise ConfigError(
                 f"{type(config).__name__}: max_verified_drafts={config.max_verified_drafts} with "
-                'draft_len_schedule="auto" is not offered yet: auto counts what was accepted of all '
+                'draft_len_schedule="auto" is not offered: auto counts what was accepted of all '
                 "drafts. Give K as a number, or leave max_verified_drafts out."
             )
     if config.acceptance not in ACCEPTANCE_RULES:

@@ -164,10 +164,11 @@ def _build(
         loader = drafter_loader(engine.speculative_config)
         loaded = _load(engine, loader, device, parallel)
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
-    if engine.enable_attention_dp and getattr(drafter.config, "max_verified_drafts", None):
+    spec = drafter.config
+    if spec is not None and spec.max_verified_drafts is not None and engine.enable_attention_dp:
         raise ConfigError(
-            f"max_verified_drafts={drafter.config.max_verified_drafts} with enable_attention_dp is "
-            "not offered: ranks keep what is known of different requests. Leave one of them out."
+            f"{type(spec).__name__}.max_verified_drafts={spec.max_verified_drafts} with "
+            "enable_attention_dp is not offered. Leave one of them out."
         )
     if link is not None:
         num_blocks = minimum_of_ranks(link.world, num_blocks)

@@ -34,9 +34,7 @@ class Packing(NamedTuple):
 
 
 @twin(_KERNELS)
-def save_chances(
-    slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: Tensor
-) -> None:
+def save_chances(slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: Tensor) -> None:
     """Keeps how likely it is that a draft and all before it are accepted, by slot.
 
     Args:

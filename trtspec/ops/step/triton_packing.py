@@ -26,9 +26,7 @@ class _Drafts(NamedTuple):
     stride: int  # from slot to slot
 
 
-def save_chances(
-    slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: Tensor
-) -> None:
+def save_chances(slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: Tensor) -> None:
     """Multiplies a request's probabilities up."""
     columns = chances.shape[1]
     _chances_kernel[(slot_ids.shape[0],)](
@@ -121,9 +119,7 @@ def _pack_kernel(
     tl.store(out.places + whole, place, mask=depth <= width)
     is_row = depth <= length
     tl.store(out.of_whole + place, whole, mask=is_row)
-    tl.store(
-        out.rows.input_ids + place, tl.load(rows.input_ids + whole, mask=is_row), mask=is_row
-    )
+    tl.store(out.rows.input_ids + place, tl.load(rows.input_ids + whole, mask=is_row), mask=is_row)
     positions = tl.load(rows.position_ids + whole, mask=is_row)
     tl.store(out.rows.position_ids + place, positions, mask=is_row)
     for i in tl.static_range(len(rows.slot_mappings)):

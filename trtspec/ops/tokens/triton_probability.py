@@ -30,7 +30,9 @@ def best_probabilities(logits: Tensor) -> Tensor:
 
 
 @triton.jit
-def _best_kernel(logit_ptr, row_stride, stride, size, out_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_kernel(
+    logit_ptr, row_stride, stride, size, out_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
