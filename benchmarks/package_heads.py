@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,21 +30,38 @@ MOST_TOKENS = 1_400
 """Of a prompt and its answer; longer prompts are left out."""
 
 
+class Drafter(NamedTuple):
+    """What an engine drafts with."""
+
+    head: str | None  # None: nothing
+    max_verified: int | None = None
+
+    def config(self) -> Any:
+        if self.head is None:
+            return None
+        return replace(HEADS[self.head], max_verified_drafts=self.max_verified)
+
+
 class Way(NamedTuple):
-    head: str | None
+    drafter: Drafter
     draft_len: int
 
     def __str__(self) -> str:
-        return "plain" if self.head is None else f"{self.head}, K = {self.draft_len}"
+        head, most = self.drafter
+        if head is None:
+            return "plain"
+        return f"{head}, K = {self.draft_len}" + (f", {most} verified" if most else "")
 
 
 def main() -> None:
     args = _arguments()
     batches = [int(n) for n in args.batch.split(",")]
-    ways = [Way(None, 0)]
+    ways = [Way(Drafter(None), 0)]
     for name in args.heads.split(","):
-        lengths = [int(k) for k in args.k.split(",")]
-        ways += [Way(name, k) for k in lengths if k <= HEADS[name].max_draft_len]
+        for most in args.max_verified_drafts.split(","):
+            drafter = Drafter(name, int(most) or None)
+            lengths = [int(k) for k in args.k.split(",")]
+            ways += [Way(drafter, k) for k in lengths if k <= HEADS[name].max_draft_len]
     options: dict[str, Any] = {
         "device": args.device, "dtype": args.dtype, "max_batch_size": max(batches),
         "max_seq_len": MOST_TOKENS, "prefill_batch_size": args.prefill_batch_size,
@@ -51,9 +69,9 @@ def main() -> None:
             max_tokens=max(batches) * MOST_TOKENS, enable_block_reuse=False
         ),
     }  # fmt: skip
-    engines = {way.head: None for way in ways}
-    llms = {name: LLM("smollm2-135m", name and HEADS[name], **options) for name in engines}
-    tokenizer = llms[None].tokenizer
+    drafters = {way.drafter: None for way in ways}
+    llms = {drafter: LLM("smollm2-135m", drafter.config(), **options) for drafter in drafters}
+    tokenizer = llms[Drafter(None)].tokenizer
     prompts = [
         tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True)["input_ids"]
         for prompt in load_prompts()[:: args.every]
@@ -68,7 +86,7 @@ def main() -> None:
     for batch in batches:
         plain: dict[str, Any] = {}
         for way in ways:
-            row = _measure(args, llms[way.head], way, prompts, batch)
+            row = _measure(args, llms[way.drafter], way, prompts, batch)
             plain = plain or row
             for name in ("tokens_per_second", "with_prompts"):
                 row[f"{name}_times_plain"] = row[name] / plain[name]
@@ -92,7 +110,7 @@ def _measure(
     args: argparse.Namespace, llm: LLM, way: Way, prompts: list[list[int]], batch: int
 ) -> dict[str, Any]:
     """Decodes all prompts once to warm up, some of them if one at a time, and then some times."""
-    if way.head is not None:
+    if way.drafter.head is not None:
         llm.executor.runtime_draft_len = way.draft_len
     _decode(args, llm, prompts if batch > 1 else prompts[:4], batch)
     runs, tokens, whole = [], [], []
@@ -130,6 +148,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="eagle3,dspark", help=f"some of {', '.join(HEADS)}")
     parser.add_argument("--k", default="3,4,5,7", help="drafts, as far as a head has so many")
     parser.add_argument("--batch", default="1,32", help="1, or the engines' most requests")
+    parser.add_argument(
+        "--max-verified-drafts", default="0", help="of a step, as of the configs; 0 is all"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument(
         "--prefill-batch-size",
