@@ -32,7 +32,9 @@ class Case:
     def __init__(self, batch: int, width: int, seed: int, equal: bool = False):
         generator = torch.Generator().manual_seed(seed)
         self.batch, self.width = batch, width
-        self.slots = torch.randperm(batch + 3, generator=generator)[:batch]
+        self.slots = torch.randperm(batch + 2, generator=generator)[:batch]
+        if batch > 4:
+            self.slots[3] = batch + 2  # scratch: it only fills the batch
         falling = torch.rand(batch + 3, width + 1, generator=generator).cumprod(1)
         self.chances = torch.full_like(falling, 0.25) if equal else falling
         lens = torch.randint(0, width + 1, (batch,), generator=generator)
@@ -61,7 +63,7 @@ class Case:
         entries = []
         for request, slot in enumerate(self.slots.tolist()):
             for depth in range(self.width):
-                is_draft = bool(self.drafts[request, depth] >= 0)
+                is_draft = bool(self.drafts[request, depth] >= 0) and slot < self.batch + 2
                 chance = float(self.chances[slot, depth]) if is_draft else -1.0
                 entries.append((-chance, depth, request))
         chosen = [request for *_, request in sorted(entries)[:num_verified]]
@@ -181,6 +183,7 @@ def test_attention(
     window: int | None, lens: list[int],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("trtspec.attention.paged._cut", lambda *_: (16, programs))
+    monkeypatch.setattr("trtspec.attention.paged.LEAST_KEYS", 1)
     meta = make_pass([1, 70, 33, 130], 4, heads[1], dim, 8, max_seq_len=4096)
     packed = packed_pass(meta, lens)
     q = torch.randn(16, heads[0], dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)

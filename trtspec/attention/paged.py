@@ -32,20 +32,20 @@ from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
     BLOCK_N,
-    JOIN_PROGRAMS,
     LOG2_E,
     Cut,
-    JoinSizes,
     Keys,
     Layer,
     Parts,
     Queries,
     Tables,
+    add_parts,
+    ends_last,
     find_part,
-    join,
     load_heads,
     no_sums,
     pairs_of,
+    parts_of,
     prefetch,
     store_heads,
     store_part,
@@ -62,6 +62,8 @@ FEW_ROWS = 8
 They are what the prefix cache leaves of a long prompt: few rows that see many keys. Unused ones are
 at position 0, and see its key.
 """
+LEAST_KEYS = 256  # of a full part of a generation's: joining parts takes time, too
+JOINED = 8192  # numbers of parts that a program joins at a time: 64 registers of 128 threads
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
@@ -148,19 +150,22 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
-    block_n, programs = _cut(pairs, _block_d(layer.dim), q.dtype)
+    block_m, block_d = max(16, tile), _block_d(layer.dim)
+    block_n, programs = _cut(pairs, block_d, q.dtype)
     cut = Cut(
         rows=rows,
         tiles=1,
         PROGRAMS=programs,
         SEQS=triton.next_power_of_2(num_seqs),
-        BLOCK_M=max(16, tile),
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_D=_block_d(layer.dim),
+        BLOCK_D=block_d,
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
+        LEAST=triton.cdiv(LEAST_KEYS, block_n),
+        JOIN=max(1, JOINED // (block_m * block_d)),
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
-    parts = Parts.empty(most_parts, cut, q.device)
+    parts = Parts.empty(most_parts, cut, q.device, groups=pairs)
     _partial_kernel[(most_parts,)](
         queries,
         _cache(cached),
@@ -175,10 +180,6 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         num_stages=2,
         **dependent_launch(q),
     )
-    join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)))
-    join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64)
-    sizes = JoinSizes(ROWS=join_rows, PARTS=join_parts, COLUMNS=cut.BLOCK_D)
-    join(parts, queries, tables, layer, cut, sizes)
     return out
 
 
@@ -646,9 +647,17 @@ def _partial_kernel(
         # NaN in earlier rows was found when their pass ran: in a prompt's attention, or in logits.
         own = _own_is_nan(positions, is_row, keys, layer)
         acc = tl.where(own[:, None], float("nan"), acc)
-    if part.is_whole:
+    is_complete = part.is_whole
+    if not is_complete:
+        store_part(parts, part, kv_head, m, best, total, acc, layer, cut)
+        before, count = parts_of(part, cut)
+        is_complete = ends_last(parts, part, kv_head, count, layer, cut)
+        if is_complete:
+            sums = no_sums(cut.BLOCK_M, cut.BLOCK_D)
+            best, total, acc = add_parts(
+                sums, parts, before, count, kv_head, m, d, layer, cut, cut.JOIN
+            )
+    if is_complete:
         total, acc = with_sinks(queries, head, is_row, best, total, acc)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)
-    else:
-        store_part(parts, part, kv_head, m, best, total, acc, layer, cut)

@@ -62,12 +62,14 @@ def pack_rows(
 
     Args:
         slot_ids: [G] int64. drafts: [G, K'] int32, -1 for none.
-        chances: [S, K] float32 in 0 … 1, as of `save_chances`.
+        chances: [S+1, K] float32 in 0 … 1, as of `save_chances`. The last slot is scratch: drafts
+            of rows that fill a graph's batch come last.
         rows: of all drafts, K'+1 of each request.
         num_verified: D, at most G * K'.
     """
     (batch, width), device = drafts.shape, drafts.device
-    known = torch.where(drafts >= 0, chances[slot_ids, :width], -1.0)
+    is_real = (drafts >= 0) & (slot_ids < chances.shape[0] - 1)[:, None]
+    known = torch.where(is_real, chances[slot_ids, :width], -1.0)
     order = known.T.flatten().argsort(descending=True, stable=True)
     chosen = torch.zeros(batch * width, dtype=torch.int64, device=device)
     chosen[order[:num_verified]] = 1

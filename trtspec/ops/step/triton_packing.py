@@ -22,8 +22,9 @@ class _Drafts(NamedTuple):
 
     slot_ids: Tensor  # [G] int64
     tokens: Grid  # [G, K']
-    chances: Tensor  # [S, K] float32
+    chances: Tensor  # [S+1, K] float32
     stride: int  # from slot to slot
+    scratch: int  # the last slot
 
 
 def save_chances(slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: Tensor) -> None:
@@ -76,7 +77,7 @@ def pack_rows(
     )
     depths, seqs = triton.next_power_of_2(width + 1), triton.next_power_of_2(batch)
     _pack_kernel[(batch,)](
-        _Drafts(slot_ids, Grid.of(drafts), chances, chances.stride(0)),
+        _Drafts(slot_ids, Grid.of(drafts), chances, chances.stride(0), chances.shape[0] - 1),
         rows,
         out,
         batch,
@@ -146,7 +147,8 @@ def _lens(
     # Floats that are not negative compare as their bits do. A draft that is none is worth less
     # than one without a chance, and what is no draft at all least.
     bits = chance.to(tl.int32, bitcast=True) + 2
-    key = tl.where(is_draft, tl.where(token >= 0, bits, 1), 0)
+    is_real = (token >= 0) & (slot < drafts.scratch)
+    key = tl.where(is_draft, tl.where(is_real, bits, 1), 0)
     least = 0  # the largest key that at least `num_verified` drafts reach
     for i in range(30, -1, -1):
         higher = least | (1 << i)
