@@ -32,20 +32,20 @@ from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
     BLOCK_N,
+    JOIN_PROGRAMS,
     LOG2_E,
     Cut,
+    JoinSizes,
     Keys,
     Layer,
     Parts,
     Queries,
     Tables,
-    add_parts,
-    ends_last,
     find_part,
+    join,
     load_heads,
     no_sums,
     pairs_of,
-    parts_of,
     prefetch,
     store_heads,
     store_part,
@@ -62,8 +62,6 @@ FEW_ROWS = 8
 They are what the prefix cache leaves of a long prompt: few rows that see many keys. Unused ones are
 at position 0, and see its key.
 """
-LEAST_KEYS = 256  # of a full part of a generation's: joining parts takes time, too
-JOINED = 8192  # numbers of parts that a program joins at a time: 64 registers of 128 threads
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
@@ -150,22 +148,20 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
-    block_m, block_d = max(16, tile), _block_d(layer.dim)
-    block_n, programs = _cut(pairs, block_d, q.dtype)
+    block_n, programs, least = _cut(pairs, _block_d(layer.dim), q.dtype)
     cut = Cut(
         rows=rows,
         tiles=1,
         PROGRAMS=programs,
         SEQS=triton.next_power_of_2(num_seqs),
-        BLOCK_M=block_m,
+        BLOCK_M=max(16, tile),
         BLOCK_N=block_n,
-        BLOCK_D=block_d,
+        BLOCK_D=_block_d(layer.dim),
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
-        LEAST=triton.cdiv(LEAST_KEYS, block_n),
-        JOIN=max(1, JOINED // (block_m * block_d)),
+        LEAST=least,
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
-    parts = Parts.empty(most_parts, cut, q.device, groups=pairs)
+    parts = Parts.empty(most_parts, cut, q.device)
     _partial_kernel[(most_parts,)](
         queries,
         _cache(cached),
@@ -180,6 +176,10 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         num_stages=2,
         **dependent_launch(q),
     )
+    join_rows = min(tile, triton.next_power_of_2(triton.cdiv(pairs * tile, JOIN_PROGRAMS)))
+    join_parts = min(triton.next_power_of_2(programs // pairs + 1), 64)
+    sizes = JoinSizes(ROWS=join_rows, PARTS=join_parts, COLUMNS=cut.BLOCK_D)
+    join(parts, queries, tables, layer, cut, sizes)
     return out
 
 
@@ -210,8 +210,9 @@ def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float
     return (factor, 0.0) if softcap is None else (2 * factor / softcap, softcap * LOG2_E)
 
 
-def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns the keys of a block and the programs that all keys are cut for, by measurement.
+def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns the keys of a block, the programs that all keys are cut for, and the blocks of a part
+    at least, by measurement.
 
     Where requests and heads are enough for every multiprocessor, fewer programs with larger blocks
     are faster.
@@ -221,13 +222,13 @@ def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     """
     each = 4 if block_d > 64 else 6
     if block_d > 256:  # two stages of keys and values have to fit shared memory
-        return BLOCK_N // (4 if dtype == torch.float32 else 2), each * MULTIPROCESSORS
+        return BLOCK_N // (4 if dtype == torch.float32 else 2), each * MULTIPROCESSORS, 1
     if pairs < MULTIPROCESSORS:
-        return BLOCK_N, each * MULTIPROCESSORS
+        return BLOCK_N, each * MULTIPROCESSORS, 1
     too_large = block_d > 128 or dtype == torch.float32
     if too_large or (block_d > 64 and pairs >= 3 * MULTIPROCESSORS):
-        return BLOCK_N, 2 * MULTIPROCESSORS
-    return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS
+        return BLOCK_N, 2 * MULTIPROCESSORS, 1
+    return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS, 1
 
 
 def _context_tile(q: Tensor, cached: CachedLayer) -> int:
@@ -647,17 +648,9 @@ def _partial_kernel(
         # NaN in earlier rows was found when their pass ran: in a prompt's attention, or in logits.
         own = _own_is_nan(positions, is_row, keys, layer)
         acc = tl.where(own[:, None], float("nan"), acc)
-    is_complete = part.is_whole
-    if not is_complete:
-        store_part(parts, part, kv_head, m, best, total, acc, layer, cut)
-        before, count = parts_of(part, cut)
-        is_complete = ends_last(parts, part, kv_head, count, layer, cut)
-        if is_complete:
-            sums = no_sums(cut.BLOCK_M, cut.BLOCK_D)
-            best, total, acc = add_parts(
-                sums, parts, before, count, kv_head, m, d, layer, cut, cut.JOIN
-            )
-    if is_complete:
+    if part.is_whole:
         total, acc = with_sinks(queries, head, is_row, best, total, acc)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         store_heads(queries, row, head, d, acc, inside)
+    else:
+        store_part(parts, part, kv_head, m, best, total, acc, layer, cut)

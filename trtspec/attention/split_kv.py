@@ -25,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops.launch.machine import MULTIPROCESSORS
-from ..ops.launch.tickets import tickets
 from ..ops.launch.triton import after_previous, dependent_launch
 
 BLOCK_N = 64  # keys that a program reads at a time, if nothing else was chosen
@@ -122,7 +121,6 @@ class Cut(NamedTuple):
     BLOCK_R: int = 16  # the same of `rotated`
     PREFETCH: bool = False  # asks for the first keys before the kernel before has ended
     LEAST: int = 1  # blocks of a full part at least
-    JOIN: int = 0  # parts that are joined at a time, by the program that ends last; 0: by a kernel
 
     def most_parts(self, num_seqs: int, layer: Layer, table_width: int) -> int:
         """Returns how many parts there can be at most."""
@@ -136,20 +134,12 @@ class Parts(NamedTuple):
 
     acc: Tensor  # [parts, BLOCK_M, BLOCK_D] float32, sums of weighted values
     stats: Tensor  # [parts, BLOCK_M, 2] float32, the largest score and the sum of weights
-    tickets: Tensor | None = None
-    """[groups] int32, zeros before and after: the parts that ended, where the last one joins."""
 
     @classmethod
-    def empty(cls, count: int, cut: Cut, device: torch.device, groups: int = 0) -> Parts:
-        """Allocates `count` parts, of so many groups if the program that ends last joins them."""
+    def empty(cls, count: int, cut: Cut, device: torch.device) -> Parts:
         shape = count, cut.BLOCK_M, cut.BLOCK_D
         acc = torch.empty(shape, dtype=torch.float32, device=device)
-        stats = torch.empty((*shape[:2], 2), dtype=torch.float32, device=device)
-        if not groups:
-            return cls(acc, stats)
-        if device.type == "cuda":
-            return cls(acc, stats, tickets(device, groups))
-        return cls(acc, stats, torch.zeros(groups, dtype=torch.int32))
+        return cls(acc, torch.empty((*shape[:2], 2), dtype=torch.float32, device=device))
 
 
 class Part(NamedTuple):
@@ -294,8 +284,8 @@ def with_sinks(queries, head, is_pair, best, total, acc):
 @triton.jit
 def store_part(parts, part, group, m, best, total, acc, layer: tl.constexpr, cut: tl.constexpr):
     """Stores a part's softmax sums for the joining kernel."""
-    groups: tl.constexpr = layer.kv_heads * cut.tiles
-    before, _count = parts_of(part, cut)
+    s, groups = tl.arange(0, cut.SEQS), layer.kv_heads * cut.tiles
+    before = tl.sum(tl.where(s < part.seq, part.full + part.rest, 0), 0)
     index = ((before + part.number) * groups + group) * cut.BLOCK_M + m
     d = tl.arange(0, cut.BLOCK_D)
     tl.store(parts.acc + index[:, None] * cut.BLOCK_D + d[None, :], acc)
@@ -345,6 +335,7 @@ def _join_kernel(
     """Joins COLUMNS numbers of ROWS pairs of one request and group, PARTS parts at a time."""
     ROWS: tl.constexpr = sizes.ROWS
     COLUMNS: tl.constexpr = sizes.COLUMNS
+    groups: tl.constexpr = layer.kv_heads * cut.tiles
     columns: tl.constexpr = cut.BLOCK_D // COLUMNS
     seq, group = tl.program_id(0), tl.program_id(1)
     _starts, full, rest, _size = share_out(tables, num_seqs, table_width, layer, cut)
@@ -356,73 +347,27 @@ def _join_kernel(
         return
     m = tl.program_id(2) // columns * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(2) % columns * COLUMNS + tl.arange(0, COLUMNS)
-    sums = no_sums(ROWS, COLUMNS)
-    best, total, acc = add_parts(sums, parts, before, count, group, m, d, layer, cut, sizes.PARTS)
-    row, head, is_pair = pairs_of(seq, group, m, tables.starts, layer, cut)
-    total, acc = with_sinks(queries, head, is_pair, best, total, acc)
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    inside = is_pair[:, None] & (d[None, :] < layer.dim)
-    store_heads(queries, row.to(tl.int64), head, d, acc, inside)
-
-
-@triton.jit
-def add_parts(
-    sums,
-    parts,
-    before,
-    count,
-    group,
-    m,
-    d,
-    layer: tl.constexpr,
-    cut: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Returns softmax sums of numbers `d` of pairs `m`, with a request's parts added.
-
-    The parts are `count` ones behind the first `before`, PARTS of them at a time.
-    """
-    groups: tl.constexpr = layer.kv_heads * cut.tiles
-    best, total, acc = sums
-    for begin in range(0, count, PARTS):
-        part = begin + tl.arange(0, PARTS)
+    best, total, acc = no_sums(ROWS, COLUMNS)
+    for begin in range(0, count, sizes.PARTS):
+        part = begin + tl.arange(0, sizes.PARTS)
         index = ((before + part) * groups + group)[:, None] * cut.BLOCK_M + m[None, :]
         is_part = (part < count)[:, None] & (m < cut.BLOCK_M)[None, :]
-        # Past L1: other programs wrote them.
-        entry = parts.stats + index * 2
-        bests = tl.load(entry, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(entry + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-        entry = parts.acc + index[:, :, None] * cut.BLOCK_D + d[None, None, :]
-        of_parts = tl.load(entry, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+        bests = tl.load(parts.stats + index * 2, mask=is_part, other=float("-inf"))
+        totals = tl.load(parts.stats + index * 2 + 1, mask=is_part, other=0.0)
+        sums = parts.acc + index[:, :, None] * cut.BLOCK_D + d[None, None, :]
+        sums = tl.load(sums, mask=is_part[:, :, None], other=0.0)
         new_best = tl.maximum(best, tl.max(bests, 0))
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(bests - base[None, :])
         keep = tl.exp2(best - base)
         total = total * keep + tl.sum(totals * weights, 0)
-        acc = acc * keep[:, None] + tl.sum(of_parts * weights[:, :, None], 0)
+        acc = acc * keep[:, None] + tl.sum(sums * weights[:, :, None], 0)
         best = new_best
-    return best, total, acc
-
-
-@triton.jit
-def parts_of(part, cut: tl.constexpr):
-    """Returns how many parts come before those of the part's request, and how many it has."""
-    s = tl.arange(0, cut.SEQS)
-    counts = part.full + part.rest
-    return tl.sum(tl.where(s < part.seq, counts, 0), 0), tl.sum(
-        tl.where(s == part.seq, counts, 0), 0
-    )
-
-
-@triton.jit
-def ends_last(parts, part, group, count, layer: tl.constexpr, cut: tl.constexpr):
-    """Whether this program's part, which is stored, is the last of the `count` of its group."""
-    tl.debug_barrier()  # the ticket stands for what all threads stored
-    ticket = parts.tickets + part.seq * (layer.kv_heads * cut.tiles) + group
-    is_last = tl.atomic_add(ticket, 1, sem="acq_rel") == count - 1
-    if is_last:
-        tl.store(ticket, 0)
-    return is_last
+    row, head, is_pair = pairs_of(seq, group, m, tables.starts, layer, cut)
+    total, acc = with_sinks(queries, head, is_pair, best, total, acc)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    inside = is_pair[:, None] & (d[None, :] < layer.dim)
+    store_heads(queries, row.to(tl.int64), head, d, acc, inside)
 
 
 @triton.jit
