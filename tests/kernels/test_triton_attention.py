@@ -60,17 +60,16 @@ def test_equals_torch(
 
 
 @spread(**{
-    "programs,join_programs,least": [(1, 1, 1), (5, 6, 1), (24, 1000, 3), (1000, 9, 1)],
-    "window": [None, 40],
+    "programs,join_programs": [(1, 1), (5, 6), (24, 1000), (1000, 9)], "window": [None, 40],
     "has_sinks": [False, True],
 })  # fmt: skip
 def test_any_cut_of_ragged_texts_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, least: int,
-    window: int | None, has_sinks: bool,
+    monkeypatch: pytest.MonkeyPatch, programs: int, join_programs: int, window: int | None,
+    has_sinks: bool,
 ) -> None:  # fmt: skip
     """Requests of one part, of full parts alone, and of full parts and a rest; joined in one turn
     and in several."""
-    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs, least))
+    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
     monkeypatch.setattr(triton_paged, "JOIN_PROGRAMS", join_programs)
     rows, lengths = 3, [1, 350, 29, 13, 160] if WHOLE else [1, 190, 29, 13, 96]
     meta = make_pass(lengths, rows, 2, 16, 8, max_seq_len=4096)
@@ -98,7 +97,7 @@ def test_rows_that_see_both_ways_with_windows_of_their_own(
     has_sinks: bool,
 ) -> None:  # fmt: skip
     """Against every row's own keys; some rows are past the maximum length."""
-    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs, 1))
+    monkeypatch.setattr(triton_paged, "_cut", lambda *_: (16, programs))
     window, lengths, page = 40, [3, 90, 199 - rows // 2], 8
     q_heads, kv_heads = heads
     meta = make_pass(lengths, rows, kv_heads, dim, page, max_seq_len=200)

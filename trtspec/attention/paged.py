@@ -62,6 +62,7 @@ FEW_ROWS = 8
 They are what the prefix cache leaves of a long prompt: few rows that see many keys. Unused ones are
 at position 0, and see its key.
 """
+MANY_PAIRS = 24  # of a request and a KV head with 64 numbers, from which joining parts costs most
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
@@ -148,7 +149,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
-    block_n, programs, least = _cut(pairs, _block_d(layer.dim), q.dtype)
+    block_n, programs = _cut(pairs, _block_d(layer.dim), q.dtype)
     cut = Cut(
         rows=rows,
         tiles=1,
@@ -158,7 +159,6 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
         BLOCK_N=block_n,
         BLOCK_D=_block_d(layer.dim),
         PREFETCH=pairs < MULTIPROCESSORS,  # with more, DRAM is busy and asking early costs
-        LEAST=least,
     )
     most_parts = cut.most_parts(num_seqs, layer, table_width)
     parts = Parts.empty(most_parts, cut, q.device)
@@ -210,11 +210,10 @@ def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float
     return (factor, 0.0) if softcap is None else (2 * factor / softcap, softcap * LOG2_E)
 
 
-def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Returns the keys of a block, the programs that all keys are cut for, and the blocks of a part
-    at least, by measurement.
+def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the keys of a block and the programs that all keys are cut for, by measurement.
 
-    Where requests and heads are enough for every multiprocessor, fewer programs with larger blocks
+    Where requests and heads are enough for many multiprocessors, fewer programs with larger blocks
     are faster.
 
     Args:
@@ -222,13 +221,15 @@ def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """
     each = 4 if block_d > 64 else 6
     if block_d > 256:  # two stages of keys and values have to fit shared memory
-        return BLOCK_N // (4 if dtype == torch.float32 else 2), each * MULTIPROCESSORS, 1
+        return BLOCK_N // (4 if dtype == torch.float32 else 2), each * MULTIPROCESSORS
     if pairs < MULTIPROCESSORS:
-        return BLOCK_N, each * MULTIPROCESSORS, 1
+        if pairs >= MANY_PAIRS and block_d <= 64 and dtype != torch.float32:
+            return 2 * BLOCK_N, 2 * MULTIPROCESSORS
+        return BLOCK_N, each * MULTIPROCESSORS
     too_large = block_d > 128 or dtype == torch.float32
     if too_large or (block_d > 64 and pairs >= 3 * MULTIPROCESSORS):
-        return BLOCK_N, 2 * MULTIPROCESSORS, 1
-    return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS, 1
+        return BLOCK_N, 2 * MULTIPROCESSORS
+    return 2 * BLOCK_N, (each - 2) * MULTIPROCESSORS
 
 
 def _context_tile(q: Tensor, cached: CachedLayer) -> int:

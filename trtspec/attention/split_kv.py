@@ -120,12 +120,11 @@ class Cut(NamedTuple):
     BLOCK_D: int  # at least `dim`, a power of two
     BLOCK_R: int = 16  # the same of `rotated`
     PREFETCH: bool = False  # asks for the first keys before the kernel before has ended
-    LEAST: int = 1  # blocks of a full part at least
 
     def most_parts(self, num_seqs: int, layer: Layer, table_width: int) -> int:
         """Returns how many parts there can be at most."""
         groups = num_seqs * layer.kv_heads * self.tiles
-        blocks = triton.cdiv(table_width * layer.page_size, self.BLOCK_N * self.LEAST)
+        blocks = triton.cdiv(table_width * layer.page_size, self.BLOCK_N)
         return min(groups + self.PROGRAMS, groups * blocks)
 
 
@@ -217,7 +216,7 @@ def share_out(tables, num_seqs, table_width, layer: tl.constexpr, cut: tl.conste
     _first, blocks = blocks_of(starts, table_width, cut.rows, layer, cut.BLOCK_N)
     blocks = tl.where(s < num_seqs, blocks, 0)
     groups: tl.constexpr = layer.kv_heads * cut.tiles
-    part = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * groups, cut.PROGRAMS), cut.LEAST)
+    part = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * groups, cut.PROGRAMS), 1)
     return starts, blocks // part, (blocks % part > 0).to(tl.int32), part
 
 
