@@ -155,8 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prefill-batch-size",
         type=lambda text: text if text == "auto" else int(text),
-        default=1,
-        help="slots that must be free for prompts to start, or auto",
+        help="slots that must be free for prompts to start, or auto; default: the engine's",
     )
     parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
     parser.add_argument("--repeat", type=int, default=3, help="runs of a batch")

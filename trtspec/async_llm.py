@@ -44,9 +44,10 @@ class AsyncLLM(AsyncFront):
         **engine_arguments: Any,
     ):
         check_queue(max_num_requests_in_queue)  # before a model is loaded
-        llm = (
-            model if isinstance(model, LLM) else LLM(model, speculative_config, **engine_arguments)
-        )
+        llm = model
+        if not isinstance(llm, LLM):
+            at_once = {"prefill_batch_size": 1}  # someone waits for each first token
+            llm = LLM(llm, speculative_config, **(at_once | engine_arguments))
         self.llm: LLM = llm
         super().__init__(facts_of(llm), llm.inputs, max_num_requests_in_queue)
         self._engine = EngineThread(llm.executor, llm.lock)

@@ -43,8 +43,10 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.checkpoints.hf_config import load_config
+from trtspec.config import EngineConfig
 from trtspec.errors import ConfigError, RequestError
 from trtspec.executor import device, py_executor
+from trtspec.executor.build import _executor_config
 
 
 @pytest.fixture(scope="module")
@@ -780,6 +782,16 @@ def test_prompts_start_together(
     for wrong in (3, 0, True, "all"):
         with pytest.raises(ConfigError, match=r'prefill_batch_size=.* an int in 1 … 2, or "auto"'):
             LLM(target_dir, device="cpu", max_batch_size=2, prefill_batch_size=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_cuda", "expected"),
+    [(None, True, "auto"), (None, False, 1), (1, True, 1), (3, False, 3), ("auto", False, "auto")],
+)
+def test_when_prompts_start_by_default(given: Any, is_cuda: bool, expected: Any) -> None:
+    engine = EngineConfig("model", max_batch_size=4, prefill_batch_size=given)
+    config = _executor_config(engine, max_seq_len=64, rows=1, is_cuda=is_cuda, cuda_graph=None)
+    assert config.prefill_batch_size == expected
 
 
 def _engine_of_16(target_dir: Path, size: int | str) -> LLM:

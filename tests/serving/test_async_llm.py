@@ -44,6 +44,28 @@ def reference(model_dir: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 1), ({"prefill_batch_size": 3}, 3)])
+def test_prompts_start_at_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], expected: int
+) -> None:
+    """Not as in an `LLM` on a GPU, which is asked for throughput."""
+    arguments: dict[str, Any] = {}
+
+    class Recording(LLM):
+        def __init__(self, *args: Any, **named: Any):
+            arguments.update(named)
+            super().__init__(*args, **named)
+
+    monkeypatch.setattr("trtspec.async_llm.LLM", Recording)
+
+    async def main() -> None:
+        async with AsyncLLM(model_dir, device="cpu", dtype="float32", max_seq_len=64, **given):
+            pass
+
+    asyncio.run(main())
+    assert arguments["prefill_batch_size"] == expected
+
+
 def test_over_ranks(model_dir: Path, reference: LLM) -> None:
     """Two ranks behind the engine thread."""
     llm = make_llm(model_dir, tensor_parallel_size=2)

@@ -22,7 +22,9 @@ import torch
 from served import Served, make_llm, served_model_dir
 
 from trtspec.cli import main
+from trtspec.cli.options import EngineOptions
 from trtspec.cli.serve import default_batch_size
+from trtspec.errors import ConfigError
 
 LONG = {"model": "tiny", "prompt": "abc", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
 
@@ -56,6 +58,21 @@ def test_more_requests_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert default_batch_size("cpu") == 8
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert default_batch_size("auto") == 64
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], "1"), (["--prefill-batch-size", "4"], "4")])
+def test_prompts_start_at_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: str
+) -> None:
+    seen: list[EngineOptions] = []
+
+    def refuse(options: EngineOptions, *_: Any, **__: Any) -> None:
+        seen.append(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("trtspec.cli.serve.load_llm", refuse)
+    assert main(["serve", str(model_dir), "--port", "0", *given]) == 2
+    assert [options.prefill_batch_size for options in seen] == [expected]
 
 
 def test_signals(model_dir: Path) -> None:

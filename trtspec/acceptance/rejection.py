@@ -137,10 +137,10 @@ def scaled_logits(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]
     The best is at 0 so that a tiny temperature overflows nowhere. A greedy row's temperature counts
     as 1.
     """
-    logits = logits.float().clamp(max=torch.finfo(torch.float32).max)
-    best = logits.amax(-1)
+    scaled = logits.float().clamp(max=torch.finfo(torch.float32).max)  # a copy, changed in place
+    best = scaled.amax(-1)
     divisors = torch.where(temperatures > 0, temperatures, 1.0)
-    return (logits - best[:, None]) / divisors[:, None], best
+    return scaled.sub_(best[:, None]).div_(divisors[:, None]), best
 
 
 def token_rejection(

@@ -197,8 +197,10 @@ def load_llm(options: EngineOptions, progress: Progress, **more: Any) -> LLM:
         dtype=options.dtype,
         quant=options.quant,
         max_batch_size=options.max_batch_size,
-        prefill_batch_size=_int_or_auto(
-            "--prefill-batch-size", options.prefill_batch_size, "slots"
+        prefill_batch_size=(
+            None
+            if options.prefill_batch_size is None
+            else _int_or_auto("--prefill-batch-size", options.prefill_batch_size, "slots")
         ),
         tensor_parallel_size=options.tensor_parallel_size,
         moe_expert_parallel_size=options.moe_expert_parallel_size,

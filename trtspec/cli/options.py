@@ -127,14 +127,15 @@ class EngineOptions:
     device: Device = DEFAULT_DEVICE
     max_batch_size: MaxBatchSize = 8
     prefill_batch_size: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--prefill-batch-size",
             metavar="<int>|auto",
             help="N: while requests decode, prompts wait until N slots are free. auto: until slots "
-            "were free for as long as a pass over prompts delays the others.",
+            "were free for as long as a pass over prompts delays the others. Default: auto on a "
+            "GPU, 1 on a CPU and of serve.",
         ),
-    ] = "1"
+    ] = None
     tensor_parallel_size: TensorParallelSize = None
     moe_expert_parallel_size: Annotated[int, _engine_option("moe_expert_parallel_size", "--ep")] = 1
     kv_cache_dtype: Annotated[

@@ -62,7 +62,8 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
             size = given.max_batch_size
             if size is None:
                 size = default_batch_size(options.device)
-            options = replace(options, max_batch_size=size)
+            at_once = options.prefill_batch_size or "1"  # someone waits for each first token
+            options = replace(options, max_batch_size=size, prefill_batch_size=at_once)
             llm = load_llm(options, progress, max_seq_len=given.max_seq_len)
             if not given.no_warm_up:
                 warm_up(llm, progress)

@@ -166,7 +166,7 @@ class EngineConfig:
             free. For throughput: fewer steps are slowed by prompts. 1 starts each at once. "auto"
             lets them wait where more wait than slots are free, until the slots have been free for
             as long as a pass over prompts delays all others. For GPUs, where such a pass takes
-            about a step.
+            about a step. None is "auto" in an `LLM` on CUDA, else 1.
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
@@ -206,7 +206,7 @@ class EngineConfig:
     max_seq_len: int | None = None
     kv_cache_config: KvCacheConfig | None = None
     enable_chunked_prefill: bool = False
-    prefill_batch_size: int | Literal["auto"] = 1
+    prefill_batch_size: int | Literal["auto"] | None = None
     disable_overlap_scheduler: bool | None = None
     cuda_graph_config: CudaGraphConfig | None = DEFAULT_CUDA_GRAPHS
     attn_backend: str = field(

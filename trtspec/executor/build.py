@@ -372,14 +372,16 @@ def _executor_config(
             f"{engine.max_batch_size} * {rows}: a full batch could not take a step. Raise it, or "
             "lower max_batch_size."
         )
-    no_overlap = engine.disable_overlap_scheduler
+    no_overlap, prefill = engine.disable_overlap_scheduler, engine.prefill_batch_size
+    if prefill is None:
+        prefill = "auto" if is_cuda else 1
     return ExecutorConfig(
         max_batch_size=engine.max_batch_size,
         # A pass never has more rows.
         max_num_tokens=min(max_num_tokens, engine.max_batch_size * (max_seq_len + rows)),
         max_seq_len=max_seq_len,
         enable_chunked_prefill=engine.enable_chunked_prefill,
-        prefill_batch_size=engine.prefill_batch_size,
+        prefill_batch_size=prefill,
         overlap=is_cuda if no_overlap is None else not no_overlap,
         guided_masked_drafts=engine.guided_masked_drafts,
         cuda_graph=cuda_graph,

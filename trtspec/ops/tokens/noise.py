@@ -68,18 +68,21 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Ten
     index = size
     if isinstance(index, int):
         index = torch.arange(index, device=seeds.device, dtype=torch.int64)
-    x = (_multiply(index, 0x9E3779B1) + first[:, None]) & _MASK
-    x = _multiply(x ^ (x >> 16), 0x7FEB352D) ^ second[:, None]
-    x = _multiply(x ^ (x >> 15), 0x846CA68B)
-    x = x ^ (x >> 16)
+    x = _multiply(index, 0x9E3779B1) + first[:, None]
+    x &= _MASK  # in place from here on: fresh memory costs more than the arithmetic
+    x ^= x >> 16
+    x.mul_(0x7FEB352D).bitwise_and_(_MASK).bitwise_xor_(second[:, None])
+    x ^= x >> 15
+    x.mul_(0x846CA68B).bitwise_and_(_MASK)
+    x ^= x >> 16
     return _to_open_interval(x)
 
 
 def _to_open_interval(x: Tensor) -> Tensor:
     """Maps 32-bit integers held in int64 to float32 in (0, 1)."""
-    return ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return (x >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
     """Draws [R, size] float32 standard Gumbel: argmax(logits + noise) samples softmax(logits)."""
-    return -torch.log(-torch.log(uniform_noise(seeds, positions, stream, size)))
+    return uniform_noise(seeds, positions, stream, size).log_().neg_().log_().neg_()

@@ -77,6 +77,6 @@ def sample_tokens(
         kept = apply_filters(logits / temperature.clamp_min(1e-6), sampling)
         filtered = logits.masked_fill(torch.isneginf(kept), float("-inf"))
     noise = gumbel_noise(sampling.seeds, sampling.positions, stream, logits.shape[-1])
-    noisy = filtered + temperature * noise
+    noisy = noise.mul_(temperature).add_(filtered)
     tokens = torch.where(sampling.temperatures > 0, noisy.argmax(-1), logits.argmax(-1))
     return tokens.to(torch.int32)
