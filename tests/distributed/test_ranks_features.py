@@ -30,6 +30,7 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.data.hidden_states import SavedHiddenStates
+from trtspec.errors import ConfigError
 from trtspec.metadata.missed import CAPACITY
 
 
@@ -110,6 +111,29 @@ def test_drafts_that_are_looked_up(target_dir: Path, eagle3: Any) -> None:
 
     one, two = on_both(target_dir, config, run)
     assert one == two and one[1] > 50 and one[2] > 1.2
+
+
+def test_verification_is_shared_out_alike(target_dir: Path, eagle3: Any) -> None:
+    """By the same chances on every rank: rows of one that another leaves out would not add up."""
+    config = replace(eagle3, acceptance="exact_match", max_verified_drafts=5)
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(4)
+    ]
+
+    def run(llm: LLM) -> Any:
+        return [o.outputs[0].token_ids for o in llm.generate(random_prompts(4, 12), params)]
+
+    one, two = on_both(target_dir, config, run)
+    assert one == two == run(cpu_engine(target_dir, None))
+
+
+def test_verification_is_not_shared_out_over_foreign_requests(
+    target_dir: Path, eagle3: Any
+) -> None:
+    config = replace(eagle3, max_verified_drafts=5)
+    with pytest.raises(ConfigError, match="max_verified_drafts=5 with enable_attention_dp"):
+        cpu_engine(target_dir, config, tensor_parallel_size=2, enable_attention_dp=True)
 
 
 @in_test_all
