@@ -27,7 +27,8 @@ class AsyncLLM(AsyncFront):
 
     Args:
         model: as for `LLM`; or an `LLM`, which nothing else may use from then on.
-        speculative_config: as for `LLM`, and so are `engine_arguments`.
+        speculative_config: as for `LLM`, and so are `engine_arguments`. But prompts start at once
+            unless `prefill_batch_size` is given, also on a GPU.
         max_num_requests_in_queue: requests that may wait while `max_batch_size` run. Beyond,
             `QueueFullError` is raised.
 
@@ -46,8 +47,9 @@ class AsyncLLM(AsyncFront):
         check_queue(max_num_requests_in_queue)  # before a model is loaded
         llm = model
         if not isinstance(llm, LLM):
-            at_once = {"prefill_batch_size": 1}  # someone waits for each first token
-            llm = LLM(llm, speculative_config, **(at_once | engine_arguments))
+            if engine_arguments.get("prefill_batch_size") is None:
+                engine_arguments["prefill_batch_size"] = 1  # someone waits for each first token
+            llm = LLM(llm, speculative_config, **engine_arguments)
         self.llm: LLM = llm
         super().__init__(facts_of(llm), llm.inputs, max_num_requests_in_queue)
         self._engine = EngineThread(llm.executor, llm.lock)

@@ -22,7 +22,7 @@ from matrix import cpu_engine, full
 from tiny import tiny_model_dir
 from worlds import LONG, SHORT, SOON, close_all_worlds, is_alive, text_of, wait_until, world_of
 
-from trtspec import LLM, DraftTargetDecodingConfig, SamplingParams
+from trtspec import LLM, DraftTargetDecodingConfig, NGramDecodingConfig, SamplingParams
 from trtspec.config import EngineConfig
 from trtspec.distributed import start
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
@@ -237,6 +237,13 @@ def test_ranks_that_part_are_noticed(model: Path, monkeypatch: pytest.MonkeyPatc
         ({"backend": "mpi"}, "backend='mpi'"),
         ({"backend": "torchrun"}, "torchrun did not start this process"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*one graph"),
+        (
+            {
+                "enable_attention_dp": True,
+                "speculative_config": NGramDecodingConfig(max_verified_drafts=5),
+            },
+            "max_verified_drafts=5 with enable_attention_dp",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(model: Path, options: dict[str, Any], said: str) -> None:

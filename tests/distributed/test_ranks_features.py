@@ -30,7 +30,6 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.data.hidden_states import SavedHiddenStates
-from trtspec.errors import ConfigError
 from trtspec.metadata.missed import CAPACITY
 
 
@@ -126,14 +125,6 @@ def test_verification_is_shared_out_alike(target_dir: Path, eagle3: Any) -> None
 
     one, two = on_both(target_dir, config, run)
     assert one == two == run(cpu_engine(target_dir, None))
-
-
-def test_verification_is_not_shared_out_over_foreign_requests(
-    target_dir: Path, eagle3: Any
-) -> None:
-    config = replace(eagle3, max_verified_drafts=5)
-    with pytest.raises(ConfigError, match="max_verified_drafts=5 with enable_attention_dp"):
-        cpu_engine(target_dir, config, tensor_parallel_size=2, enable_attention_dp=True)
 
 
 @in_test_all

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting import LAYERS, Script, make_case, run_random_schedule
 from matrix import MODES, NETWORKS, Drafters, config_of, cpu_engine, make_drafters
-from oracle import Oracle, random_prompts
+from oracle import VOCAB, Oracle, random_prompts
+from perfect import one_layer_target, perfect_eagle3
+from safetensors.torch import load_file
+from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_heads import mtp_model_dir
 from torch import Tensor
 
 from trtspec import (
+    LLM,
     AutoDecodingConfig,
     EagleDecodingConfig,
     NGramDecodingConfig,
@@ -25,6 +33,7 @@ from trtspec.config import resolve_speculative_config
 from trtspec.distributed.logits import whole
 from trtspec.errors import ConfigError
 from trtspec.metadata.attention import AttentionMetadata
+from trtspec.ops.tokens.markov_walk import MarkovTables
 from trtspec.workers.base import SpecWorkerBase
 
 K = 3
@@ -45,9 +54,15 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Drafte
     return make_drafters(tmp_path_factory.mktemp("drafters"), oracle)
 
 
-def packed_rows(llm: Any) -> list[list[int]]:
+def packed_rows(llm: LLM) -> list[list[int]]:
     """Collects how many drafts each request verifies, by step in which not all are."""
     steps: list[list[int]] = []
+    watch_rows(llm, steps)
+    return steps
+
+
+def watch_rows(llm: LLM, steps: list[list[int]]) -> None:
+    """Appends to `steps`."""
     target = llm.executor.runner.step.target
     forward = target.forward
 
@@ -57,8 +72,7 @@ def packed_rows(llm: Any) -> list[list[int]]:
             assert len(ids) == len(positions) == meta.num_tokens == sum(steps[-1]) + len(steps[-1])
         return forward(ids, positions, meta, **rest)
 
-    target.forward = watched
-    return steps
+    target.forward = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("pool", [None, 112])
@@ -77,49 +91,108 @@ def test_greedy_equals_transformers(
     llm.executor.kv_cache.check_integrity()
 
 
-@pytest.mark.parametrize("mode", NETWORKS)
+@pytest.mark.parametrize("name", ["eagle3", "mtp_eagle", "mtp_vanilla"])
+def test_draft_logits_equal_recomputation(tmp_path: Path, name: str) -> None:
+    """What heads read of the target's rows, captured layers or its last one, is at its place."""
+    target = tiny_model_dir(tmp_path, seed=1, num_hidden_layers=LAYERS)
+    case = make_case(name, target, tmp_path, 4)
+    case.config = replace(case.config, max_verified_drafts=5)
+    steps: list[list[int]] = []
+
+    class Watched(Script):
+        def __init__(self, llm: LLM, *others: Any):
+            super().__init__(llm, *others)
+            watch_rows(llm, steps)
+
+    compared, executor = run_random_schedule(case, 4, 4, Watched)
+    assert compared > 30 and len(steps) > 10
+    assert len({n for lens in steps for n in lens}) > 3
+    assert max(executor.statistics.accepted_lens) > 2
+
+
+def chances_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompts: int = 3) -> Iterator[Any]:
+    """Yields the chances kept after each step, [B, K], and the logits that drafts were chosen from
+    since the step before, by draft and then by request."""
+    seen: list[Tensor] = []
+    choose = SpecWorkerBase._choose
+
+    def watched(self: SpecWorkerBase, logits: Any, *rest: Any) -> Tensor:
+        seen.append(whole(logits).double())
+        return choose(self, logits, *rest)
+
+    monkeypatch.setattr(SpecWorkerBase, "_choose", watched)
+    requests = [
+        llm.executor.enqueue(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
+        for prompt in random_prompts(prompts, 12)
+    ]
+    llm.executor.step()
+    while True:
+        slots = [request.slot for request in requests]
+        seen.clear()
+        llm.executor.step()
+        if any(request.is_finished for request in requests):
+            return
+        yield llm.executor.state.chances[slots], seen
+
+
+@pytest.mark.parametrize("mode", [mode for mode in NETWORKS if mode != "dflash2"])
 def test_chances_are_those_of_the_drafters_logits(
     target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft's chance is its drafter's largest probability, times those of the drafts before."""
     llm = cpu_engine(target_dir, config_of(mode, K, drafters, max_verified_drafts=2), overlap=False)
-    state, seen = llm.executor.state, list[Tensor]()
-    choose = SpecWorkerBase._choose
+    count = 0
+    for chances, logits in chances_of(llm, monkeypatch):
+        best = torch.cat(logits).softmax(-1).amax(-1)
+        expected = best.view(K, 3).cumprod(0).T.float()
+        torch.testing.assert_close(chances, expected, atol=1e-6, rtol=1e-5)
+        count += 1
+    assert count > 3
 
-    def watched(self: SpecWorkerBase, logits: Any, *rest: Any) -> Tensor:
-        seen.append(whole(logits).double().softmax(-1).amax(-1))
-        return choose(self, logits, *rest)
 
-    monkeypatch.setattr(SpecWorkerBase, "_choose", watched)
-    if mode == "dflash2":
-        monkeypatch.setattr(
-            "trtspec.workers.dflash.best_probabilities",
-            lambda logits: seen.append(logits.double().softmax(-1).amax(-1)) or seen[-1].float(),
-        )
-    requests = [
-        llm.executor.enqueue(prompt, SamplingParams(max_tokens=12, ignore_eos=True))
-        for prompt in random_prompts(3, 12)
-    ]
-    llm.executor.step()
-    while llm.executor.has_work:
-        slots = [request.slot for request in requests]
-        seen.clear()
-        llm.executor.step()
-        if any(request.is_finished for request in requests):
-            break
-        expected = torch.cat(seen).view(K, 3).cumprod(0).T.float()
-        torch.testing.assert_close(state.chances[slots], expected, atol=1e-6, rtol=1e-5)
-    assert sum(len(request.output_token_ids) for request in requests) > 12
+@pytest.mark.parametrize("mode", ["dflash2", "dspark_vanilla"])
+def test_chances_of_drafts_that_are_walked_through(
+    target_dir: Path, drafters: Drafters, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's own logits; a vanilla DSpark head's have a bias by the draft before."""
+    if mode == "dspark_vanilla":
+        drafters = replace(drafters, markov_head=dflash_dir(tmp_path, markov="vanilla"))
+    config = config_of(mode.removesuffix("_vanilla"), K, drafters, max_verified_drafts=2)
+    llm = cpu_engine(target_dir, config, overlap=False)
+    head: Any = llm.executor.runner.step.draft_model
+    if mode == "dspark_vanilla":  # on a CPU its weights are packed, and the walk is not taken
+        weights = load_file(drafters.markov_head / "model.safetensors")
+        tables = MarkovTables(*(weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2)), None)
+        monkeypatch.setattr(type(head.markov_head), "tables", lambda *_: tables)
+    own, compute = list[Tensor](), head.compute_logits
+    monkeypatch.setattr(
+        head,
+        "compute_logits",
+        lambda *given: own.append(compute(*given).clone()) or own[-1].clone(),
+    )
+    count = 0
+    for chances, chosen in chances_of(llm, monkeypatch):
+        assert not chosen, "they are walked through"
+        logits = own[-1].double().view(K, 3, -1)
+        if mode == "dspark_vanilla":
+            state = llm.executor.state
+            tokens = state.next_tokens[[r.slot for r in llm.executor.scheduler.running], :K]
+            logits = logits + (tables.w1[tokens.T.long()] @ tables.w2.T).double()
+        expected = logits.softmax(-1).amax(-1).cumprod(0).T.float()
+        torch.testing.assert_close(chances, expected, atol=1e-6, rtol=1e-4)
+        count += 1
+    assert count > 3
 
 
 def test_what_is_found_in_texts_is_verified_first(target_dir: Path, tmp_path: Path) -> None:
-    """A draft of the network's own has its chance, one in its place is certain."""
+    """Also where the network would have drafted the same."""
     lookup = SAEnhancerConfig(threshold=1, min_token_prob=0.0)
     config = config_of("eagle3", K, make_drafters(tmp_path), max_verified_drafts=4)
     llm = cpu_engine(target_dir, replace(config, sa_config=lookup), overlap=False)
-    worker, state, own = llm.executor.worker, llm.executor.state, list[Tensor]()
-    draft = worker.draft
-    worker.draft = lambda inputs: own.append(draft(inputs)) or own[-1]
+    state, own = llm.executor.state, list[Any]()
+    beside = llm.executor.worker.lookup
+    override = beside.override
+    beside.override = lambda *given: own.append(override(*given)) or own[-1]
     requests = [
         llm.executor.enqueue(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
         for prompt in random_prompts(3, 12)
@@ -128,12 +201,12 @@ def test_what_is_found_in_texts_is_verified_first(target_dir: Path, tmp_path: Pa
     while not any(request.is_finished for request in requests):
         llm.executor.step()
         slots = [request.slot for request in requests]
-        if None in slots or len(own[-1]) < 3:
+        if None in slots or own[-1][1] is None or len(own[-1][0]) < 3:
             continue
-        is_other = state.next_tokens[slots, 1:] != own[-1]
+        is_found = own[-1][1]
         is_certain = state.chances[slots] == 1
-        assert (is_certain[:, 0] == is_other[:, 0]).all()
-        found += int(is_other[:, 0].sum())
+        assert torch.equal(is_certain, is_found[:, None].expand(-1, K))
+        found += int(is_found.sum())
     assert found > 3
 
 
@@ -156,6 +229,34 @@ def test_forced_acceptance_verifies_equally_many(
     )
     assert not steps
     assert [output.spec_stats.acceptance_length for output in outputs] == [3.0] * 4
+
+
+def test_drafts_that_are_not_verified_count_as_not_asked_for(tmp_path: Path) -> None:
+    """A perfect head stays perfect in every figure, though most drafts are not verified."""
+    target = one_layer_target(tmp_path)
+    config = EagleDecodingConfig(
+        max_draft_len=K, speculative_model=perfect_eagle3(tmp_path, target), max_verified_drafts=2
+    )
+    llm = cpu_engine(target, config, max_batch_size=8, max_seq_len=128, prefill_batch_size=8)
+    steps, executor = packed_rows(llm), llm.executor
+    executor.record_steps = True
+    rng = random.Random(0)
+    requests = [
+        executor.enqueue(
+            [rng.randrange(VOCAB) for _ in range(rng.randint(16, 40))],
+            SamplingParams(max_tokens=60, ignore_eos=True),
+        )
+        for _ in range(8)
+    ]
+    executor.run_until_done()
+    assert len(steps) > 40
+    for request in requests:
+        assert request.steps and request.num_draft_tokens
+        cut = request.steps[:-1]  # the last may reach past the request's end
+        assert all(record.accepted == record.proposed for record in cut)
+        assert request.num_draft_tokens == sum(record.proposed for record in request.steps)
+    watch = executor.statistics.dead_drafter_watch
+    assert watch is not None and watch._proposed == watch._accepted > 80
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])

@@ -32,8 +32,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
-    folder = tmp_path_factory.mktemp("drafters")
-    return replace(make_drafters(folder), masked_draft=make_drafters(folder).masked_draft)
+    return make_drafters(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")

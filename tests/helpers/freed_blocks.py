@@ -59,8 +59,11 @@ class Ledger:
         page = meta.kv_groups[kv_group].page_size
         table = meta.block_tables[kv_group].tolist()
         rows = [i for i, n in enumerate(meta.context_lens) for _ in range(n)]
-        for i in range(meta.num_generations):
-            rows += [meta.num_contexts + i] * meta.rows_per_generation
+        counts = [meta.rows_per_generation] * meta.num_generations
+        if meta.packed is not None:
+            counts = meta.packed.starts.diff().tolist()
+        for i, count in enumerate(counts):
+            rows += [meta.num_contexts + i] * count
         slots = meta.slot_mappings[kv_group].tolist()
         for request, position, slot in zip(rows, meta.position_ids.tolist(), slots, strict=True):
             if position == 0 and slot < 0:  # guarded, or before the text begins

@@ -87,7 +87,7 @@ def test_the_likeliest_drafts_are_verified(
     rows = [i * whole + depth for i, n in enumerate(lens) for depth in range(n + 1)]
     places = [starts[i] + min(d, n) for i, n in enumerate(lens) for d in range(whole)]
     assert found.starts.tolist() == starts and found.starts.dtype == torch.int32
-    assert found.of_whole.tolist() == rows and found.places.tolist() == places
+    assert found.indices.tolist() == rows and found.places.tolist() == places
     for packed, of_all in zip(found.rows[:2], case.rows[:2], strict=True):
         assert torch.equal(packed.cpu(), of_all[rows])
     for packed, of_all in zip(found.rows.slot_mappings, case.rows.slot_mappings, strict=True):
@@ -162,8 +162,8 @@ def packed_pass(meta: AttentionMetadata, lens: list[int]) -> AttentionMetadata:
         torch.tensor(starts, dtype=torch.int32, device=DEVICE), rows.to(DEVICE),
         torch.tensor(places, device=DEVICE), meta,
     )  # fmt: skip
-    slots = tuple(s[packed.rows] for s in meta.slot_mappings)
-    return meta.pack(packed, meta.position_ids[packed.rows], slots)
+    slots = tuple(s[packed.indices] for s in meta.slot_mappings)
+    return meta.pack(packed, meta.position_ids[packed.indices], slots)
 
 
 def _rows_alone(q: Tensor, meta: AttentionMetadata, rows: Tensor, **layer: Any) -> Tensor:
@@ -187,7 +187,7 @@ def test_attention(
     packed = packed_pass(meta, lens)
     q = torch.randn(16, heads[0], dim, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert packed.packed is not None and packed.num_tokens == sum(lens)
-    rows = packed.packed.rows
+    rows = packed.packed.indices
     expected = _rows_alone(q, meta, rows, layer=0, window=window)
     for backend in (TritonAttention(), TorchAttention()):
         ours = backend.attend(q[rows], packed, kv_group=0, layer=0, window=window)
@@ -200,7 +200,7 @@ def test_attention_of_more_rows_than_a_tile() -> None:
     packed = packed_pass(meta, [2, 33])
     q = torch.randn(66, 8, 64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert packed.packed is not None
-    rows = packed.packed.rows
+    rows = packed.packed.indices
     ours = TritonAttention().attend(q[rows], packed, kv_group=0, layer=0, window=None)
     expected = _rows_alone(q, meta, rows, layer=0, window=None)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
@@ -213,8 +213,36 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch, programs: int) -> Non
     packed = packed_pass(meta, [1, 4, 2])
     q = torch.randn(12, 16, 32 + ROTATED, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert packed.packed is not None
-    rows = packed.packed.rows
+    rows = packed.packed.indices
     layer: dict[str, Any] = {"layer": 1, "window": None, "scale": 0.17}
     ours = TritonAttention().attend(q[rows], packed, kv_group=0, **layer)
     expected = _rows_alone(q, meta, rows, **layer)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_xqa_attends_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernel takes as many rows of each request."""
+    flashinfer = pytest.importorskip("trtspec.attention.flashinfer")
+    backend, seen = object.__new__(flashinfer.FlashInferAttention), []
+
+    def attend(q: Tensor, meta: AttentionMetadata, cached: Any) -> Tensor:
+        seen.append(meta)
+        return q.clone()
+
+    monkeypatch.setattr(backend, "_attend", attend)
+    meta = make_pass([1, 70, 33], 4, 2, 16, 8, max_seq_len=4096)
+    packed = packed_pass(meta, [4, 1, 2])
+    q = torch.randn(7, 6, 16, device=DEVICE)
+    out = backend.attend(q, packed, kv_group=0, layer=0, window=None)
+    assert seen == [meta] and torch.equal(out, q)
+
+
+@pytest.mark.parametrize("axes", [(), (3,)])
+def test_rotary_positions_of_packed_rows(axes: tuple[int, ...]) -> None:
+    meta = make_pass([1, 70, 33], 4, 2, 16, 8, max_seq_len=4096)
+    ropes = torch.arange(12, device=DEVICE) + 50
+    meta = replace(meta, rope_position_ids=ropes.expand(*axes, -1))
+    packed = packed_pass(meta, [4, 1, 2])
+    assert packed.rope_position_ids is not None
+    expected = torch.tensor([50, 51, 52, 53, 54, 58, 59]).expand(*axes, -1)
+    assert torch.equal(packed.rope_position_ids.cpu(), expected)

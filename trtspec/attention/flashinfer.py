@@ -96,6 +96,9 @@ class FlashInferAttention(TritonAttention):
         return out
 
     # -- generations -------------------------------------------------------------------------------
+    def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:
+        return cached.is_latent  # XQA takes as many rows of each request
+
     def _generation(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> Tensor:
         cached = _without_idle_window(cached, meta)
         if cached.window is not None and meta.window_position_ids is not None:

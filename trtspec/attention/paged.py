@@ -62,7 +62,8 @@ FEW_ROWS = 8
 They are what the prefix cache leaves of a long prompt: few rows that see many keys. Unused ones are
 at position 0, and see its key.
 """
-MANY_PAIRS = 24  # of a request and a KV head with 64 numbers, from which joining parts costs most
+MANY_PAIRS = 24
+"""Of a request and a KV head, with heads of at most 64: from here on fewer parts are faster."""
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
@@ -213,8 +214,7 @@ def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float
 def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the keys of a block and the programs that all keys are cut for, by measurement.
 
-    Where requests and heads are enough for many multiprocessors, fewer programs with larger blocks
-    are faster.
+    The more pairs there are, the fewer programs with larger blocks are fastest.
 
     Args:
         pairs: of a request and a KV head.

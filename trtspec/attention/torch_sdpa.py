@@ -54,7 +54,7 @@ class TorchAttention(AttentionBackend):
             return self._attend(q, meta, cached)
         (of_all,) = gather_rows(packed.places, q.flatten(1))
         out = self._attend(of_all.view(-1, *q.shape[1:]), packed.whole, cached)
-        (of_verified,) = gather_rows(packed.rows, out.flatten(1))
+        (of_verified,) = gather_rows(packed.indices, out.flatten(1))
         return of_verified.view(-1, *out.shape[1:])
 
     def _reads_packed(self, q: Tensor, meta: AttentionMetadata, cached: CachedLayer) -> bool:

@@ -133,7 +133,7 @@ class EngineOptions:
             metavar="<int>|auto",
             help="N: while requests decode, prompts wait until N slots are free. auto: until slots "
             "were free for as long as a pass over prompts delays the others. Default: auto on a "
-            "GPU, 1 on a CPU and of serve.",
+            "GPU, 1 on a CPU and in serve.",
         ),
     ] = None
     tensor_parallel_size: TensorParallelSize = None

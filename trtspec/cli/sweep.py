@@ -223,6 +223,7 @@ def _check_others(options: EngineOptions, given: PromptOptions, sampling: Sampli
         "--temperature": (sampling.temperature != 0, "--temperatures 0,1"),
         "--max-batch-size": (options.max_batch_size != 1, "--concurrency 1,8"),
         "--draft-len-schedule": (options.draft_len_schedule is not None, "the column auto"),
+        "--max-verified-drafts": (options.max_verified_drafts is not None, "all drafts of each K"),
         "--sa": (options.sa, "the column both"),
         "--raw": (given.raw, "prompts for the chat template"),
     }

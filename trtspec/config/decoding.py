@@ -54,9 +54,10 @@ class DecodingBaseConfig:
             that is this, with the drafter's usual K as the most.
         max_verified_drafts: drafts that a step verifies at most, of all its requests together; None
             is all. Where they propose more, the likeliest are verified, by the drafter's own
-            probabilities. So a step of n requests costs the target n rows and at most this many
-            more. Under "rejection" and "block" a seeded request's tokens then depend on the
-            requests beside it. Not with "auto".
+            probabilities (of all requests' first drafts, then second ones …, where it has none).
+            So a step of n requests costs the target n rows and at most this many more. Steps that
+            also read prompts verify all. Under "rejection" and "block" a seeded request's tokens
+            then depend on the requests beside it. Not with "auto", nor with enable_attention_dp.
         acceptance: how drafts of *sampled* requests are made and judged. A greedy request accepts
             a draft that is the target's best token. All four rules are lossless.
             "rejection": drawn from the drafter's distribution; accepted by rejection sampling.

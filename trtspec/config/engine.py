@@ -259,6 +259,12 @@ class EngineConfig:
         if self.tensor_parallel_size is not None:
             check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         check_bool("enable_attention_dp", self.enable_attention_dp)
+        spec = self.speculative_config
+        if self.enable_attention_dp and spec is not None and spec.max_verified_drafts is not None:
+            raise ConfigError(
+                f"{type(spec).__name__}.max_verified_drafts={spec.max_verified_drafts} with "
+                "enable_attention_dp is not offered. Leave one of them out."
+            )
         check_int("moe_expert_parallel_size", self.moe_expert_parallel_size, 1, MAX_RANKS)
         if self.backend not in (None, *RANK_BACKENDS):
             raise ConfigError(

@@ -164,12 +164,6 @@ def _build(
         loader = drafter_loader(engine.speculative_config)
         loaded = _load(engine, loader, device, parallel)
     target, drafter, num_blocks = loaded.target, loaded.drafter, loaded.num_blocks
-    spec = drafter.config
-    if spec is not None and spec.max_verified_drafts is not None and engine.enable_attention_dp:
-        raise ConfigError(
-            f"{type(spec).__name__}.max_verified_drafts={spec.max_verified_drafts} with "
-            "enable_attention_dp is not offered. Leave one of them out."
-        )
     if link is not None:
         num_blocks = minimum_of_ranks(link.world, num_blocks)
     with nullcontext() if link is None else all_or_none(link.world):

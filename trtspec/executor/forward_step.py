@@ -35,6 +35,7 @@ class StepOutputs:
     logprobs: TokenLogprobs | None = None  # 1 row per context, K'+1 per generation
     drafts: Tensor | None = None  # [B, K] int32, for the next step; None: in the slots alone
     prompt_logprobs: TokenLogprobs | None = None  # of `StepTensors.prompt_rows`
+    num_verified: Tensor | None = None  # [G] int32, drafts of each generation; None: all K'
 
 
 @torch.inference_mode()
@@ -105,6 +106,7 @@ def forward_step(
         draft_inputs=draft_inputs,
         logprobs=logprobs,
         drafts=new_tokens[:, 1:] if draft_inputs is None else None,
+        num_verified=None if verified.packed is None else verified.packed.starts.diff() - 1,
         prompt_logprobs=(
             None
             if tensors.prompt_rows is None

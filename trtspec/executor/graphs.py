@@ -490,6 +490,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
     """Returns the outputs of the first `count` requests, of `rows` logits each, without padding."""
     hidden, logprobs, drafts = outputs.hidden_states, outputs.logprobs, outputs.drafts
+    num_verified = outputs.num_verified
     return StepOutputs(
         new_tokens=outputs.new_tokens[:count],
         new_tokens_lens=outputs.new_tokens_lens[:count],
@@ -497,4 +498,5 @@ def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:
         hidden_states=None if hidden is None else hidden[:count],
         logprobs=None if logprobs is None else logprobs.rows(count * rows),
         drafts=None if drafts is None else drafts[:count],
+        num_verified=None if num_verified is None else num_verified[:count],
     )

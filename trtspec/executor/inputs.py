@@ -265,7 +265,10 @@ def assemble(
         slot_mappings=step.slot_mappings,
         max_seq_len=max_seq_len,
     )
-    target, drafts = _target_pass(step, drafts, attn_metadata, state, inputs, engine)
+    target = TargetPass(step.input_ids, attn_metadata)
+    most = engine.max_verified_drafts
+    if most is not None and not contexts and drafts.numel() > most:
+        target, drafts = _packed(step, drafts, attn_metadata, state, inputs.slot_ids, most)
     spec_metadata = SpecMetadata(
         max_num_requests=state.past_lens.shape[0] - 1,
         max_draft_len=engine.max_draft_len,
@@ -320,21 +323,19 @@ def assemble(
     )
 
 
-def _target_pass(
+def _packed(
     step: StepRows,
     drafts: Tensor,
     meta: AttentionMetadata,
     state: SlotState,
-    inputs: StepInputs,
-    engine: EngineShape,
+    slot_ids: Tensor,
+    num_verified: int,
 ) -> tuple[TargetPass, Tensor]:
-    """Returns the target's pass and the drafts [G, K'] that it verifies, -1 for the others."""
-    most = engine.max_verified_drafts
-    if most is None or state.chances is None or meta.num_contexts or drafts.numel() <= most:
-        return TargetPass(step.input_ids, meta), drafts
+    """Returns a target's pass that verifies so many drafts, and these: [G, K'], -1 for others."""
+    assert state.chances is not None
     rows = PassRows(step.input_ids, step.position_ids, step.slot_mappings)
-    packing = pack_rows(inputs.slot_ids, drafts, state.chances, rows, most)
-    packed = PackedRows(packing.starts, packing.of_whole, packing.places, meta)
+    packing = pack_rows(slot_ids, drafts, state.chances, rows, num_verified)
+    packed = PackedRows(packing.starts, packing.indices, packing.places, meta)
     ids, positions, slots = packing.rows
     return TargetPass(ids, meta.pack(packed, positions, slots)), packing.drafts
 

@@ -35,6 +35,7 @@ class Results(NamedTuple):
     logprobs: TokenLogprobs | None
     drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
     prompt_logprobs: TokenLogprobs | None
+    num_verified: Tensor | None
     ready: torch.cuda.Event | None  # None on CPU
 
 
@@ -90,7 +91,7 @@ class RequestResult(NamedTuple):
     is_bad: bool  # its logits held NaN, or nothing above -inf
     yields_token: bool  # False for a chunk inside the prompt
     tokens: list[int]  # accepted drafts, then the bonus
-    num_asked: int  # drafts that its step before was asked for, found or not
+    num_asked: int  # drafts that its step before was asked for, found or not, if all are verified
     num_proposed: int | None  # drafts that it verified, if recorded
     logprobs: list[dict[int, Logprob]] | None  # of each token, if asked for
     hidden: HiddenRows | None  # if states are saved
@@ -144,7 +145,7 @@ class StepReader:
 
     def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
         outputs = launch.finish()
-        hidden, drafts = outputs.hidden_states, None
+        hidden, drafts, verified = outputs.hidden_states, None, outputs.num_verified
         tokens, lens, bad = self._all_to_host(
             outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests
         )
@@ -158,6 +159,7 @@ class StepReader:
             logprobs=self._logprobs_to_host(outputs.logprobs),
             drafts=None if drafts is None else self._to_host(drafts),
             prompt_logprobs=self._logprobs_to_host(outputs.prompt_logprobs),
+            num_verified=None if verified is None else self._to_host(verified),
             ready=self._record_event(),  # after all copies
         )
 
@@ -203,11 +205,11 @@ class StepReader:
         if results.ready is not None:
             results.ready.synchronize()
         tokens, lens = results.new_tokens.tolist(), results.new_tokens_lens.tolist()
-        is_bad, num_proposed = results.bad_requests.tolist(), _num_proposed(launched)
+        is_bad, (num_asked, num_proposed) = results.bad_requests.tolist(), _num_drafts(launched)
         logprobs, hidden = _logprobs(launched, tokens, lens), _hidden_rows(launched)
         prompts = _prompt_parts(launched)
         first_generation = len(launched.batch.contexts)
-        yields_token, num_asked = launched.yields_token, launched.num_asked
+        yields_token = launched.yields_token
         return [
             RequestResult(
                 request=request,
@@ -225,11 +227,20 @@ class StepReader:
         ]
 
 
-def _num_proposed(launched: LaunchedStep) -> Sequence[int | None]:
-    """Returns the drafts that each request verified, where recorded."""
-    if launched.num_proposed is None:
-        return [None] * len(launched.batch.requests)
-    return [None] * len(launched.batch.contexts) + launched.num_proposed.tolist()
+def _num_drafts(launched: LaunchedStep) -> tuple[Sequence[int], Sequence[int | None]]:
+    """Returns the drafts that each request was asked for, and those it verified, where recorded.
+
+    Where a step shares verification out, both are those it verified.
+    """
+    contexts, proposed = len(launched.batch.contexts), launched.num_proposed
+    num_asked, verified = launched.num_asked, launched.results.num_verified
+    if verified is not None:
+        num_asked = num_asked[:contexts] + verified.tolist()
+    if proposed is None:
+        return num_asked, [None] * len(num_asked)
+    if verified is not None:
+        proposed = torch.minimum(proposed, verified)
+    return num_asked, [None] * contexts + proposed.tolist()
 
 
 def _hidden_rows(launched: LaunchedStep) -> Sequence[HiddenRows | None]:

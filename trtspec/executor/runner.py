@@ -150,8 +150,8 @@ class StepRunner:
         """Returns K' <= K, the drafts that the requests' last steps were asked for.
 
         On CPU, where reading a tensor waits for nothing, columns that hold no draft in any request
-        are left out too. Forced acceptance knows no likelier drafts: then all requests verify as
-        many, within `max_verified_drafts`.
+        are left out too. Under forced acceptance all requests verify as many, within
+        `max_verified_drafts`.
 
         Args:
             exactly: verify this number; on CPU at most this number. Further drafts are dropped;

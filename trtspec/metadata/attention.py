@@ -1,8 +1,8 @@
 """What attention needs to know about one pass, and nothing else.
 
 A pass is a flat list of T token rows: each context's rows first, then `rows_per_generation` rows
-for every generation request. An `AttentionMetadata` describes one pass and is never edited: a
-draft step asks `for_rows` for a new one.
+for every generation request, or as many as `packed` says. An `AttentionMetadata` describes one pass
+and is never edited: a draft step asks `for_rows` for a new one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PackedRows:
     """
 
     starts: Tensor  # [G+1] int32: each request's first row; behind them the number of rows
-    rows: Tensor  # [T] int64: each row's index in `whole`
+    indices: Tensor  # [T] int64: each row's in `whole`
     places: Tensor  # [G * R] int64: the reverse; a row left out has its request's last one
     whole: AttentionMetadata
 
@@ -97,7 +97,7 @@ class AttentionMetadata:
     num_generations: int  # G
     rows_per_generation: int  # K+1 when verifying, 1 in a draft step
     position_ids: Tensor  # [T] int64; a row past the maximum length is at 0 with slot -1
-    kv_lens: Tensor  # [B] int32, KV length including this pass's rows
+    kv_lens: Tensor  # [B] int32, KV length including this pass's rows; of `packed.whole` if packed
     max_kv_len: int  # the host's upper bound of kv_lens
     kv_groups: tuple[KVGroup, ...]
     block_tables: tuple[Tensor, ...]  # per KV group [B, max_blocks] int32, padded with NULL_BLOCK
@@ -147,10 +147,12 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         if self.packed is not None:
-            return self.packed.rows.shape[0]
+            return self.packed.indices.shape[0]
         return self.num_context_tokens + self.num_generations * self.rows_per_generation
 
-    def pack(self, packed: PackedRows, positions: Tensor, slots: tuple[Tensor, ...]) -> Any:
+    def pack(
+        self, packed: PackedRows, positions: Tensor, slots: tuple[Tensor, ...]
+    ) -> AttentionMetadata:
         """Returns this pass with some of its rows, [T] `positions` and `slots` of each KV group."""
         ropes = self.rope_position_ids
         return replace(
@@ -158,7 +160,7 @@ class AttentionMetadata:
             packed=packed,
             position_ids=positions,
             slot_mappings=slots,
-            rope_position_ids=None if ropes is None else ropes[..., packed.rows],
+            rope_position_ids=None if ropes is None else ropes[..., packed.indices],
             derived={},
         )
 

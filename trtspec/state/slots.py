@@ -31,7 +31,7 @@ class SlotState:
     missed: MissedRows | None = None  # where a step may leave the head's work for later
     chances: Tensor | None = None
     """[S+1, K] float32: how likely it is that a draft and all before it are accepted, by the
-    drafter. Ones where it does not say. Written by a step; None where all drafts are verified."""
+    drafter. Ones where it does not say. Written by a step; None without `max_verified_drafts`."""
     logits: LogitsState | None = None  # None until a request has penalties, biases or bans
 
     @staticmethod

@@ -237,11 +237,10 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Returns `draft`'s drafts [B, K], or of some requests what was found in texts."""
         drafts = self.draft(inputs)
         if isinstance(self.lookup, LookupBesideNetwork):
-            own, drafts = drafts, self.lookup.override(inputs, drafts, self.draft_memory)
-            if self._probabilities:  # what is found in texts is verified first
-                certain = own != drafts
+            drafts, is_found = self.lookup.override(inputs, drafts, self.draft_memory)
+            if is_found is not None:  # it is verified first
                 self._probabilities = tuple(
-                    p.masked_fill(certain[:, k], 1.0) for k, p in enumerate(self._probabilities)
+                    probability.masked_fill(is_found, 1.0) for probability in self._probabilities
                 )
         return drafts
 
@@ -406,7 +405,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def add_probabilities(self, probabilities: Tensor, batch: int) -> None:
         """Notes how likely the step's next drafts are, [n * B] float32, by draft.
 
-        They are of the distribution that a draft is drawn from, not of the token that was drawn.
+        They may depend on the drafts before, not on which token is drawn.
         """
         self._probabilities += probabilities.split(batch)
 
@@ -414,7 +413,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Keeps by slot how likely the step's drafts are, where the drafter has said so.
 
         Args:
-            slot_ids: [B] int64. chances: [S, K] float32, of `SlotState`.
+            slot_ids: [B] int64. chances: [S+1, K] float32, of `SlotState`.
         """
         if chances is not None and self._probabilities:
             save_chances(slot_ids, self._probabilities, chances)

@@ -144,21 +144,26 @@ class LookupBesideNetwork(SuffixLookup):
         """Returns how many drafts were looked up so far. Waits for the device."""
         return int(state["looked_up"][:-1].sum())
 
-    def override(self, inputs: DraftInputs, drafts: Tensor, memory: DraftMemory | None) -> Tensor:
+    def override(
+        self, inputs: DraftInputs, drafts: Tensor, memory: DraftMemory | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the step's drafts [B, K]: a request's are the network's or what was found.
 
         Args:
             drafts: [B, K] int32, the network's.
             memory: what they were drawn from, if that is remembered. It is changed.
+
+        Returns:
+            (the drafts, [B] bool whether they were found; None: nowhere).
         """
         found = self.find(inputs)
         if found is None:
-            return drafts
+            return drafts, None
         step, is_better = inputs.step, found.match_lens >= self.config.threshold
         if memory is not None and not step.sampling.all_greedy:
             memory.are_certain[step.slot_ids] = is_better
         self._count(inputs, (found.tokens >= 0) & is_better[:, None])
-        return torch.where(is_better[:, None], found.tokens, drafts)
+        return torch.where(is_better[:, None], found.tokens, drafts), is_better
 
     def _count(self, inputs: DraftInputs, are_looked_up: Tensor) -> None:
         """Counts drafts [B, K] bool, but for those after parts of prompts: these are not used."""

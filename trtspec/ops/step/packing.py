@@ -28,7 +28,7 @@ class Packing(NamedTuple):
 
     rows: PassRows
     starts: Tensor  # [G+1] int32 as in `PackedRows`
-    of_whole: Tensor  # [T] int64, `PackedRows.rows`
+    indices: Tensor  # [T] int64
     places: Tensor  # [G * (K'+1)] int64
     drafts: Tensor  # [G, K'] int32, -1 where a draft is not verified
 
@@ -40,7 +40,7 @@ def save_chances(slot_ids: Tensor, probabilities: tuple[Tensor, ...], chances: T
     Args:
         slot_ids: [B] int64.
         probabilities: at most K, each [B] float32: of a draft, if those before it are accepted.
-        chances: [S, K] float32: written, 0 behind the last draft.
+        chances: [S+1, K] float32: written, 0 behind the last draft.
     """
     chance = torch.ones_like(probabilities[0])
     chances[slot_ids] = 0.0
@@ -78,15 +78,15 @@ def pack_rows(
     first = ends - lens - 1
     depth = torch.arange(width + 1, device=device)
     places = first[:, None] + torch.minimum(depth, lens[:, None])
-    of_whole = (depth <= lens[:, None]).flatten().nonzero()[:, 0]
+    indices = (depth <= lens[:, None]).flatten().nonzero()[:, 0]
     return Packing(
         rows=PassRows(
-            rows.input_ids[of_whole],
-            rows.position_ids[of_whole],
-            tuple(slots[of_whole] for slots in rows.slot_mappings),
+            rows.input_ids[indices],
+            rows.position_ids[indices],
+            tuple(slots[indices] for slots in rows.slot_mappings),
         ),
         starts=torch.cat([first, ends[-1:]]).to(torch.int32),
-        of_whole=of_whole,
+        indices=indices,
         places=places.flatten(),
         drafts=torch.where(depth[:-1] < lens[:, None], drafts, -1),
     )

@@ -71,7 +71,7 @@ def pack_rows(
             tuple(ints(slot_ids, total) for _ in rows.slot_mappings),
         ),
         starts=ints(slot_ids, batch + 1, dtype=torch.int32),
-        of_whole=ints(slot_ids, total),
+        indices=ints(slot_ids, total),
         places=ints(slot_ids, batch * (width + 1)),
         drafts=ints(slot_ids, batch, width, dtype=torch.int32),
     )
@@ -119,7 +119,7 @@ def _pack_kernel(
     place = (start + tl.minimum(depth, length)).to(tl.int64)
     tl.store(out.places + whole, place, mask=depth <= width)
     is_row = depth <= length
-    tl.store(out.of_whole + place, whole, mask=is_row)
+    tl.store(out.indices + place, whole, mask=is_row)
     tl.store(out.rows.input_ids + place, tl.load(rows.input_ids + whole, mask=is_row), mask=is_row)
     positions = tl.load(rows.position_ids + whole, mask=is_row)
     tl.store(out.rows.position_ids + place, positions, mask=is_row)
