@@ -29,7 +29,8 @@ from .step import StepContext, StepSizes
 
 @dataclass(frozen=True)
 class CapturedHiddenStates:
-    """The one static buffer into which the target's forward copies the layers a drafter reads."""
+    """The layers that a drafter reads: the one static buffer into which the target's forward copies
+    them; a copy of its rows where not all are verified."""
 
     layers: tuple[int, ...]  # 0-based: the residual stream after these layers, in this order
     buffer: Tensor  # [max_num_tokens, len(layers) * D], written by the target's forward
