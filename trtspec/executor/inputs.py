@@ -331,7 +331,7 @@ def _packed(
     slot_ids: Tensor,
     num_verified: int,
 ) -> tuple[TargetPass, Tensor]:
-    """Returns a target's pass that verifies so many drafts, and these: [G, K'], -1 for others."""
+    """Returns the target's pass, and the `num_verified` drafts of it: [G, K'], -1 for others."""
     assert state.chances is not None
     rows = PassRows(step.input_ids, step.position_ids, step.slot_mappings)
     packing = pack_rows(slot_ids, drafts, state.chances, rows, num_verified)

@@ -23,7 +23,7 @@ Code that relies on it, and what a tree of drafts would change:
 | the KV cache's ledger (`state/kv_cache.py`) | the path's KV is in place | it moves first |
 | acceptance (`acceptance/`, `ops/tokens/`) | row i judges draft i+1 | a draft's parent judges it |
 | attention of a pass (`attention/`) | a row sees those before it | it sees its ancestors |
-| rows that are not verified (`executor/forward_step.py`) | rows past the path are not read | the same |
+| rows not verified (`executor/forward_step.py`) | none past the path is read | the same |
 
 KV can be moved along a path in place, in ascending order: the path's row i is never before row i of
 the request. The output (`new_tokens` [B, K+1], `lens`) is in the order of the sequence and ends at
