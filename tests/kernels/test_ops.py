@@ -296,7 +296,7 @@ def test_bf16_norm_rows_do_not_depend_on_their_number() -> None:
 
 def test_noise_never_reaches_the_ends() -> None:
     """The largest hash once gave u = 1 and infinite noise: a token of probability zero won."""
-    ends = _to_open_interval(torch.tensor([0, 0xFFFFFFFF]))
+    ends = _to_open_interval(torch.tensor([0, -1], dtype=torch.int32))  # the bits of uint32
     assert ends[0] > 0 and ends[1] < 1
     assert torch.isfinite(-torch.log(-torch.log(ends))).all()
     noise = gumbel_noise(torch.arange(64), torch.arange(64), NoiseStream.TARGET, 1 << 18)

@@ -2,8 +2,8 @@
 
 It is counter-based as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), with
 a 32-bit finaliser instead of Philox. One row of a 128k vocabulary costs a dozen elementwise
-operations and no state. The code below computes in int64 with masks, which is the same arithmetic
-as uint32 in the kernels.
+operations and no state. Kernels compute in uint32. The code below does the same arithmetic: keys of
+rows in int64 with masks, their numbers in int32, whose products and sums wrap to the same bits.
 """
 
 from __future__ import annotations
@@ -64,23 +64,32 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Ten
         size: numbers per row; entry j is the same for every size > j. A tensor names the entries,
             int64 [size], or [R, size] if they differ from row to row.
     """
-    first, second = _row_keys(seeds, positions, stream)
+    first, second = (keys.to(torch.int32)[:, None] for keys in _row_keys(seeds, positions, stream))
     index = size
     if isinstance(index, int):
-        index = torch.arange(index, device=seeds.device, dtype=torch.int64)
-    x = _multiply(index, 0x9E3779B1) + first[:, None]
-    x &= _MASK  # in place from here on: fresh memory costs more than the arithmetic
-    x ^= x >> 16
-    x.mul_(0x7FEB352D).bitwise_and_(_MASK).bitwise_xor_(second[:, None])
-    x ^= x >> 15
-    x.mul_(0x846CA68B).bitwise_and_(_MASK)
-    x ^= x >> 16
+        index = torch.arange(index, device=seeds.device)
+    x = index.to(torch.int32) * _signed(0x9E3779B1) + first
+    x ^= _shifted(x, 16)  # in place from here on: fresh memory costs more than the arithmetic
+    x.mul_(0x7FEB352D).bitwise_xor_(second)
+    x ^= _shifted(x, 15)
+    x.mul_(_signed(0x846CA68B))
+    x ^= _shifted(x, 16)
     return _to_open_interval(x)
 
 
 def _to_open_interval(x: Tensor) -> Tensor:
-    """Maps 32-bit integers held in int64 to float32 in (0, 1)."""
-    return (x >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    """Maps int32 x, taken as uint32, to float32 in (0, 1)."""
+    return _shifted(x, 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
+
+
+def _signed(factor: int) -> int:
+    """Returns the int32 with the bits of this uint32."""
+    return factor - (1 << 32) if factor >= 1 << 31 else factor
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Returns int32 x as uint32, shifted to the right: zeros come in at the left."""
+    return (x >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
