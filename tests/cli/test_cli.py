@@ -706,9 +706,10 @@ def test_lookup_beside_a_drafter():
 
 
 # -- demo --------------------------------------------------------------------------------------
-def test_demo_in_plain_text(run):
+def test_demo_in_plain_text(run, fake):
     code, out, err = run("demo", "--max-tokens", "6", "--max-draft-len", "4")
     assert code == 0, err
+    assert not any(llm.options["kv_cache_config"].enable_block_reuse for llm in fake.built)
     assert out.count(" 100 101 102 103 104 105") == 2 * len(DEMO_PROMPTS)
     assert out.count("[tokens: identical]") == len(DEMO_PROMPTS)
     assert "20.0 tok/s" in out and "50.0 tok/s" in out and "2.50x" in out
