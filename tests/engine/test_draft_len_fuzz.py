@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import full
+from matrix import full, spread
 from oracle import VOCAB
 from perfect import add_perfect_mtp, one_layer_target, perfect_eagle3
 from tiny import tiny_model_dir
@@ -167,8 +167,7 @@ class Fuzz:
         assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2, seed
 
 
-@pytest.mark.parametrize("is_pressed", [False, True])
-@pytest.mark.parametrize("name", DRAFTERS)
+@spread(name=list(DRAFTERS), is_pressed=[False, True])
 def test_verification_that_is_shared_out(tmp_path: Path, name: str, is_pressed: bool) -> None:
     """A step verifies 5 of up to 12 drafts, by chances that are drawn at random."""
     target, config = DRAFTERS[name](tmp_path)
