@@ -214,7 +214,7 @@ def _base_2(dim: int, scale: float | None, softcap: float | None) -> tuple[float
 def _cut(pairs: int, block_d: int, dtype: torch.dtype) -> tuple[int, int]:
     """Returns the keys of a block and the programs that all keys are cut for, by measurement.
 
-    The more pairs there are, the fewer programs with larger blocks are fastest.
+    With more pairs fewer programs with larger blocks are faster.
 
     Args:
         pairs: of a request and a KV head.
