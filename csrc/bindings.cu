@@ -56,7 +56,7 @@ void run_fp8(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
 }
 
 void run(Epilogue epilogue, const LinearParams& p, const TensorView& x) {
-  check(p.rows <= trtspec::kMaxLinearRows, "at most 32 rows");
+  check(p.rows <= trtspec::kMaxLinearRows, "at most 256 rows");
   check(p.k % 32 == 0 && p.k_split % 32 == 0, "input sizes must be multiples of 32");
   check(p.k_split == p.k || p.k_split * 2 == p.k, "two inputs must be of one size");
   if (p.rows == 0) return;
@@ -283,11 +283,12 @@ void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView
   });
 }
 
-// q, out [B * rows, Hq, D]; k, v [slots, Hkv, D]; tables [B, M] int32, positions [B * rows] int64; sums
-// [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets [>= B * Hkv] int32, zeros.
-void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorView positions,
-            int64_t rows, int64_t page_size, int64_t window, double scale, TensorView sums,
-            TensorView stats, TensorView tickets, TensorView out) {
+// q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
+// [slots, Hkv, D]; tables [B, M] int32, positions [T] int64.
+trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const TensorView& v,
+                                const TensorView& tables, const TensorView& positions,
+                                const Optional<TensorView>& starts, int64_t rows, int64_t page_size,
+                                int64_t window, double scale, const TensorView& out) {
   trtspec::AttendParams p = {};
   p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
@@ -296,25 +297,58 @@ void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorV
   p.tables = static_cast<const int*>(tables.data_ptr()), p.table_row = tables.stride(0);
   p.table_width = static_cast<int>(tables.size(1)), p.page_size = static_cast<int>(page_size);
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
+  p.starts = static_cast<const int*>(data(starts));
   p.requests = static_cast<int>(tables.size(0)), p.rows = static_cast<int>(rows);
   p.kv_heads = static_cast<int>(k.size(1));
   p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
   p.scale = static_cast<float>(scale);
+  check(q.size(2) == 64 || q.size(2) == 128, "heads of 64 or 128");
+  check(p.rows * p.per_kv <= trtspec::kMaxPairs, "at most 32 pairs of a row and a head");
+  check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
+  check(positions.size(0) == q.size(0) && is_dense(positions), "a position for each row");
+  if (starts.has_value()) {
+    const TensorView& of = starts.value();
+    check(is_dense(of) && of.size(0) == p.requests + 1, "the first row of each request");
+  } else {
+    check(q.size(0) == p.requests * rows, "rows of each request");
+  }
+  check(is_dense(q, 2) && is_dense(k, 2) && is_dense(v, 2) && is_dense(out, 2), "heads in one piece");
+  return p;
+}
+
+// As of `attention`. sums [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets
+// [>= B * Hkv] int32, zeros.
+void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorView positions,
+            Optional<TensorView> starts, int64_t rows, int64_t page_size, int64_t window,
+            double scale, TensorView sums, TensorView stats, TensorView tickets, TensorView out) {
+  trtspec::AttendParams p =
+      attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
   p.sums = static_cast<float*>(sums.data_ptr()), p.stats = static_cast<float*>(stats.data_ptr());
   p.tickets = static_cast<int*>(tickets.data_ptr());
   const int pairs = p.rows * p.per_kv;
-  check(q.size(2) == trtspec::kDim && pairs <= trtspec::kMaxPairs, "heads of 128, at most 32 pairs");
-  check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
-  check(q.size(0) == p.requests * rows && positions.size(0) == q.size(0), "rows of each request");
-  check(is_dense(q, 2) && is_dense(k, 2) && is_dense(v, 2) && is_dense(out, 2) &&
-            is_dense(positions), "heads in one piece");
+  check(q.size(2) == trtspec::kShareDim, "heads of 128");
   check(is_dense(sums) && is_dense(stats) && sums.size(1) == pairs && stats.size(1) == pairs &&
-            sums.size(2) == trtspec::kDim, "room for the sums");
+            sums.size(2) == trtspec::kShareDim, "room for the sums");
   check(tickets.size(0) >= static_cast<int64_t>(p.requests) * p.kv_heads, "a ticket per group");
   const int shares = static_cast<int>(sums.size(0)) / 2;
   if (p.requests == 0) return;
   by_half_type(q, [&](auto type) {
     return trtspec::launch_attend<decltype(type)>(p, shares, stream_of(q));
+  });
+}
+
+// As of `attention`. size: thread blocks for each request and KV head, 2 or 4.
+void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
+                     TensorView positions, Optional<TensorView> starts, int64_t rows,
+                     int64_t page_size, int64_t window, double scale, int64_t size,
+                     TensorView out) {
+  const trtspec::AttendParams p =
+      attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
+  check(size == 2 || size == 4, "clusters of 2 or 4");
+  if (p.requests == 0) return;
+  by_half_type(q, [&](auto type) {
+    return trtspec::launch_attend_clusters<decltype(type)>(p, static_cast<int>(q.size(2)),
+                                                           static_cast<int>(size), stream_of(q));
   });
 }
 
@@ -341,5 +375,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_clusters, attend_clusters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

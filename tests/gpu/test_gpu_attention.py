@@ -1,4 +1,4 @@
-"""The attention kernel of csrc against float64, for all that it serves."""
+"""The attention kernels of csrc against float64, for all that they serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matrix import spread
 from torch import Tensor
 
 from trtspec import native
-from trtspec.attention import paged, shares
+from trtspec.attention import csrc_kernels, paged
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.split_kv import Tables
 
@@ -30,6 +30,21 @@ class Case(NamedTuple):
     rows: int
 
 
+class Way(NamedTuple):
+    """How keys are cut."""
+
+    dim: int
+    cluster: int  # thread blocks; 0: equal shares
+
+
+WAYS = [Way(128, 0), Way(64, 2), Way(64, 4), Way(128, 2), Way(128, 4)]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way.dim}-{way.cluster or 'shares'}")
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
 def make(
     lengths: list[int],
     rows: int,
@@ -39,6 +54,7 @@ def make(
     window: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     at_last: bool = False,
+    dim: int = 128,
 ) -> Case:
     """Requests of those lengths (their rows included), in pages dealt out at random."""
     torch.manual_seed(sum(lengths) + rows)
@@ -49,11 +65,11 @@ def make(
     for row, count in enumerate(pages):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
     # Another layer lies between: heads are dense, rows are not.
-    slots = torch.randn(2, (sum(pages) + 3) * page_size, 2 * kv_heads, 128).to("cuda", dtype)
+    slots = torch.randn(2, (sum(pages) + 3) * page_size, 2 * kv_heads, dim).to("cuda", dtype)
     starts = [length - (1 if at_last else rows) for length in lengths]
     steps = torch.zeros(rows) if at_last else torch.arange(rows)
     positions = (torch.tensor(starts)[:, None] + steps[None, :]).long().flatten()
-    q = torch.randn(len(lengths) * rows, kv_heads * per_kv, 128).to("cuda", dtype)
+    q = torch.randn(len(lengths) * rows, kv_heads * per_kv, dim).to("cuda", dtype)
     k, v = (x[:, :kv_heads] for x in slots)
     cached = CachedLayer(k_slots=k, v_slots=v, page_size=page_size, window=window)
     return Case(q, cached, Tables(table.cuda(), positions.cuda()), rows)
@@ -63,11 +79,15 @@ def reference(case: Case) -> Tensor:
     q, cached, tables, rows = case
     per_kv = q.shape[1] // cached.kv_heads
     out = torch.empty(q.shape, dtype=torch.float64)
+    request_of = torch.arange(len(q)) // rows
+    if tables.starts is not None:
+        counts = tables.starts.diff().cpu().long()
+        request_of = torch.arange(len(counts)).repeat_interleave(counts)
     slots = [x.cpu().double() for x in (cached.k_slots, cached.v_slots)]
     for i, position in enumerate(tables.positions.tolist()):
         first = 0 if cached.window is None else max(position - cached.window + 1, 0)
         n = torch.arange(first, position + 1)
-        pages = tables.blocks[i // rows].cpu()[n // cached.page_size].long()
+        pages = tables.blocks[request_of[i]].cpu()[n // cached.page_size].long()
         at = pages * cached.page_size + n % cached.page_size
         k, v = (x[at].repeat_interleave(per_kv, 1) for x in slots)
         scores = torch.einsum("hd,nhd->hn", q[i].cpu().double(), k) * q.shape[2] ** -0.5
@@ -75,19 +95,23 @@ def reference(case: Case) -> Tensor:
     return out
 
 
-def attend(case: Case) -> Tensor:
-    """By the kernel, however few the keys."""
+def attend(case: Case, way: Way) -> Tensor:
+    """By one of the kernels, however few the keys."""
     q, cached, tables, rows = case
     out = torch.empty_like(q)
     layer, queries = paged._arguments(q, cached, out)
-    module = native.kernels(q)
-    shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
+    assert layer.dim == way.dim
+    args = native.kernels(q), queries, cached.k_slots, cached.v_slots, tables, layer, rows
+    if way.cluster:
+        csrc_kernels.attend_clusters(*args, way.cluster)
+    else:
+        csrc_kernels.attend_shares(*args)
     return out
 
 
-def check(case: Case) -> None:
-    out = attend(case)
-    assert torch.equal(out, attend(case)), "the same bits every time"
+def check(case: Case, way: Way) -> None:
+    out = attend(case, way)
+    assert torch.equal(out, attend(case, way)), "the same bits every time"
     error = (out.cpu().double() - reference(case)).abs().max()
     assert error < TOLERANCE[case.q.dtype]
 
@@ -99,57 +123,67 @@ def lengths(count: int, longest: int) -> list[int]:
 
 @spread(
     heads=[(1, 1), (2, 4), (3, 3), (8, 2)], rows=[1, 2, 4, 8], count=[1, 3, 33, 70],
-    page_size=[16, 32, 128], window=[None, 5, 200], dtype=[torch.bfloat16, torch.float16],
+    page_size=[16, 32, 128], window=[None, 5, 200], dtype=[torch.bfloat16, torch.float16], of=WAYS,
 )  # fmt: skip
 def test_equals_float64(
     heads: tuple[int, int], rows: int, count: int, page_size: int, window: int | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype, of: Way,
 ) -> None:  # fmt: skip
-    check(make(lengths(count, 700), rows, *heads, page_size, window, dtype))
+    case = make(lengths(count, 700), rows, *heads, page_size, window, dtype, dim=of.dim)
+    check(case, of)
 
 
 @pytest.mark.parametrize("length", [16, 17, 63, 64, 65, 128, 1000, 40_000])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_every_length(length: int, rows: int) -> None:
-    check(make([length], rows))
-    check(make([length, 16, length], rows, per_kv=3))
+def test_every_length(length: int, rows: int, way: Way) -> None:
+    check(make([length], rows, dim=way.dim), way)
+    check(make([length, 16, length], rows, per_kv=3, dim=way.dim), way)
 
 
-def test_one_long_request_beside_many_short_ones() -> None:
-    check(make([9000, *[40] * 40], 4))
+def test_one_long_request_beside_many_short_ones(way: Way) -> None:
+    check(make([9000, *[40] * 40], 4, dim=way.dim), way)
 
 
 def test_shares_of_more_than_32_blocks() -> None:
-    check(make([8000] * 17, 2, kv_heads=8, page_size=16))
+    check(make([8000] * 17, 2, kv_heads=8, page_size=16), Way(128, 0))
 
 
-def test_rows_that_are_all_at_the_last_position() -> None:
-    check(make(lengths(5, 300), 8, at_last=True))
+def test_rows_that_are_all_at_the_last_position(way: Way) -> None:
+    check(make(lengths(5, 300), 8, at_last=True, dim=way.dim), way)
 
 
-def test_nan_reaches_the_rows_that_see_it_and_no_other_request() -> None:
-    case = make([300, 300, 300], 1)
+def test_requests_with_different_numbers_of_rows(way: Way) -> None:
+    case = make(lengths(40, 900), 4, dim=way.dim)
+    counts = [1 + i % 4 for i in range(40)]
+    keep = [4 * i + j for i, count in enumerate(counts) for j in range(count)]
+    starts = torch.tensor([0, *counts]).cumsum(0).to("cuda", torch.int32)
+    tables = case.tables._replace(positions=case.tables.positions[keep], starts=starts)
+    check(case._replace(q=case.q[keep], tables=tables), way)
+
+
+def test_nan_reaches_the_rows_that_see_it_and_no_other_request(way: Way) -> None:
+    case = make([300, 300, 300], 1, dim=way.dim)
     page = int(case.tables.blocks[1, 4])
     case.cached.k_slots[page * 32 + 3, 0] = float("nan")
-    out = attend(case)
+    out = attend(case, way)
     assert out[1, :4].isnan().all()
     assert not out[1, 4:].isnan().any() and not out[[0, 2]].isnan().any()
 
 
-def test_what_lies_behind_the_last_key_does_not_matter() -> None:
-    case = make([300, 290], 4)
-    expected = attend(case)
+def test_what_lies_behind_the_last_key_does_not_matter(way: Way) -> None:
+    case = make([300, 290], 4, dim=way.dim)
+    expected = attend(case, way)
     for row, length in enumerate([300, 290]):
         page, offset = int(case.tables.blocks[row, length // 32]), length % 32
         for x in (case.cached.k_slots, case.cached.v_slots):
             x[page * 32 + offset : page * 32 + 32] = float("nan")
-    assert torch.equal(attend(case), expected)
+    assert torch.equal(attend(case, way), expected)
 
 
-def test_a_graph_reads_what_the_kernel_before_it_wrote() -> None:
+def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
     """Replayed for growing texts, whose newest keys are written just before."""
-    case = make([500] * 20, 4)
-    new = torch.randn(2, 80, 2, 128, device="cuda", dtype=torch.bfloat16)
+    case = make([500] * 20, 4, dim=way.dim)
+    new = torch.randn(2, 80, 2, way.dim, device="cuda", dtype=torch.bfloat16)
     slots = torch.zeros(80, dtype=torch.int64, device="cuda")
     pages = case.tables.blocks.long().repeat_interleave(4, 0)
 
@@ -158,7 +192,7 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote() -> None:
         slots.copy_(pages.gather(1, positions[:, None] // 32)[:, 0] * 32 + positions % 32)
         case.cached.k_slots.index_copy_(0, slots, new[0])
         case.cached.v_slots.index_copy_(0, slots, new[1])
-        return attend(case)
+        return attend(case, way)
 
     case.tables.positions.sub_(300)
     step()
@@ -172,24 +206,56 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote() -> None:
         case.tables.positions.add_(3)
 
 
-@pytest.mark.parametrize(("rows", "requests"), [(1, 32), (4, 64)])
-def test_it_is_used_where_it_pays(
-    rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("of", "rows", "requests"),
+    [
+        (Way(128, 4), 1, 16), (Way(128, 2), 4, 24), (Way(128, 2), 1, 95), (Way(128, 0), 1, 96),
+        (Way(128, 0), 4, 255), (Way(64, 4), 1, 12), (Way(64, 4), 8, 32), (Way(64, 2), 4, 33),
+    ],
+)  # fmt: skip
+def test_each_is_used_where_it_pays(
+    of: Way, rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, calls = make(lengths(requests, 100), rows), []
-    expected = attend(case)
-    real = shares.attend
-    monkeypatch.setattr(shares, "attend", lambda *args: (calls.append(1), real(*args)))
+    case, calls = make(lengths(requests, 100), rows, dim=of.dim), list[int]()
+    expected = attend(case, of)
+    clusters, by_shares = csrc_kernels.attend_clusters, csrc_kernels.attend_shares
+    monkeypatch.setattr(
+        csrc_kernels, "attend_clusters", lambda *args: (calls.append(args[-1]), clusters(*args))
+    )
+    monkeypatch.setattr(
+        csrc_kernels, "attend_shares", lambda *args: (calls.append(0), by_shares(*args))
+    )
     assert torch.equal(paged.paged_attention(*case), expected)
-    for count, of_each in ((requests - 1, rows), (64, 5), (256, 2)):
-        paged.paged_attention(*make(lengths(count, 100), of_each))
-    assert len(calls) == 1
+    assert calls == [of.cluster]
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "requests"),
+    [(128, 1, 15), (128, 5, 64), (128, 2, 256), (64, 1, 11), (64, 9, 20)],
+)
+def test_few_requests_and_many_rows_are_left_to_triton(
+    dim: int, rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
+    monkeypatch.setattr(csrc_kernels, "attend_shares", None)
+    paged.paged_attention(*make(lengths(requests, 100), rows, dim=dim))
+
+
+@pytest.mark.parametrize(("dim", "longest"), [(64, 8300), (128, 16_500)])
+def test_texts_much_longer_than_a_cluster_reads_are_left_to_others(
+    dim: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
+    count = 33 if dim == 64 else 16
+    paged.paged_attention(*make([*[40] * count, longest], 1, dim=dim))
 
 
 @pytest.mark.parametrize("change", ["softcap", "sinks", "firsts", "float32", "page_size"])
-def test_the_rest_is_left_to_triton(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cached, tables, rows = make(lengths(40, 100), 1, page_size=32)
-    monkeypatch.setattr(shares, "attend", None)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_rest_is_left_to_triton(change: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cached, tables, rows = make(lengths(40, 100), 1, page_size=32, dim=dim)
+    monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
+    monkeypatch.setattr(csrc_kernels, "attend_shares", None)
     if change == "softcap":
         cached = cached._replace(softcap=30.0)
     elif change == "sinks":

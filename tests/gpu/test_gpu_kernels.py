@@ -33,7 +33,7 @@ SIZES = [
     (64, 24), (576, 960), (1536, 576), (96, 40), (4096, 1040), (2048, 4098), (14336, 512),
     (576, 7300), (1024, 4104), (32, 131_080),
 ]  # fmt: skip
-ROWS = [1, 3, 8, 9, 16, 17, 32]
+ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 257]
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
@@ -123,7 +123,11 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) ->
         assert out.data_ptr() == residual.data_ptr()
         _close(out, expected)
     large = size[0] * size[1] >= fused.LARGE
-    rows_served = [rows for rows in ROWS if rows <= (8 if large else 32)]
+    most = 8 if large else 32 if size[1] % 16 else 256
+    rows_served = [
+        rows for rows in ROWS
+        if rows <= most and rows * size[0] * size[1] <= fused.MAX_TILED_PRODUCTS
+    ]  # fmt: skip
     normed = [n for n in rows_served if not large or n * (2 * size[0] + 64) <= 104 << 10]
     if dtype == torch.float16:
         normed = []
@@ -150,28 +154,40 @@ def test_two_inputs_with_their_own_norms(
 @pytest.mark.parametrize("bias", [False, True])
 def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: list[str]) -> None:
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
-    for rows in (1, 5, 8):
+    counts = (1, 5, 8) if size[0] * size[1] >= fused.LARGE else (1, 5, 8, 20, 40, 100)
+    for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
         _close(fused.swiglu(x, layer, norm), F.silu(gate) * up)
-    assert served == (["linear_swiglu"] * 3 if dtype == torch.bfloat16 else [])
+    assert served == (["linear_swiglu"] * len(counts) if dtype == torch.bfloat16 else [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(9, 3, 64, 576), (32, 8, 128, 4096), (4, 4, 16, 64)])
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    [
+        ((9, 3, 64, 576), 5), ((9, 3, 64, 576), 20), ((9, 3, 64, 576), 130),
+        ((32, 8, 128, 4096), 5), ((4, 4, 16, 64), 5), ((4, 4, 16, 64), 70), ((4, 2, 128, 512), 33),
+    ],
+)  # fmt: skip
 def test_rope_and_cache(
-    dtype: torch.dtype, heads: tuple[int, int, int, int], served: list[str]
+    dtype: torch.dtype, heads: tuple[int, int, int, int], rows: int, served: list[str]
 ) -> None:
     q_heads, kv_heads, dim, size = heads
     layer = _linear(size, (q_heads + 2 * kv_heads) * dim, dtype, bias=True)
-    norm, rows = _norm(size, dtype), 5
+    norm = _norm(size, dtype)
     x = _random(rows, size, dtype=dtype)
     angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
-    positions = torch.tensor([3, 39, 0, 7, 7], device="cuda")
+    rng = random.Random(rows)
+    positions = torch.tensor([rng.randrange(40) for _ in range(rows)], device="cuda")
     rope = Rope(torch.cat([angles.cos(), angles.sin()], -1), positions)
-    slots = torch.tensor([7, 3, -1, 9, 4], device="cuda")
-    caches = [torch.zeros(12, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"]
-    to = CacheWrite(*caches, slots, scratch_slot=11)
+    slots = torch.tensor(rng.sample(range(2 * rows), rows), device="cuda")
+    slots[2] = -1
+    scratch = 2 * rows
+    caches = [
+        torch.zeros(scratch + 1, 2, kv_heads, dim, dtype=dtype, device="cuda")[:, 1] for _ in "kv"
+    ]
+    to = CacheWrite(*caches, slots, scratch_slot=scratch)
     q = fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
     assert served == (["linear_rope"] if dtype == torch.bfloat16 else [])
     qkv = _product(_exact(x, norm), layer).view(rows, -1, dim)
@@ -180,30 +196,32 @@ def test_rope_and_cache(
     _close(q, turned[:, :q_heads])
     _close(caches[0][slots], turned[:, q_heads:])
     _close(caches[1][slots], qkv[:, q_heads + kv_heads :])
-    untouched = [i for i in range(11) if i not in slots.tolist()]  # 11 is the scratch slot
+    untouched = [i for i in range(scratch) if i not in slots.tolist()]
     assert not any(cache[untouched].any() for cache in caches)
     x[2] = float("nan")
     to = to._replace(keeps_finite=True)
     fused.qkv_rope_and_write((x,), layer, (norm,), rope, q_heads, to)
-    assert all(cache.isfinite().all() for cache in caches) and not caches[1][11].any()
+    assert all(cache.isfinite().all() for cache in caches) and not caches[1][scratch].any()
 
 
 @pytest.mark.parametrize("size", [(576, 960), (576, 49152), (4096, 2048)])
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
-    x = _random(8, size[0])
+    most = 8 if size[0] * size[1] >= fused.LARGE else 256
+    x = _random(most, size[0])
     for norms in ((norm,), ()):
         together = fused.linear((x,), layer, norms)
-        for rows in range(1, 8):
+        for rows in {*range(1, 8), *range(5, most, 31)}:
             assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
 
 
-def test_a_chain_of_kernels_in_a_graph() -> None:
+@pytest.mark.parametrize(("size", "rows"), [(2048, 4), (1536, 4), (576, 20), (1536, 100)])
+def test_a_chain_of_kernels_in_a_graph(size: int, rows: int) -> None:
     """Kernels that start before their predecessors end still read what those wrote."""
-    layers = [_linear(2048, 2048, torch.bfloat16) for _ in range(6)]
-    norm = _norm(2048, torch.bfloat16)
-    x = _random(4, 2048)
+    layers = [_linear(size, size, torch.bfloat16) for _ in range(6)]
+    norm = _norm(size, torch.bfloat16)
+    x = _random(rows, size)
 
     def chain() -> Tensor:
         h = x
@@ -217,7 +235,7 @@ def test_a_chain_of_kernels_in_a_graph() -> None:
     with torch.cuda.graph(graph):
         captured = chain()
     for seed in range(20):
-        x.copy_(_random(4, 2048, seed=seed))
+        x.copy_(_random(rows, size, seed=seed))
         graph.replay()
         if seed:
             eager = chain()

@@ -1,7 +1,8 @@
 """Paged attention in Triton: lengths and block tables come from the device.
 
 Generations are split over their keys (`split_kv.py`). All query rows of a request that share a KV
-head are one tile. Many requests go to a kernel of `csrc/` (`shares.py`).
+head are one tile. Many requests go to kernels of `csrc/`
+(`csrc_kernels.py`).
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are
@@ -27,7 +28,7 @@ from ..ops.launch.triton import after_previous, dependent_launch
 from ..ops.layer.kv_codes import as_bytes
 from ..ops.layer.triton_fp8 import is_quick
 from ..ops.layer.triton_kv_codes import decoded, starts_with_nan
-from . import shares
+from . import csrc_kernels
 from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
@@ -145,9 +146,7 @@ def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -
     num_seqs, table_width = tables.blocks.shape
     out = torch.empty_like(q)
     layer, queries = _arguments(q, cached, out)
-    module = shares.kernels(queries, cached.k_slots, cached.v_slots, tables, layer, rows)
-    if module is not None:
-        shares.attend(module, queries, cached.k_slots, cached.v_slots, tables, layer, rows)
+    if csrc_kernels.attend(queries, cached.k_slots, cached.v_slots, tables, layer, rows):
         return out
     pairs, tile = num_seqs * layer.kv_heads, triton.next_power_of_2(rows * layer.per_kv)
     block_n, programs = _cut(pairs, _block_d(layer.dim), q.dtype)

@@ -42,8 +42,12 @@ Inputs = tuple[Tensor, ...]
 Norms = tuple[RMSNorm, ...]
 """One for each input, or none."""
 
-MAX_ROWS = 32
-"""More rows than this are cuBLAS's (the kernels themselves take no more)."""
+MAX_ROWS, MAX_TILED_ROWS = 32, 256
+"""More rows than this are cuBLAS's (the kernels themselves take no more): `MAX_TILED_ROWS` of one
+input whose product's size is a multiple of `TILE`."""
+TILE = 16
+MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 100_000_000, 250_000_000
+"""Rows times values of a weight, without and with a norm: more are cuBLAS's."""
 MAX_ROWS_OF_LARGE = 8
 LARGE = 4 << 20
 """Weights of this many values are read by other kernels, which take `MAX_ROWS_OF_LARGE` rows."""
@@ -92,7 +96,7 @@ def _own_part(
     kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
     # A backward pass needs what was there.
     in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
-    if residual is not None and (residual.dtype != inputs[0].dtype or residual.stride(-1) != 1):
+    if residual is not None and not _is_writable(residual, inputs[0].dtype):
         kernels = None
     if kernels is None:
         return _unfused(inputs, layer, norms, residual, in_place)
@@ -234,7 +238,7 @@ def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
 def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]
-    if not (x.is_cuda and 0 < x.shape[0] <= MAX_ROWS):
+    if not (x.is_cuda and 0 < x.shape[0] <= MAX_TILED_ROWS):
         return None
     if type(layer) is not Linear or layer.weight is None:
         return None
@@ -251,6 +255,11 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
             return None
     else:
         rows, is_large = x.shape[0], weight.numel() >= LARGE
+        if rows > MAX_ROWS:
+            most = MAX_TILED_NORMED_PRODUCTS if norms else MAX_TILED_PRODUCTS
+            is_tiled = len(inputs) == 1 and layer.out_features % TILE == 0
+            if not is_tiled or rows * weight.numel() > most:
+                return None
         if is_large and rows > MAX_ROWS_OF_LARGE:
             return None
         if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
@@ -288,6 +297,12 @@ def _is_readable(x: Tensor, first: Tensor) -> bool:
     """Whether 16 bytes can be read at each 8th column, and both inputs are of one kind."""
     strides = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
+
+
+def _is_writable(residual: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a sum can be read and written two numbers at a time."""
+    is_even = residual.stride(0) % 2 == 0 and residual.data_ptr() % 4 == 0
+    return is_even and residual.dtype == dtype and residual.stride(-1) == 1
 
 
 def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:

@@ -55,6 +55,14 @@ __device__ inline void copy_16(void* target, const void* source) {
                : "memory");
 }
 
+// As copy_16, or zeros.
+__device__ inline void copy_16_if(void* target, const void* source, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(target))),
+               "l"(source), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most kPending of the groups committed last are under way.
@@ -63,21 +71,31 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Launches with programmatic dependent launch allowed towards the kernel before this one.
+// Launches with programmatic dependent launch allowed towards the kernel before this one, in clusters
+// of `cluster` thread blocks.
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t stream, Args... args) {
+cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 block,
+                            size_t shared, cudaStream_t stream, Args... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
+                   cudaStream_t stream, Args... args) {
+  return launch_clusters(kernel, grid, 1, block, shared, stream, args...);
 }
 
 }  // namespace trtspec

@@ -5,15 +5,17 @@
 
 #include "all_reduce.cuh"
 #include "choose.cuh"
+#include "cluster_attention.cuh"
 #include "markov_walk.cuh"
 #include "paged_attention.cuh"
 #include "skinny_linear.cuh"
 
 namespace trtspec {
 
-constexpr int kMaxLinearRows = 32;
+constexpr int kMaxLinearRows = 256;
 
-// Rows 1 … kMaxLinearRows; k and k_split multiples of 32.
+// Rows 1 … kMaxLinearRows; from 33 on of one input, small weights and outputs a multiple of 16. k and
+// k_split multiples of 32.
 template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 
@@ -39,11 +41,16 @@ template <typename T>
 cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
 cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
 
-// Heads of kDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread blocks
+// Heads of kShareDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread blocks
 // cut the keys among them.
 constexpr int kMaxPairs = 32;
 template <typename T>
 cudaError_t launch_attend(const AttendParams& params, int shares, cudaStream_t stream);
+
+// Likewise, of heads of 64 too: a cluster of `size` thread blocks, 2 or 4, for each request and KV head.
+template <typename T>
+cudaError_t launch_attend_clusters(const AttendParams& params, int dim, int size,
+                                   cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);
 

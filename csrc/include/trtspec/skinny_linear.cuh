@@ -64,6 +64,21 @@ __device__ inline void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four 8x8 matrices of 16-bit values; `at` is this lane's row of one of them.
+template <bool kTransposed>
+__device__ inline void load_matrices(uint32_t (&r)[4], const char* at) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(at));
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+  }
+}
+
 // Weights are read once: they need not stay in L1.
 __device__ inline uint4 load_once(const void* p) {
   uint4 v;
@@ -135,6 +150,31 @@ __device__ inline T rounded(float x, bool finite) {
   return finite && !(fabsf(to_float(value)) < INFINITY) ? from_float<T>(0.0f) : value;
 }
 
+// RoPE: turns numbers d and d + dim/2 of a head of queries or keys.
+template <typename T>
+__device__ inline void rotate(const LinearParams& p, int m, int d, float& lo, float& hi) {
+  const float* table = p.cos_sin + p.positions[m] * p.dim + d;
+  // Rounded as the model's dtype holds them.
+  const float cosine = to_float(from_float<T>(table[0]));
+  const float sine = to_float(from_float<T>(table[p.dim / 2]));
+  const float rotated = lo * cosine - hi * sine;
+  hi = hi * cosine + lo * sine;
+  lo = rotated;
+}
+
+// RoPE: where output n of row m goes, to the queries or into the cache.
+template <typename T>
+__device__ inline T* rope_target(const LinearParams& p, int m, int n) {
+  const int head = n / p.dim - p.q_heads, d = n % p.dim;
+  if (head < 0) return static_cast<T*>(p.out) + m * p.out_stride + n;
+  int64_t slot = p.slots[m];
+  if (slot < 0) slot = p.scratch_slot;
+  if (head < p.kv_heads) {
+    return static_cast<T*>(p.k_cache) + slot * p.k_slot_stride + head * p.k_head_stride + d;
+  }
+  return static_cast<T*>(p.v_cache) + slot * p.v_slot_stride + (head - p.kv_heads) * p.v_head_stride + d;
+}
+
 // lo and hi are the sums of outputs n_lo and n_hi of row m.
 template <typename T, Epilogue E>
 __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, float lo,
@@ -148,29 +188,11 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
   if constexpr (E == Epilogue::kSwiGLU) {
     if (n_lo < p.n / 2) out[n_lo] = from_float<T>(lo / (1.0f + __expf(-lo)) * hi);
   } else if constexpr (E == Epilogue::kRope) {
-    const int head = n_lo / p.dim, d = n_lo % p.dim, half_dim = p.dim / 2;
     if (p.keeps_finite) lo = finite_or_zero(lo), hi = finite_or_zero(hi);
-    if (head < p.q_heads + p.kv_heads) {
-      const float* table = p.cos_sin + p.positions[m] * p.dim + d;
-      // Rounded as the model's dtype holds them.
-      const float cosine = to_float(from_float<T>(table[0]));
-      const float sine = to_float(from_float<T>(table[half_dim]));
-      const float rotated = lo * cosine - hi * sine;
-      hi = hi * cosine + lo * sine;
-      lo = rotated;
-    }
-    T* target = out + n_lo;
-    int64_t slot = p.slots[m];
-    if (slot < 0) slot = p.scratch_slot;
-    if (head >= p.q_heads + p.kv_heads) {
-      target = static_cast<T*>(p.v_cache) + slot * p.v_slot_stride +
-               (head - p.q_heads - p.kv_heads) * p.v_head_stride + d;
-    } else if (head >= p.q_heads) {
-      target = static_cast<T*>(p.k_cache) + slot * p.k_slot_stride +
-               (head - p.q_heads) * p.k_head_stride + d;
-    }
+    if (n_lo < (p.q_heads + p.kv_heads) * p.dim) rotate<T>(p, m, n_lo % p.dim, lo, hi);
+    T* target = rope_target<T>(p, m, n_lo);
     target[0] = rounded<T>(lo, p.keeps_finite);
-    target[half_dim] = rounded<T>(hi, p.keeps_finite);
+    target[p.dim / 2] = rounded<T>(hi, p.keeps_finite);
   } else {
     if constexpr (E == Epilogue::kResidual) {
       const T* residual = static_cast<const T*>(p.residual) + m * p.residual_stride;

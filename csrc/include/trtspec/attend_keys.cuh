@@ -1,0 +1,344 @@
+// Attention over a paged cache of a step's few query rows, by one warp: reading keys and values, and
+// softmax sums of 16 keys at a time with tensor cores. The kernels that cut a group's keys (a group is
+// a request and a KV head) among warps and thread blocks are paged_attention.cuh and
+// cluster_attention.cuh.
+//
+// A warp reads every so many tiles of 16 keys and their values into its own places in shared memory,
+// some tiles ahead. Nothing is shared by warps until the end.
+//
+// Lengths and block tables come from the device. A warp asks for its first tiles before the previous
+// kernel is done, unless that kernel may just be writing them.
+#pragma once
+
+#include "skinny_linear.cuh"
+
+namespace trtspec {
+
+constexpr int kTileKeys = 16, kAttendWarps = 4;
+constexpr int kBlockKeys = kTileKeys * kAttendWarps;
+constexpr int kNewKeys = 64;  // so far before a request's first row keys may just be being written
+
+struct AttendParams {
+  const void* q;  // [requests * rows, heads, kDim]
+  int64_t q_row, q_head;
+  void* out;  // the same shape
+  int64_t out_row, out_head;
+  const void *k, *v;  // [slots, KV heads, kDim]
+  int64_t k_row, k_head, v_row, v_head;
+  const int* tables;  // [requests, table_width]
+  int64_t table_row;
+  int table_width, page_size;
+  const int64_t* positions;  // [rows of all]
+  const int* starts;         // [requests + 1], their first rows; null: `rows` each
+  int requests, rows, kv_heads, per_kv, window;
+  float scale;   // of scores in base 2
+  float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
+  float* stats;  // [2 * shares, pairs, 2]
+  int* tickets;  // [requests * KV heads], zeros before and after
+};
+
+// A part of a share: keys of one group.
+struct Segment {
+  int request, head;
+  int first, blocks;  // of the group: its first block's number among its own keys, and how many
+  int line;           // where the group begins among all blocks
+  int row, rows;      // the request's first row, and how many it has
+  int position;       // of that row
+};
+
+template <typename T>
+struct Pair;
+template <>
+struct Pair<bf16> {
+  static __device__ uint32_t of(float lo, float hi) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
+};
+template <>
+struct Pair<half_t> {
+  static __device__ uint32_t of(float lo, float hi) {
+    const __half2 v = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
+};
+
+// What a request's rows see.
+struct Seen {
+  int row, rows;      // the first one, and how many
+  int position;       // of the first row
+  int first, blocks;  // of keys: the first block's number, and how many
+};
+
+__device__ inline Seen seen_by(const AttendParams& p, int request) {
+  if (request >= p.requests) return {};
+  int row = request * p.rows, rows = p.rows;
+  if (p.starts != nullptr) {
+    row = __ldcg(p.starts + request);
+    rows = __ldcg(p.starts + request + 1) - row;
+  }
+  const int position = static_cast<int>(__ldcg(p.positions + row));
+  const int first = p.window > 0 ? max(position - p.window + 1, 0) / kBlockKeys : 0;
+  const int end = min(position + rows, p.table_width * p.page_size);
+  return {row, rows, position, first, (end + kBlockKeys - 1) / kBlockKeys - first};
+}
+
+// Shared memory: the warps' places for keys and values, where their sums go at a group's end.
+template <int kDim, int kTiles, int kStages>
+__host__ __device__ constexpr int attend_shared_bytes() {
+  constexpr int ring = kAttendWarps * kStages * 2 * kTileKeys * kDim * 2;
+  constexpr int sums = kAttendWarps * kTiles * 16 * (kDim + 4) * 4;
+  return ring > sums ? ring : sums;
+}
+
+// What a warp sums up for the pairs g and g + 8 of each tile, in base 2.
+template <int kDim, int kTiles>
+struct WarpSums {
+  float acc[kTiles][kDim / 8][4] = {};  // weighted values
+  float best[kTiles][2], total[kTiles][2] = {};
+};
+
+// Keys of one group that a warp reads: tiles from `first` on, `apart` keys apart, to before `end`.
+struct Keys {
+  int first, apart, end;
+};
+
+// Lane i has the page of the warp's i-th tile.
+__device__ inline int pages_of_tiles(const AttendParams& p, const Segment& s, const Keys& keys,
+                                     int from = 0) {
+  const int key = keys.first + (from + static_cast<int>(threadIdx.x % 32)) * keys.apart;
+  return key < keys.end ? __ldcg(p.tables + s.request * p.table_row + key / p.page_size) : 0;
+}
+
+// Adds what a warp reads of its keys. The first call waits for the previous kernel.
+//
+// kTiles: of 16 pairs of a row and a head that read one KV head. kStages: tiles ahead.
+// pages: as of pages_of_tiles.
+template <typename T, int kDim, int kTiles, int kStages>
+__device__ inline void attend_keys(const AttendParams& p, const Segment& s,
+                                   const Keys& own, int pages, char* ring, bool& has_waited,
+                                   WarpSums<kDim, kTiles>& sums) {
+  constexpr int kPieces = kDim / 8;                 // of 16 bytes in a key
+  constexpr int kTileBytes = kTileKeys * kDim * 2;  // of keys or of values
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int key_end = own.end;
+  const int tiles = own.first < key_end ? (key_end - own.first + own.apart - 1) / own.apart : 0;
+  const T* const k = static_cast<const T*>(p.k) + s.head * p.k_head;
+  const T* const v = static_cast<const T*>(p.v) + s.head * p.v_head;
+
+  int pages_from = 0;
+  auto fetch = [&](int i) {
+    if (i < tiles) {
+      if (i >= pages_from + 32) {
+        pages_from = i;
+        pages = pages_of_tiles(p, s, own, i);
+      }
+      const int key = own.first + i * own.apart;
+      const int64_t page = __shfl_sync(0xffffffffu, pages, i - pages_from);
+      const int64_t slot = page * p.page_size + key % p.page_size;
+      char* const place = ring + i % kStages * 2 * kTileBytes;
+#pragma unroll
+      for (int j = 0; j < kTileKeys * kPieces / 32; ++j) {
+        const int row = (j * 32 + lane) / kPieces, piece = (j * 32 + lane) % kPieces;
+        const int to = row * kDim * 2 + (piece ^ (row & 7)) * 16;
+        const bool is_there = key + row < key_end;
+        copy_16_if(place + to, k + (slot + row) * p.k_row + piece * 8, is_there);
+        copy_16_if(place + kTileBytes + to, v + (slot + row) * p.v_row + piece * 8, is_there);
+      }
+    }
+    copies_commit();
+  };
+
+  int fetched = 0;
+  if (!has_waited) {
+    const int old = s.position - kNewKeys;  // keys before it are older than the previous kernel
+    while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) {
+      fetch(fetched++);
+    }
+    wait_for_previous();
+    let_next_start();
+    has_waited = true;
+  }
+  for (; fetched < kStages; ++fetched) fetch(fetched);
+
+  // Pairs g and g + 8 of each tile: where their rows are, and their queries.
+  uint32_t q[kTiles][kDim / 16][4];
+  int position_of[kTiles][2];
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int pair = m * 16 + half * 8 + g, row = pair / p.per_kv;
+      const bool is_pair = row < s.rows;
+      const int64_t at = s.row + row;
+      position_of[m][half] =
+          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : s.position + s.rows;
+      const T* from = static_cast<const T*>(p.q) + at * p.q_row +
+                      (s.head * p.per_kv + pair % p.per_kv) * p.q_head + t * 2;
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        q[m][step][half] = is_pair ? *reinterpret_cast<const uint32_t*>(from + step * 16) : 0;
+        q[m][step][2 + half] =
+            is_pair ? *reinterpret_cast<const uint32_t*>(from + step * 16 + 8) : 0;
+      }
+    }
+  }
+  // Keys that all rows see: from `clear_from` to before `clear_to`.
+  int lowest = position_of[0][0], highest = lowest;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = position_of[m][half];
+      lowest = min(lowest, at), highest = max(highest, at);
+    }
+  }
+#pragma unroll
+  for (int mask = 16; mask >= 4; mask /= 2) {
+    lowest = min(lowest, __shfl_xor_sync(0xffffffffu, lowest, mask));
+    highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, mask));
+  }
+  const int clear_to = min(lowest + 1, key_end);
+  const int clear_from = p.window > 0 ? highest - p.window + 1 : 0;
+
+  auto& [acc, best, total] = sums;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) best[m][0] = best[m][1] = -INFINITY;
+
+  for (int i = 0; i < tiles; ++i) {
+    copies_wait<kStages - 1>();
+    __syncwarp();
+    const int key = own.first + i * own.apart;
+    const char* const keys = ring + i % kStages * 2 * kTileBytes;
+    const char* const values = keys + kTileBytes;
+    const int matrix = lane / 8, of_matrix = lane % 8;
+    float scores[kTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      uint32_t b[4];
+      const int row = matrix / 2 * 8 + of_matrix, piece = step * 2 + matrix % 2;
+      load_matrices<false>(b, keys + row * kDim * 2 + (piece ^ (row & 7)) * 16);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const uint32_t(&a)[4] = q[m][step];
+        multiply_add(scores[m][0], a[0], a[1], a[2], a[3], b[0], b[1], T());
+        multiply_add(scores[m][1], a[0], a[1], a[2], a[3], b[2], b[3], T());
+      }
+    }
+    const bool is_clear = key + kTileKeys <= clear_to && key >= clear_from;
+    uint32_t weights[kTiles][4];
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      float highest_of[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const int half = c % 4 / 2;
+        float& score = scores[m][c / 4][c % 4];
+        score *= p.scale;
+        if (!is_clear) {
+          const int n = key + c / 4 * 8 + t * 2 + c % 2, at = position_of[m][half];
+          if (n > at || n >= key_end || (p.window > 0 && n <= at - p.window)) score = -INFINITY;
+        }
+        // Not fmaxf, which drops NaN: a NaN must reach the output.
+        highest_of[half] = score <= highest_of[half] ? highest_of[half] : score;
+      }
+      bool is_same = true;
+      float keep[2], base[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& highest_here = highest_of[half];
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) {
+          const float other = __shfl_xor_sync(0xffffffffu, highest_here, mask);
+          highest_here = other <= highest_here ? highest_here : other;
+        }
+        const float now = highest_here <= best[m][half] ? best[m][half] : highest_here;
+        base[half] = now == -INFINITY ? 0.0f : now;
+        keep[half] = exp2f(best[m][half] - base[half]);
+        is_same &= now == best[m][half];
+        best[m][half] = now;
+      }
+      if (!__all_sync(0xffffffffu, is_same)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          total[m][half] *= keep[half];
+#pragma unroll
+          for (int d = 0; d < kDim / 8; ++d) {
+            acc[m][d][half * 2] *= keep[half];
+            acc[m][d][half * 2 + 1] *= keep[half];
+          }
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        float& score = scores[m][c / 4][c % 4];
+        score = exp2f(score - base[c % 4 / 2]);
+        total[m][c % 4 / 2] += score;
+      }
+      weights[m][0] = Pair<T>::of(scores[m][0][0], scores[m][0][1]);
+      weights[m][1] = Pair<T>::of(scores[m][0][2], scores[m][0][3]);
+      weights[m][2] = Pair<T>::of(scores[m][1][0], scores[m][1][1]);
+      weights[m][3] = Pair<T>::of(scores[m][1][2], scores[m][1][3]);
+    }
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      uint32_t b[4];
+      const int row = matrix % 2 * 8 + of_matrix, piece = d * 2 + matrix / 2;
+      load_matrices<true>(b, values + row * kDim * 2 + (piece ^ (row & 7)) * 16);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        const uint32_t(&a)[4] = weights[m];
+        multiply_add(acc[m][d * 2], a[0], a[1], a[2], a[3], b[0], b[1], T());
+        multiply_add(acc[m][d * 2 + 1], a[0], a[1], a[2], a[3], b[2], b[3], T());
+      }
+    }
+    __syncwarp();  // all lanes have read the tile: its place is free
+    fetch(i + kStages);
+  }
+  copies_wait<0>();
+}
+
+// Leaves a warp's sums in the thread block's shared memory: [warps, pairs, kDim + 4], and stats.
+template <int kDim, int kTiles>
+__device__ inline void leave_sums(WarpSums<kDim, kTiles>& sums, float* at,
+                                  float2 (*stats)[kTiles * 16]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int pair = m * 16 + half * 8 + g;
+      float total = sums.total[m][half];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      if (t == 0) stats[warp][pair] = {sums.best[m][half], total};
+      float* const to = at + (warp * kTiles * 16 + pair) * (kDim + 4) + t * 2;
+#pragma unroll
+      for (int d = 0; d < kDim / 8; ++d) {
+        *reinterpret_cast<float2*>(to + d * 8) = {sums.acc[m][d][half * 2], sums.acc[m][d][half * 2 + 1]};
+      }
+    }
+  }
+}
+
+__device__ inline void add_weighted(float4& sum, float4 other, float weight) {
+  sum.x = fmaf(other.x, weight, sum.x), sum.y = fmaf(other.y, weight, sum.y);
+  sum.z = fmaf(other.z, weight, sum.z), sum.w = fmaf(other.w, weight, sum.w);
+}
+
+// Of two best scores; a NaN wins.
+__device__ inline float better(float score, float than) { return score <= than ? than : score; }
+
+// Four columns of a pair's attention, of sums over all keys that it sees.
+template <typename T>
+__device__ inline void write_attention(const AttendParams& p, const Segment& s, int pair, int column,
+                                       float4 sum, float total) {
+  const float scale = total > 0.0f ? 1.0f / total : total == 0.0f ? 1.0f : total;
+  const int64_t row = s.row + pair / p.per_kv;
+  T* to = static_cast<T*>(p.out) + row * p.out_row +
+          (s.head * p.per_kv + pair % p.per_kv) * p.out_head + column;
+  *reinterpret_cast<uint2*>(to) = {Pair<T>::of(sum.x * scale, sum.y * scale),
+                                   Pair<T>::of(sum.z * scale, sum.w * scale)};
+}
+
+}  // namespace trtspec

@@ -1,0 +1,101 @@
+// Attention of a step's few query rows: a cluster of thread blocks for each group, a request and a KV
+// head. The warps of a cluster take turns at its tiles of 16 keys. Their softmax sums are joined
+// through shared memory, a thread block's first, then the cluster's. Where a group has few keys, some
+// blocks of its cluster have nothing to do.
+//
+// No thread block looks for its keys, and nothing goes through global memory. But a group that is much
+// longer than the others ends last.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "attend_keys.cuh"
+
+namespace trtspec {
+
+constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
+constexpr int kLeastBlocks = 5;  // of 64 keys, for each thread block that has any
+
+// kSize: thread blocks of a cluster.
+template <typename T, int kDim, int kTiles, int kSize>
+__global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ? 4 : 2)
+    cluster_attention(const __grid_constant__ AttendParams p) {
+  constexpr int kPairs = kTiles * 16, kSumRow = kDim + 4, kColumns = kDim / 4;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float2 stats_of[kAttendWarps][kPairs], stats[kPairs];
+  __shared__ float4 joined[kPairs][kColumns];
+  const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, group = blockIdx.x / kSize;
+  const Seen seen = seen_by(p, group / p.kv_heads);
+  const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first, seen.blocks, 0,
+                     seen.row, seen.rows, seen.position};
+  const int active = max(min((s.blocks + kLeastBlocks - 1) / kLeastBlocks, kSize), 1);
+  if (rank >= active) return;
+  const Keys keys = {s.first * kBlockKeys + (rank * kAttendWarps + warp) * kTileKeys,
+                     active * kBlockKeys,
+                     min(s.position + s.rows, p.table_width * p.page_size)};
+  bool has_waited = false;
+  WarpSums<kDim, kTiles> sums;
+  char* const ring = shared + warp * kClusterStages * 2 * kTileKeys * kDim * 2;
+  const int pages = pages_of_tiles(p, s, keys);
+  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, pages, ring, has_waited, sums);
+  __syncthreads();  // all warps are done with their rings
+  float* const sums_of = reinterpret_cast<float*>(shared);
+  leave_sums(sums, sums_of, stats_of);
+  __syncthreads();
+
+  const int items = s.rows * p.per_kv * kColumns;
+  for (int i = threadIdx.x; i < items; i += kAttendWarps * 32) {
+    const int pair = i / kColumns, column = i % kColumns;
+    float best = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < kAttendWarps; ++w) best = better(stats_of[w][pair].x, best);
+    const float base = best == -INFINITY ? 0.0f : best;
+    float4 sum = {};
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kAttendWarps; ++w) {
+      const float weight = exp2f(stats_of[w][pair].x - base);
+      const float* from = sums_of + (w * kPairs + pair) * kSumRow + column * 4;
+      add_weighted(sum, *reinterpret_cast<const float4*>(from), weight);
+      total = fmaf(stats_of[w][pair].y, weight, total);
+    }
+    if (active == 1) {
+      write_attention<T>(p, s, pair, column * 4, sum, total);
+    } else {
+      joined[pair][column] = sum;
+      if (column == 0) stats[pair] = {best, total};
+    }
+  }
+  if (active == 1) return;
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.sync();  // of those that have not returned
+  const int each = (items + active - 1) / active;
+  for (int i = rank * each + threadIdx.x; i < min((rank + 1) * each, items);
+       i += kAttendWarps * 32) {
+    const int pair = i / kColumns, column = i % kColumns;
+    float2 of[kSize];
+    float4 part[kSize];
+#pragma unroll
+    for (int r = 0; r < kSize; ++r) {
+      of[r] = {-INFINITY, 0.0f}, part[r] = {};
+      if (r >= active) continue;
+      of[r] = *cluster.map_shared_rank(&stats[pair], r);
+      part[r] = *cluster.map_shared_rank(&joined[pair][column], r);
+    }
+    float best = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kSize; ++r) best = better(of[r].x, best);
+    const float base = best == -INFINITY ? 0.0f : best;
+    float4 sum = {};
+#pragma unroll
+    for (int r = 0; r < kSize; ++r) {
+      const float weight = exp2f(of[r].x - base);
+      add_weighted(sum, part[r], weight);
+      total = fmaf(of[r].y, weight, total);
+    }
+    write_attention<T>(p, s, pair, column * 4, sum, total);
+  }
+  cluster.sync();  // others may still be reading this block's shared memory
+}
+
+}  // namespace trtspec

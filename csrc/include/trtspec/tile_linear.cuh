@@ -1,0 +1,260 @@
+// y = x W^T for some 1 to 256 rows of x and a small weight: bound by latency. What stands before and
+// after the product is done in the same kernel, as in skinny_linear.cuh.
+//
+// A block makes a tile of rows and outputs. Columns of x and W come through a ring in shared memory, 128
+// at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
+// and a request to have the others in L2, are on their way before the previous kernel has ended.
+//
+// A row's result does not depend on how many rows there are, nor on the tile's size: the order of its
+// sum is fixed by K.
+#pragma once
+
+#include "skinny_linear.cuh"
+
+namespace trtspec {
+
+constexpr int kTileWarps = 8;
+constexpr int kStep = 16 * kTileWarps;  // columns
+constexpr int kPieces = kStep / 8;      // of 16 bytes
+
+// Sizes of a block with kBlocks times 16 rows and kOuts outputs, and kStages steps on their way.
+template <int kBlocks, int kOuts, int kStages>
+struct Tiling {
+  static constexpr int kRows = 16 * kBlocks;
+  static constexpr int kStageBytes = (kRows + kOuts) * kStep * 2;
+  static constexpr int kSumRow = kOuts + 8;
+  static constexpr int kRing = kStages * kStageBytes;
+  static constexpr int kSums = kTileWarps * kRows * kSumRow * 4;
+  static constexpr int kShared = kRing > kSums ? kRing : kSums;
+
+  static int shared_bytes(const LinearParams& p) {
+    return kShared + (p.norm0 == nullptr ? 0 : (p.k + kStep - 1) / kStep * kStep * 2);
+  }
+};
+
+// Two neighbouring sums each of outputs n_lo and n_hi of row m; `residual` is what they are added to.
+template <typename T, Epilogue E>
+__device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n_hi, float2 lo,
+                                   float2 hi, uint32_t residual_lo, uint32_t residual_hi) {
+  auto add = [](float2& sum, uint32_t other) {
+    const float2 v = unpack(other, T());
+    sum.x += v.x, sum.y += v.y;
+  };
+  if (p.bias != nullptr) {
+    const T* bias = static_cast<const T*>(p.bias);
+    add(lo, *reinterpret_cast<const uint32_t*>(bias + n_lo));
+    add(hi, *reinterpret_cast<const uint32_t*>(bias + n_hi));
+  }
+  auto store = [](T* at, float2 v) { *reinterpret_cast<uint32_t*>(at) = pack(v.x, v.y, T()); };
+  T* const out = static_cast<T*>(p.out) + m * p.out_stride;
+  if constexpr (E == Epilogue::kSwiGLU) {
+    store(out + n_lo, {lo.x / (1.0f + __expf(-lo.x)) * hi.x, lo.y / (1.0f + __expf(-lo.y)) * hi.y});
+  } else if constexpr (E == Epilogue::kRope) {
+    if (p.keeps_finite) {
+      lo = {finite_or_zero(lo.x), finite_or_zero(lo.y)};
+      hi = {finite_or_zero(hi.x), finite_or_zero(hi.y)};
+    }
+    if (n_lo < (p.q_heads + p.kv_heads) * p.dim) {
+      rotate<T>(p, m, n_lo % p.dim, lo.x, hi.x);
+      rotate<T>(p, m, n_lo % p.dim + 1, lo.y, hi.y);
+    }
+    T* const target = rope_target<T>(p, m, n_lo);
+    auto held = [&](float x) { return to_float(rounded<T>(x, p.keeps_finite)); };
+    store(target, {held(lo.x), held(lo.y)});
+    store(target + p.dim / 2, {held(hi.x), held(hi.y)});
+  } else {
+    if constexpr (E == Epilogue::kResidual) add(lo, residual_lo), add(hi, residual_hi);
+    store(out + n_lo, lo);
+    store(out + n_hi, hi);
+  }
+}
+
+// n and, with SwiGLU, n / 2 multiples of 16 and 8; one input.
+template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages>
+__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
+    tile_linear(const __grid_constant__ LinearParams p) {
+  using Sizes = Tiling<kBlocks, kOuts, kStages>;
+  constexpr int kRows = Sizes::kRows;
+  constexpr int kThreads = kTileWarps * 32, kRowBytes = kStep * 2;
+  extern __shared__ __align__(128) char shared[];
+  char* const norm = shared + Sizes::kShared;  // weights of the norm
+  __shared__ float squares_of[kTileWarps][kRows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first_row = blockIdx.y * kRows, first_tile = blockIdx.x * (kOuts / kTile);
+  const int steps = (p.k + kStep - 1) / kStep;
+  const T* const weight = static_cast<const T*>(p.weight);
+
+  // Row `index` of the block's weights: of each tile of 16 first the 8 `lo`, then the 8 `hi`.
+  auto weight_row = [&](int index) {
+    int lo, hi;
+    tile_rows<E>(p, first_tile + index / kTile, index % 8, lo, hi);
+    return weight + static_cast<int64_t>(min(index % kTile < 8 ? lo : hi, p.n - 1)) * p.k;
+  };
+  auto place = [](char* base, int row, int piece) {
+    return base + row * kRowBytes + (piece ^ (row & 7)) * 16;
+  };
+  // A thread copies one piece of every kApart-th row.
+  constexpr int kApart = kThreads / kPieces, kOfX = (kRows + kApart - 1) / kApart;
+  constexpr int kOfWeights = (kOuts + kApart - 1) / kApart;
+  const int own_row = threadIdx.x / kPieces, own_piece = threadIdx.x % kPieces;
+  const T* w_from[kOfWeights];
+  const T* x_from[kOfX];
+#pragma unroll
+  for (int j = 0; j < kOfWeights; ++j) w_from[j] = weight_row(own_row + j * kApart) + own_piece * 8;
+#pragma unroll
+  for (int j = 0; j < kOfX; ++j) {
+    const int row = min(first_row + own_row + j * kApart, p.rows - 1);
+    x_from[j] = static_cast<const T*>(p.x0) + row * p.x0_stride + own_piece * 8;
+  }
+  char* const own_place = place(shared, own_row, own_piece);  // kApart is a multiple of 8
+  auto fetch_weights = [&](int step) {
+    char* const stage = own_place + step % kStages * Sizes::kStageBytes + kRows * kRowBytes;
+    const bool is_there = step * kStep + own_piece * 8 < p.k;
+#pragma unroll
+    for (int j = 0; j < kOfWeights; ++j) {
+      const T* const from = is_there ? w_from[j] + step * kStep : weight;
+      copy_16_if(stage + j * kApart * kRowBytes, from, is_there);
+    }
+  };
+  auto fetch_x = [&](int step) {
+    char* const stage = own_place + step % kStages * Sizes::kStageBytes;
+    const bool is_there = step * kStep + own_piece * 8 < p.k;
+#pragma unroll
+    for (int j = 0; j < kOfX; ++j) {
+      const T* const from = is_there ? x_from[j] + step * kStep : weight;
+      copy_16_if(stage + j * kApart * kRowBytes, from, is_there);
+    }
+  };
+
+  const int early = min(steps, kStages);
+  for (int step = 0; step < early; ++step) fetch_weights(step);
+  for (int i = threadIdx.x; i < kOuts * (steps - early); i += kThreads) {
+    const T* const line = weight_row(i % kOuts) + min((early + i / kOuts) * kStep, p.k - 8);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+  }
+  if constexpr (kNorm) {
+    for (int piece = threadIdx.x; piece < steps * kPieces; piece += kThreads) {
+      copy_16_if(norm + piece * 16, static_cast<const T*>(p.norm0) + piece * 8, piece * 8 < p.k);
+    }
+  }
+  wait_for_previous();
+  let_next_start();
+#pragma unroll
+  for (int step = 0; step < kStages; ++step) {
+    if (step < steps) fetch_x(step);
+    copies_commit();
+  }
+
+  // What this thread will finish: two neighbours of `lo` and of `hi` each.
+  constexpr int kPairs = kOuts / kTile * 4, kItems = (kRows * kPairs + kThreads - 1) / kThreads;
+  uint32_t residual_lo[kItems] = {}, residual_hi[kItems] = {};
+  auto item = [&](int j, int& row, int& column, int& n_lo, int& n_hi) {
+    const int i = threadIdx.x + j * kThreads, pair = i % kPairs;
+    row = i / kPairs, column = pair / 4 * kTile + pair % 4 * 2;
+    tile_rows<E>(p, first_tile + pair / 4, pair % 4 * 2, n_lo, n_hi);
+    return row < kRows && first_row + row < p.rows && first_tile + pair / 4 < p.n / kTile;
+  };
+  if constexpr (E == Epilogue::kResidual) {
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      int row, column, n_lo, n_hi;
+      if (!item(j, row, column, n_lo, n_hi)) continue;
+      const T* from = static_cast<const T*>(p.residual) + (first_row + row) * p.residual_stride;
+      residual_lo[j] = *reinterpret_cast<const uint32_t*>(from + n_lo);
+      residual_hi[j] = *reinterpret_cast<const uint32_t*>(from + n_hi);
+    }
+  }
+
+  float acc[kBlocks][kOuts / 8][4] = {};
+  float squares[kBlocks][2] = {};
+  for (int step = 0; step < steps; ++step) {
+    if (step == 0) {
+      copies_wait<kStages - 1>();
+    } else {
+      copies_wait<kStages - 2>();
+    }
+    __syncthreads();  // the step is here, and all are done with the one before
+    if (const int next = step - 1 + kStages; step > 0) {
+      if (next < steps) fetch_weights(next), fetch_x(next);
+      copies_commit();
+    }
+    char* const xs = shared + step % kStages * Sizes::kStageBytes;
+    char* const ws = xs + kRows * kRowBytes;
+    uint32_t a[kBlocks][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+      load_matrices<false>(a[m], place(xs, m * 16 + lane % 16, warp * 2 + lane / 16));
+    }
+    if constexpr (kNorm) {
+      const char* const of_lane = norm + (step * kStep + warp * 16 + t * 2) * 2;
+      const uint32_t first = *reinterpret_cast<const uint32_t*>(of_lane);
+      const uint32_t second = *reinterpret_cast<const uint32_t*>(of_lane + 16);
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a[m][i] = scale_pair<T>(a[m][i], i < 2 ? first : second, squares[m][i % 2]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kOuts / 16; ++n) {
+      uint32_t b[4];
+      const int row = n * 16 + lane / 16 * 8 + lane % 8;
+      load_matrices<false>(b, place(ws, row, warp * 2 + lane / 8 % 2));
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        multiply_add(acc[m][n * 2], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1], T());
+        multiply_add(acc[m][n * 2 + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3], T());
+      }
+    }
+  }
+  copies_wait<0>();
+  __syncthreads();  // the ring becomes the sums
+
+  float* const sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m * 16 + half * 8 + g;
+      float* const to = sums + (warp * kRows + row) * Sizes::kSumRow + t * 2;
+#pragma unroll
+      for (int n = 0; n < kOuts / 8; ++n) {
+        *reinterpret_cast<float2*>(to + n * 8) = {acc[m][n][half * 2], acc[m][n][half * 2 + 1]};
+      }
+      if constexpr (kNorm) {
+        float& total = squares[m][half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        if (t == 0) squares_of[warp][row] = total;
+      }
+    }
+  }
+  __syncthreads();
+
+#pragma unroll
+  for (int j = 0; j < kItems; ++j) {
+    int row, column, n_lo, n_hi;
+    if (!item(j, row, column, n_lo, n_hi)) continue;
+    float2 lo = {}, hi = {};
+    float scale = 1.0f;
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w) {
+      const float* from = sums + (w * kRows + row) * Sizes::kSumRow + column;
+      const float2 more_lo = *reinterpret_cast<const float2*>(from);
+      const float2 more_hi = *reinterpret_cast<const float2*>(from + 8);
+      lo.x += more_lo.x, lo.y += more_lo.y, hi.x += more_hi.x, hi.y += more_hi.y;
+    }
+    if constexpr (kNorm) {
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kTileWarps; ++w) total += squares_of[w][row];
+      scale = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+    }
+    lo.x *= scale, lo.y *= scale, hi.x *= scale, hi.y *= scale;
+    finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, residual_lo[j], residual_hi[j]);
+  }
+}
+
+}  // namespace trtspec
