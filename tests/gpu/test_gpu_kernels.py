@@ -122,16 +122,20 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) ->
         out = fused.linear((x,), plain, residual=residual, in_place=True)
         assert out.data_ptr() == residual.data_ptr()
         _close(out, expected)
-    large = size[0] * size[1] >= fused.LARGE
-    most = 8 if large else 32 if size[1] % 16 else 256
-    rows_served = [
-        rows for rows in ROWS
-        if rows <= most and rows * size[0] * size[1] <= fused.MAX_TILED_PRODUCTS
-    ]  # fmt: skip
-    normed = [n for n in rows_served if not large or n * (2 * size[0] + 64) <= 104 << 10]
-    if dtype == torch.float16:
-        normed = []
-    assert len(served) == 3 * len(rows_served) + len(normed)
+    assert len(served) == sum(
+        3 * (rows <= _most_rows(size, False))
+        + (rows <= _most_rows(size, True) and dtype == torch.bfloat16)
+        for rows in ROWS
+    )
+
+
+def _most_rows(size: tuple[int, int], normed: bool) -> int:
+    """As far as the kernels are used for weights of (in, out)."""
+    values = size[0] * size[1]
+    if values >= fused.LARGE:
+        return min(8, (104 << 10) // (2 * size[0] + 64)) if normed else 8
+    most = fused.MAX_TILED_NORMED_PRODUCTS if normed else fused.MAX_TILED_PRODUCTS
+    return max(32, min(256, most // values)) if size[1] % 16 == 0 else 32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,9 +212,9 @@ def test_rope_and_cache(
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
-    most = 8 if size[0] * size[1] >= fused.LARGE else 256
-    x = _random(most, size[0])
     for norms in ((norm,), ()):
+        most = _most_rows(size, bool(norms))
+        x = _random(most, size[0])
         together = fused.linear((x,), layer, norms)
         for rows in {*range(1, 8), *range(5, most, 31)}:
             assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])

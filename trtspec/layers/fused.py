@@ -42,15 +42,14 @@ Inputs = tuple[Tensor, ...]
 Norms = tuple[RMSNorm, ...]
 """One for each input, or none."""
 
+LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
+"""Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
-"""More rows than this are cuBLAS's (the kernels themselves take no more): `MAX_TILED_ROWS` of one
-input whose product's size is a multiple of `TILE`."""
+"""Of small weights; `MAX_TILED_ROWS` with one input and a multiple of `TILE` outputs."""
 TILE = 16
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 100_000_000, 250_000_000
-"""Rows times values of a weight, without and with a norm: more are cuBLAS's."""
-MAX_ROWS_OF_LARGE = 8
-LARGE = 4 << 20
-"""Weights of this many values are read by other kernels, which take `MAX_ROWS_OF_LARGE` rows."""
+"""Rows times values of a weight, without and with a norm, where cuBLAS becomes faster (decision
+029). A norm, and what follows it, are further kernels around cuBLAS."""
 MAX_NORMED_BYTES = 104 << 10
 """What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
@@ -254,20 +253,23 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
         if not _reads_fp8(layer, inputs):
             return None
     else:
-        rows, is_large = x.shape[0], weight.numel() >= LARGE
-        if rows > MAX_ROWS:
-            most = MAX_TILED_NORMED_PRODUCTS if norms else MAX_TILED_PRODUCTS
-            is_tiled = len(inputs) == 1 and layer.out_features % TILE == 0
-            if not is_tiled or rows * weight.numel() > most:
-                return None
-        if is_large and rows > MAX_ROWS_OF_LARGE:
-            return None
-        if is_large and norms and rows * (2 * weight.shape[1] + 64) > MAX_NORMED_BYTES:
+        if not _reads_floats(weight, inputs, bool(norms)):
             return None
         tensors.append(weight)
     if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
         return None
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None
+
+
+def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
+    """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
+    rows, (outs, columns) = inputs[0].shape[0], weight.shape
+    if weight.numel() >= LARGE:
+        fits = not has_norms or rows * (2 * columns + 64) <= MAX_NORMED_BYTES
+        return rows <= MAX_ROWS_OF_LARGE and fits
+    most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
+    is_tiled = len(inputs) == 1 and outs % TILE == 0 and rows * weight.numel() <= most
+    return rows <= MAX_ROWS or is_tiled
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
