@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "trtspec/launchers.h"
 #include "trtspec/narrow_linear.cuh"
@@ -17,6 +18,7 @@ constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memo
 constexpr int kMaxSkinnyRows = 32;
 // By measurement (decision 029): up to so many rows, weights with so many columns are skinny_linear's.
 constexpr int kMaxDeepRows = 16, kDeep = 2048;
+constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
 constexpr int kMaxFewRows = 48, kManyRows = 97, kWide = 2048;  // outputs; sizes of tiles go by them
 constexpr int kMaxStreamRows = 8;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
@@ -78,7 +80,7 @@ template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
   const bool is_tiled = p.k_split == p.k && p.n % kTile == 0 && values < kLargeWeight;
-  if (is_tiled && (p.rows > kMaxDeepRows || p.k < kDeep)) {
+  if (is_tiled && p.k <= kMaxTileColumns && (p.rows > kMaxDeepRows || p.k < kDeep)) {
     return launch_tiles<T, E, kNorm>(p, stream);
   }
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
@@ -99,21 +101,23 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   return launch(skinny_linear<T, E, kNorm, 4, kWarps, 2>, grid, block, 0, stream, p);
 }
 
+template <typename T, Epilogue E>
+cudaError_t launch_normed(const LinearParams& p, cudaStream_t stream) {
+  if (p.norm0 == nullptr) return launch_columns<T, E, false>(p, stream);
+  if constexpr (std::is_same_v<T, bf16>) {
+    return launch_columns<T, E, true>(p, stream);
+  } else {
+    return cudaErrorInvalidValue;  // x times a norm's weight may leave fp16's range
+  }
+}
+
 template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& p, cudaStream_t stream) {
-  const bool norm = p.norm0 != nullptr;
   switch (epilogue) {
-    case Epilogue::kPlain:
-      return norm ? launch_columns<T, Epilogue::kPlain, true>(p, stream)
-                  : launch_columns<T, Epilogue::kPlain, false>(p, stream);
-    case Epilogue::kSwiGLU:
-      return norm ? launch_columns<T, Epilogue::kSwiGLU, true>(p, stream)
-                  : launch_columns<T, Epilogue::kSwiGLU, false>(p, stream);
-    case Epilogue::kRope:
-      return norm ? launch_columns<T, Epilogue::kRope, true>(p, stream)
-                  : launch_columns<T, Epilogue::kRope, false>(p, stream);
-    case Epilogue::kResidual:
-      return launch_columns<T, Epilogue::kResidual, false>(p, stream);
+    case Epilogue::kPlain: return launch_normed<T, Epilogue::kPlain>(p, stream);
+    case Epilogue::kSwiGLU: return launch_normed<T, Epilogue::kSwiGLU>(p, stream);
+    case Epilogue::kRope: return launch_normed<T, Epilogue::kRope>(p, stream);
+    case Epilogue::kResidual: return launch_columns<T, Epilogue::kResidual, false>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

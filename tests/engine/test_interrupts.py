@@ -67,9 +67,9 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     ]
     if full()
     else [
-        ("ngram", True, 6),
-        ("ngram", False, 11),
-        ("user_provided", False, 11),
+        ("ngram", True, 8),
+        ("ngram", False, 17),
+        ("user_provided", False, 17),
         ("eagle3_rests", True, 29),
     ],
 )

@@ -161,8 +161,14 @@ def test_requests_with_different_numbers_of_rows(way: Way) -> None:
     check(case._replace(q=case.q[keep], tables=tables), way)
 
 
-def test_nan_reaches_the_rows_that_see_it_and_no_other_request(way: Way) -> None:
-    case = make([300, 300, 300], 1, dim=way.dim)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_windows_of_many_blocks(rows: int, way: Way) -> None:
+    check(make([3000, 700, 2000], rows, window=1000, dim=way.dim), way)
+
+
+@pytest.mark.parametrize("length", [300, 900])
+def test_nan_reaches_the_rows_that_see_it_and_no_other_request(length: int, way: Way) -> None:
+    case = make([length] * 3, 1, dim=way.dim)
     page = int(case.tables.blocks[1, 4])
     case.cached.k_slots[page * 32 + 3, 0] = float("nan")
     out = attend(case, way)

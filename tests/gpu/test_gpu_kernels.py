@@ -28,10 +28,10 @@ pytestmark = [
     pytest.mark.skipif(not HAS_KERNELS, reason="needs Hopper, nvcc and apache-tvm-ffi"),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
-# (in, out): kernels for small, large and large but narrow weights; not all divide by tiles of 16.
+# (in, out): kernels for small, deep, large, and large but narrow weights; not all divide by tiles.
 SIZES = [
-    (64, 24), (576, 960), (1536, 576), (96, 40), (4096, 1040), (2048, 4098), (14336, 512),
-    (576, 7300), (1024, 4104), (32, 131_080),
+    (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960),
+    (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
 ]  # fmt: skip
 ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 257]
 
@@ -154,7 +154,7 @@ def test_two_inputs_with_their_own_norms(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(64, 32), (576, 3072), (2048, 4096)])
+@pytest.mark.parametrize("size", [(64, 32), (64, 48), (576, 3072), (2560, 1024), (2048, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: list[str]) -> None:
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
@@ -172,6 +172,7 @@ def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: l
     [
         ((9, 3, 64, 576), 5), ((9, 3, 64, 576), 20), ((9, 3, 64, 576), 130),
         ((32, 8, 128, 4096), 5), ((4, 4, 16, 64), 5), ((4, 4, 16, 64), 70), ((4, 2, 128, 512), 33),
+        ((9, 3, 64, 2560), 5), ((24, 4, 64, 576), 100),
     ],
 )  # fmt: skip
 def test_rope_and_cache(
@@ -208,7 +209,7 @@ def test_rope_and_cache(
     assert all(cache.isfinite().all() for cache in caches) and not caches[1][scratch].any()
 
 
-@pytest.mark.parametrize("size", [(576, 960), (576, 49152), (4096, 2048)])
+@pytest.mark.parametrize("size", [(576, 960), (384, 2064), (576, 49152), (4096, 2048)])
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
@@ -248,6 +249,16 @@ def test_a_chain_of_kernels_in_a_graph(size: int, rows: int) -> None:
     for layer in layers * 4:
         h = h + _product(_product(_exact(h, norm), layer), layer)
     assert (captured.double() - h).abs().max() / h.abs().max() < 0.05
+
+
+def test_a_residual_at_an_odd_address_goes_elsewhere(served: list[str]) -> None:
+    layer, x = _linear(576, 960, torch.bfloat16), _random(40, 576)
+    for residual in (_random(40, 961)[:, 1:], _random(40, 961)[:, :960]):
+        _close(
+            fused.linear((x,), layer, residual=residual),
+            _product(_exact(x), layer) + residual.double(),
+        )
+    assert not served
 
 
 def test_a_norm_and_a_residual_together(served: list[str]) -> None:

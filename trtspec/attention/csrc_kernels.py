@@ -25,7 +25,8 @@ GROUPS, GROUPS_OF_DRAFTS = range(64, 2**31), range(128, 512)
 """Groups with heads of 128 for which equal shares are faster than Triton, with one row of each
 request and with several (decision 027)."""
 MAX_KEYS = 4096
-"""Of a request, for each block of a cluster: with more, one long request would end last."""
+"""That a request's block table has room for, for each block of a cluster: with more, one long
+request would end last. A graph's tables have room for the engine's longest text."""
 
 
 def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> bool:
@@ -43,7 +44,7 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
         return False
     groups = tables.blocks.shape[0] * layer.kv_heads
     size = cluster_size(layer.dim, groups)
-    if tables.blocks.shape[1] * layer.page_size <= size * MAX_KEYS:
+    if size and tables.blocks.shape[1] * layer.page_size <= size * MAX_KEYS:
         attend_clusters(module, queries, k, v, tables, layer, rows, size)
         return True
     if layer.dim == 128 and groups in (GROUPS if rows == 1 else GROUPS_OF_DRAFTS):

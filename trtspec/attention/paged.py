@@ -133,14 +133,14 @@ def _most_rows(q: Tensor, cached: CachedLayer) -> int:
 
 
 def paged_attention(q: Tensor, cached: CachedLayer, tables: Tables, rows: int) -> Tensor:
-    """Returns the attention of generation rows over a paged cache, [G * rows, Hq, D].
+    """Returns the attention of generation rows over a paged cache, of the shape of `q`.
 
     Args:
-        q: [G * rows, Hq, D].
-        tables: blocks [G, M] int32 and positions [G * rows] int64. A row sees the keys at positions
-            up to its own. A request's rows follow one another, or are all at the last one's; those
-            past the maximum length are at 0. The kernel that runs just before may write keys at
-            most 64 before a request's first row; older ones may be read before it ends.
+        q: [G * rows, Hq, D]; where the tables have `starts`, as many rows as they say.
+        tables: blocks [G, M] int32 and a position, int64, for each row. A row sees the keys up to
+            its own position. A request's rows follow one another, or are all at the last one's;
+            those past the maximum length are at 0. The kernel that runs just before may write keys
+            at most 64 before a request's first row; older ones may be read before it ends.
         rows: of each request, or at most where the tables have `starts`.
     """
     num_seqs, table_width = tables.blocks.shape

@@ -46,12 +46,12 @@ LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 """Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
 """Of small weights; `MAX_TILED_ROWS` with one input and a multiple of `TILE` outputs."""
-TILE = 16
+TILE, MAX_TILED_COLUMNS = 16, 16 << 10
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 100_000_000, 250_000_000
-"""Rows times values of a weight, without and with a norm, where cuBLAS becomes faster (decision
-029). A norm, and what follows it, are further kernels around cuBLAS."""
+"""Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes
+faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
 MAX_NORMED_BYTES = 104 << 10
-"""What that kernel holds of normed rows (kMaxResident in csrc/linear_impl.cuh)."""
+"""Of normed rows of a large weight (kMaxResident in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
 MAX_RESTING_BYTES = 140 << 10
 """What the kernel for FP8 weights holds of all rows."""
@@ -95,7 +95,7 @@ def _own_part(
     kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
     # A backward pass needs what was there.
     in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
-    if residual is not None and not _is_writable(residual, inputs[0].dtype):
+    if residual is not None and not _takes_pairs(residual, inputs[0].dtype):
         kernels = None
     if kernels is None:
         return _unfused(inputs, layer, norms, residual, in_place)
@@ -207,7 +207,9 @@ def qkv_rope_and_write(
     indices = rope.position_ids, to.slots
     if any(t.dtype != torch.int64 or not t.is_contiguous() for t in indices):
         kernels = None
-    if rope.cos_sin.dtype != torch.float32 or to.k_slots.dtype != inputs[0].dtype:
+    if rope.cos_sin.dtype != torch.float32:
+        kernels = None
+    if not all(_takes_pairs(x, inputs[0].dtype) for x in (to.k_slots, to.v_slots)):
         kernels = None
     if kernels is None or qk_norms is not None or dim % 16:
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
@@ -268,8 +270,8 @@ def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
         fits = not has_norms or rows * (2 * columns + 64) <= MAX_NORMED_BYTES
         return rows <= MAX_ROWS_OF_LARGE and fits
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
-    is_tiled = len(inputs) == 1 and outs % TILE == 0 and rows * weight.numel() <= most
-    return rows <= MAX_ROWS or is_tiled
+    is_tiled = len(inputs) == 1 and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
+    return rows <= MAX_ROWS or (is_tiled and rows * weight.numel() <= most)
 
 
 def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
@@ -301,10 +303,10 @@ def _is_readable(x: Tensor, first: Tensor) -> bool:
     return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
 
 
-def _is_writable(residual: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a sum can be read and written two numbers at a time."""
-    is_even = residual.stride(0) % 2 == 0 and residual.data_ptr() % 4 == 0
-    return is_even and residual.dtype == dtype and residual.stride(-1) == 1
+def _takes_pairs(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two numbers at a time can be read and written."""
+    is_even = x.data_ptr() % 4 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    return is_even and x.dtype == dtype and x.stride(-1) == 1
 
 
 def _arguments(inputs: Inputs, norms: Norms, layer: Linear) -> tuple[Tensor | float | None, ...]:

@@ -19,7 +19,7 @@ constexpr int kBlockKeys = kTileKeys * kAttendWarps;
 constexpr int kNewKeys = 64;  // so far before a request's first row keys may just be being written
 
 struct AttendParams {
-  const void* q;  // [requests * rows, heads, kDim]
+  const void* q;  // [rows of all, heads, kDim]
   int64_t q_row, q_head;
   void* out;  // the same shape
   int64_t out_row, out_head;
@@ -30,7 +30,7 @@ struct AttendParams {
   int table_width, page_size;
   const int64_t* positions;  // [rows of all]
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
-  int requests, rows, kv_heads, per_kv, window;
+  int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
   float scale;   // of scores in base 2
   float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
   float* stats;  // [2 * shares, pairs, 2]
@@ -326,7 +326,7 @@ __device__ inline void add_weighted(float4& sum, float4 other, float weight) {
   sum.z = fmaf(other.z, weight, sum.z), sum.w = fmaf(other.w, weight, sum.w);
 }
 
-// Of two best scores; a NaN wins.
+// The larger of two scores. Where one was NaN its sums are, too, so that a NaN reaches the output.
 __device__ inline float better(float score, float than) { return score <= than ? than : score; }
 
 // Four columns of a pair's attention, of sums over all keys that it sees.

@@ -1,7 +1,7 @@
 // Attention of a step's few query rows: a cluster of thread blocks for each group, a request and a KV
 // head. The warps of a cluster take turns at its tiles of 16 keys. Their softmax sums are joined
-// through shared memory, a thread block's first, then the cluster's. Where a group has few keys, some
-// blocks of its cluster have nothing to do.
+// through shared memory, a thread block's first, then the cluster's. Blocks that a group with few keys
+// does not need return at once.
 //
 // No thread block looks for its keys, and nothing goes through global memory. But a group that is much
 // longer than the others ends last.
@@ -14,7 +14,7 @@
 namespace trtspec {
 
 constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
-constexpr int kLeastBlocks = 5;  // of 64 keys, for each thread block that has any
+constexpr int kBlocksAlone = 5;  // of 64 keys, for a thread block; with more another one joins in
 
 // kSize: thread blocks of a cluster.
 template <typename T, int kDim, int kTiles, int kSize>
@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ?
   const Seen seen = seen_by(p, group / p.kv_heads);
   const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first, seen.blocks, 0,
                      seen.row, seen.rows, seen.position};
-  const int active = max(min((s.blocks + kLeastBlocks - 1) / kLeastBlocks, kSize), 1);
+  const int active = max(min((s.blocks + kBlocksAlone - 1) / kBlocksAlone, kSize), 1);
+  // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then.
   if (rank >= active) return;
   const Keys keys = {s.first * kBlockKeys + (rank * kAttendWarps + warp) * kTileKeys,
                      active * kBlockKeys,
