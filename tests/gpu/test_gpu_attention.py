@@ -14,6 +14,9 @@ from trtspec import native
 from trtspec.attention import csrc_kernels, paged
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.split_kv import Tables
+from trtspec.layers import fused
+from trtspec.layers.linear import Linear
+from trtspec.ops.layer.rope import CacheWrite, Rope
 
 HAS_KERNELS = torch.cuda.is_available() and native.kernels(torch.empty(1, device="cuda"))
 pytestmark = [
@@ -187,28 +190,35 @@ def test_what_lies_behind_the_last_key_does_not_matter(way: Way) -> None:
 
 
 def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
-    """Replayed for growing texts, whose newest keys are written just before."""
+    """A product that writes keys and queries, and starts its successor early, for growing texts."""
     case = make([500] * 20, 4, dim=way.dim)
-    new = torch.randn(2, 80, 2, way.dim, device="cuda", dtype=torch.bfloat16)
+    layer = Linear(256, 12 * way.dim, bias=False).to("cuda", torch.bfloat16)
+    assert layer.weight is not None
+    torch.nn.init.normal_(layer.weight, std=1 / 16)
+    x = torch.randn(80, 256, device="cuda", dtype=torch.bfloat16)
+    assert fused._kernels((x,), layer, ()) is not None
+    half = torch.ones(1000, way.dim // 2, device="cuda")
+    rope = Rope(torch.cat([half, 0 * half], -1), case.tables.positions)  # turns nothing
     slots = torch.zeros(80, dtype=torch.int64, device="cuda")
+    to = CacheWrite(case.cached.k_slots, case.cached.v_slots, slots, scratch_slot=0)
     pages = case.tables.blocks.long().repeat_interleave(4, 0)
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor, Tensor]:
         positions = case.tables.positions
         slots.copy_(pages.gather(1, positions[:, None] // 32)[:, 0] * 32 + positions % 32)
-        case.cached.k_slots.index_copy_(0, slots, new[0])
-        case.cached.v_slots.index_copy_(0, slots, new[1])
-        return attend(case, way)
+        q = fused.qkv_rope_and_write((x,), layer, (), rope, 8, to)
+        return q, attend(case._replace(q=q), way)
 
     case.tables.positions.sub_(300)
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
+        q, out = step()
     for _ in range(30):
-        new.normal_()
+        x.normal_()
         graph.replay()
-        assert (out.cpu().double() - reference(case)).abs().max() < TOLERANCE[torch.bfloat16]
+        error = (out.cpu().double() - reference(case._replace(q=q))).abs().max()
+        assert error < TOLERANCE[torch.bfloat16]
         case.tables.positions.add_(3)
 
 
