@@ -18,8 +18,14 @@ from trtspec.metadata.sampling import SamplingMetadata
 from trtspec.ops.step.slots import guard_positions, slot_mapping
 from trtspec.ops.tokens.accept import count_accepted, last_accepted, mask_after
 from trtspec.ops.tokens.ngram import propose_ngrams
-from trtspec.ops.tokens.noise import NoiseStream, _to_open_interval, gumbel_noise, uniform_noise
-from trtspec.ops.tokens.sample import clean_logits, filter_logits, sample_tokens
+from trtspec.ops.tokens.noise import (
+    NoiseStream,
+    _to_open_interval,
+    exponential_noise,
+    gumbel_noise,
+    uniform_noise,
+)
+from trtspec.ops.tokens.sample import clean_logits, filter_logits, greedy_tokens, sample_tokens
 
 
 # -- noise -------------------------------------------------------------------------------------
@@ -301,6 +307,33 @@ def test_noise_never_reaches_the_ends() -> None:
     assert torch.isfinite(-torch.log(-torch.log(ends))).all()
     noise = gumbel_noise(torch.arange(64), torch.arange(64), NoiseStream.TARGET, 1 << 18)
     assert torch.isfinite(noise).all()  # 16.8 million draws: two per value
+
+
+def test_both_noises_choose_the_same_and_never_what_has_no_probability() -> None:
+    keys = torch.arange(500), torch.arange(500), NoiseStream.TARGET, 300
+    p = torch.rand(500, 300).pow(8) * (torch.rand(500, 300) < 0.1)
+    chosen = (p / exponential_noise(*keys)).argmax(-1)
+    assert torch.equal(chosen, (p.log() + gumbel_noise(*keys)).argmax(-1))
+    assert (p.gather(1, chosen[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_token_is_the_first_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.randn(6, 49_152).to(dtype).clamp_(max=2.0)
+    equal = logits == logits.amax(-1, keepdim=True)
+    assert (equal.sum(-1) > 100).all()
+    assert greedy_tokens(logits).tolist() == [int(row.nonzero()[0]) for row in equal]
+
+
+def test_logits_without_nan_are_taken_as_they_are() -> None:
+    logits = torch.randn(3, 50)
+    logits[1, 7], logits[2, 9] = float("inf"), float("-inf")
+    cleaned, bad = clean_logits(logits)
+    assert cleaned is logits and not bad.any()
+    logits[2, 3] = float("nan")
+    cleaned, bad = clean_logits(logits)
+    assert bad.tolist() == [False, False, True] and cleaned[2, 3] == float("-inf")
+    assert cleaned[1, 7] == float("inf") and logits[2, 3].isnan()
 
 
 def test_a_certain_token_is_always_sampled() -> None:

@@ -11,6 +11,7 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.step import StepContext
 from ..ops.launch.dispatch import sampling_kernels
 from ..ops.tokens.noise import NoiseStream, gumbel_noise, of_depth
+from ..ops.tokens.sample import argmax
 from .rejection import scaled_logits
 
 
@@ -79,8 +80,7 @@ class DraftSampler:
         elif d2t is not None:
             entries = entries + d2t
         noise = gumbel_noise(self.seeds, positions, stream, entries)
-        is_sampled = self.temperatures > 0
-        drafts = torch.where(is_sampled, (scaled + noise).argmax(-1), scaled.argmax(-1))
+        drafts = argmax(noise.mul_((self.temperatures > 0)[:, None]).add_(scaled))
         if self.memory is not None:
             entry = self.slots, depth
             self.memory.logits[entry] = logits.to(self.memory.logits.dtype)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
 from ..ops.tokens.greedy import Accepted
-from ..ops.tokens.noise import NoiseStream, gumbel_noise, uniform_noise
+from ..ops.tokens.noise import NoiseStream, exponential_noise, uniform_noise
 from ..ops.tokens.sample import apply_filters, clean_logits, greedy_tokens
 from .rule import Candidates, Drawn, Judged, sampled_kernel
 from .strict import Match
@@ -63,10 +63,11 @@ class DraftDistributions:
         index = torch.arange(rows.shape[0], device=rows.device)
         q = scaled_logits(self.logits[index, rows], temperatures)[0].softmax(-1)
         if self.target_ids is not None:
-            q = q.new_zeros((q.shape[0], vocab_size)).index_copy(1, self.target_ids, q)
+            q = q.new_zeros((q.shape[0], vocab_size)).index_copy_(1, self.target_ids, q)
         certain = self.certain[index, rows][:, None]
-        one = torch.zeros_like(q).scatter(1, certain.clamp_min(0), 1.0)
-        return torch.where(certain >= 0, one, q)
+        is_certain = certain >= 0
+        q.masked_fill_(is_certain, 0.0)
+        return q.scatter_add_(1, certain.clamp_min(0), is_certain.to(q.dtype))
 
 
 Verdict = Callable[[Tensor, Tensor, DraftDistributions, SamplingMetadata], tuple[Tensor, Tensor]]
@@ -92,7 +93,7 @@ class Rejection(Match):
             candidates.drafts,
         )
         logits, bad_rows = clean_logits(candidates.logits)
-        tokens, lens = self.accept(candidates, greedy_tokens(logits))  # right for greedy requests
+        tokens, lens = self.accept(candidates, _best_tokens(logits, sampling.temperatures))
         if contexts:
             sampling_of_contexts = sampling.select(slice(contexts))
             first, _ = sample_target_tokens(logits[:contexts], sampling_of_contexts)
@@ -121,6 +122,17 @@ class Rejection(Match):
         return sampled_kernel(candidates, forced_len, is_remembered=True, is_block=self.is_block)
 
 
+def _best_tokens(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Returns the best token of each greedy row: [R] int32, anything for the others."""
+    if logits.device.type != "cpu":
+        return greedy_tokens(logits)
+    tokens = torch.zeros(logits.shape[0], dtype=torch.int32)
+    rows = (temperatures <= 0).nonzero()[:, 0]
+    if rows.numel():
+        tokens[rows] = greedy_tokens(logits[rows])
+    return tokens
+
+
 def target_log_probs(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """Returns log p [R, V] float32 of the target, after temperature and filters.
 
@@ -137,7 +149,7 @@ def scaled_logits(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]
     The best is at 0 so that a tiny temperature overflows nowhere. A greedy row's temperature counts
     as 1.
     """
-    scaled = logits.float().clamp(max=torch.finfo(torch.float32).max)  # a copy, changed in place
+    scaled = logits.to(torch.float32, copy=True).clamp_(max=torch.finfo(torch.float32).max)
     best = scaled.amax(-1)
     divisors = torch.where(temperatures > 0, temperatures, 1.0)
     return scaled.sub_(best[:, None]).div_(divisors[:, None]), best
@@ -234,11 +246,11 @@ def _next_token(
         is_rejected = (count < num_drafts) & (drafts[index, depth] >= 0)
         temperatures = sampling.temperatures.view(num_requests, -1)[:, 0]
         q = draft.probabilities(temperatures, p.shape[-1], depth)
-        left = (scale[:, None] * p - q).clamp_min(0)
+        left = (scale[:, None] * p).sub_(q).clamp_min_(0)
         # Where q equals p up to rounding nothing is left of p, and p itself is as good.
         is_rejected &= left.sum(-1) > 0
         p = torch.where(is_rejected[:, None], left, p)
     seeds = sampling.seeds.view(num_requests, -1)[:, 0]
     positions = sampling.positions.view(num_requests, -1)[index, count]
-    noise = gumbel_noise(seeds, positions, NoiseStream.TARGET, p.shape[-1])
-    return (p.log() + noise).argmax(-1).to(torch.int32)
+    noise = exponential_noise(seeds, positions, NoiseStream.TARGET, p.shape[-1])
+    return greedy_tokens(p.div_(noise))

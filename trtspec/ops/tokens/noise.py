@@ -92,6 +92,14 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return (x >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 
+def exponential_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
+    """Draws [R, size] float32 standard exponential numbers, > 0: argmax(p / noise) samples p.
+
+    It is the choice that the logarithms of p and `gumbel_noise` make, and never one of p = 0.
+    """
+    return uniform_noise(seeds, positions, stream, size).log_().neg_()
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, stream: int, size: int | Tensor) -> Tensor:
     """Draws [R, size] float32 standard Gumbel: argmax(logits + noise) samples softmax(logits)."""
-    return uniform_noise(seeds, positions, stream, size).log_().neg_().log_().neg_()
+    return exponential_noise(seeds, positions, stream, size).log_().neg_()

@@ -13,16 +13,32 @@ def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Replaces NaN by -inf, so that argmax ignores it.
 
     Returns:
-        (logits [R, V], bad [R] bool: rows that held a NaN, or nothing above -inf).
+        (logits [R, V], bad [R] bool: rows that held a NaN, or nothing above -inf). The logits may
+        be those given.
     """
     bad = ~(logits.amax(-1) > float("-inf"))  # amax is NaN where any entry is
+    if _is_on_cpu(logits) and not bad.any():
+        return logits, bad
     inf = float("inf")
     return torch.nan_to_num(logits, nan=-inf, posinf=inf, neginf=-inf), bad
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Takes the argmax of [R, V]: [R] int32, the lowest index among equal maxima."""
-    return logits.argmax(-1).to(torch.int32)
+    return argmax(logits).to(torch.int32)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Returns x.argmax(-1), the lowest index among equal maxima.
+
+    On a CPU torch's `max` finds it in a quarter of the time.
+    """
+    return x.max(-1).indices if _is_on_cpu(x) else x.argmax(-1)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    """Whether the host may look at a value without waiting for a device."""
+    return x.device.type == "cpu"
 
 
 def filter_logits(logits: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
@@ -77,6 +93,4 @@ def sample_tokens(
         kept = apply_filters(logits / temperature.clamp_min(1e-6), sampling)
         filtered = logits.masked_fill(torch.isneginf(kept), float("-inf"))
     noise = gumbel_noise(sampling.seeds, sampling.positions, stream, logits.shape[-1])
-    noisy = noise.mul_(temperature).add_(filtered)
-    tokens = torch.where(sampling.temperatures > 0, noisy.argmax(-1), logits.argmax(-1))
-    return tokens.to(torch.int32)
+    return greedy_tokens(noise.mul_(temperature).add_(filtered))
