@@ -1,5 +1,6 @@
 #include "attention_impl.cuh"
 
-template cudaError_t trtspec::launch_attend<trtspec::half_t>(const AttendParams&, int, cudaStream_t);
+template cudaError_t trtspec::launch_attend_shares<trtspec::half_t>(const AttendParams&, int,
+                                                                  cudaStream_t);
 template cudaError_t trtspec::launch_attend_clusters<trtspec::half_t>(const AttendParams&, int, int,
                                                                   cudaStream_t);

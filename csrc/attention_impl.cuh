@@ -6,8 +6,8 @@
 namespace trtspec {
 
 template <typename T, int kTiles>
-cudaError_t launch_attend_as(const AttendParams& p, int shares, cudaStream_t stream) {
-  const auto kernel = paged_attention<T, kTiles>;
+cudaError_t launch_shares_as(const AttendParams& p, int shares, cudaStream_t stream) {
+  const auto kernel = share_attention<T, kTiles>;
   constexpr int shared = attend_shared_bytes<kShareDim, kTiles, kShareStages>();
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -16,9 +16,9 @@ cudaError_t launch_attend_as(const AttendParams& p, int shares, cudaStream_t str
 }
 
 template <typename T>
-cudaError_t launch_attend(const AttendParams& p, int shares, cudaStream_t stream) {
-  return p.rows * p.per_kv <= 16 ? launch_attend_as<T, 1>(p, shares, stream)
-                                 : launch_attend_as<T, 2>(p, shares, stream);
+cudaError_t launch_attend_shares(const AttendParams& p, int shares, cudaStream_t stream) {
+  return p.rows * p.per_kv <= 16 ? launch_shares_as<T, 1>(p, shares, stream)
+                                 : launch_shares_as<T, 2>(p, shares, stream);
 }
 
 template <typename T, int kDim, int kTiles, int kSize>

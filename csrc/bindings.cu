@@ -318,9 +318,10 @@ trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const 
 
 // As of `attention`. sums [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets
 // [>= B * Hkv] int32, zeros.
-void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorView positions,
-            Optional<TensorView> starts, int64_t rows, int64_t page_size, int64_t window,
-            double scale, TensorView sums, TensorView stats, TensorView tickets, TensorView out) {
+void attend_shares(TensorView q, TensorView k, TensorView v, TensorView tables,
+                   TensorView positions, Optional<TensorView> starts, int64_t rows,
+                   int64_t page_size, int64_t window, double scale, TensorView sums,
+                   TensorView stats, TensorView tickets, TensorView out) {
   trtspec::AttendParams p =
       attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
   p.sums = static_cast<float*>(sums.data_ptr()), p.stats = static_cast<float*>(stats.data_ptr());
@@ -333,7 +334,7 @@ void attend(TensorView q, TensorView k, TensorView v, TensorView tables, TensorV
   const int shares = static_cast<int>(sums.size(0)) / 2;
   if (p.requests == 0) return;
   by_half_type(q, [&](auto type) {
-    return trtspec::launch_attend<decltype(type)>(p, shares, stream_of(q));
+    return trtspec::launch_attend_shares<decltype(type)>(p, shares, stream_of(q));
   });
 }
 
@@ -374,7 +375,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend, attend);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_shares, attend_shares);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_clusters, attend_clusters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

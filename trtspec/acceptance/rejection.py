@@ -24,7 +24,7 @@ from ..metadata.draft_memory import DraftMemory
 from ..metadata.sampling import SamplingMetadata
 from ..ops.tokens.greedy import Accepted
 from ..ops.tokens.noise import NoiseStream, exponential_noise, uniform_noise
-from ..ops.tokens.sample import apply_filters, clean_logits, greedy_tokens
+from ..ops.tokens.sample import apply_filters, clean_logits, greedy_tokens, is_on_cpu
 from .rule import Candidates, Drawn, Judged, sampled_kernel
 from .strict import Match
 from .target import sample_target_tokens
@@ -124,7 +124,7 @@ class Rejection(Match):
 
 def _best_tokens(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Returns the best token of each greedy row: [R] int32, anything for the others."""
-    if logits.device.type != "cpu":
+    if not is_on_cpu(logits):
         return greedy_tokens(logits)
     tokens = torch.zeros(logits.shape[0], dtype=torch.int32)
     rows = (temperatures <= 0).nonzero()[:, 0]
@@ -179,11 +179,11 @@ def block_rejection(
 ) -> tuple[Tensor, Tensor]:
     """Judges the drafts of a step together; arguments and result as in `token_rejection`.
 
-    Sun et al., "Block verification accelerates speculative decoding" (2024), algorithm 2: with
-    w[0] = 1 and w[i] = min(w[i-1] p(d[i]) / q(d[i]), 1), the first i drafts are accepted for the
-    largest i whose coin is at most h[i] = s / (s + 1 - w[i]). Here s is the sum of
-    max(w[i] p - q, 0) over the vocabulary at the next position. For the last draft h[i] = w[i]. The
-    token after the accepted drafts is drawn from that difference.
+    Sun et al., "Block verification accelerates speculative decoding" (2024), algorithm 2. Let
+    w[0] = 1 and w[i] = min(w[i-1] p(d[i]) / q(d[i]), 1). Let s be the sum of max(w[i] p - q, 0)
+    over the vocabulary at the next position, and h[i] = s / (s + 1 - w[i]). For the last draft
+    h[i] = w[i]. The first i drafts are accepted, for the largest i whose coin is at most h[i]. The
+    token after them is drawn from that difference.
     """
     num_requests, num_drafts = drafts.shape
     if num_drafts == 0:

@@ -2,7 +2,7 @@
 
 A group is a request and a KV head, whose keys several thread blocks read. There are two ways to cut
 them: a cluster of blocks for each group (csrc/include/trtspec/cluster_attention.cuh), or all keys
-in equal shares (paged_attention.cuh). Triton's kernel (`paged.py`) serves what these do not.
+in equal shares (share_attention.cuh). Triton's kernel (`paged.py`) serves what these do not.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def attend_shares(
     sums = torch.empty((2 * SHARES, pairs, layer.dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((2 * SHARES, pairs, 2), dtype=torch.float32, device=q.device)
     groups = tables.blocks.shape[0] * layer.kv_heads
-    module.attend(
+    module.attend_shares(
         q, k, v, tables.blocks, tables.positions, tables.starts, rows, layer.page_size,
         layer.window, queries.scale, sums, stats, tickets(q.device, groups), queries.out,
     )  # fmt: skip

@@ -254,10 +254,10 @@ def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     if layer.fp8 is not None:
         if not _reads_fp8(layer, inputs):
             return None
-    else:
-        if not _reads_floats(weight, inputs, bool(norms)):
-            return None
+    elif _reads_floats(weight, inputs, bool(norms)):
         tensors.append(weight)
+    else:
+        return None
     if any(t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16 for t in tensors):
         return None
     return native.kernels(x) if all(_is_readable(t, x) for t in inputs) else None

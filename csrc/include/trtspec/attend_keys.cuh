@@ -1,6 +1,6 @@
 // Attention over a paged cache of a step's few query rows, by one warp: reading keys and values, and
 // softmax sums of 16 keys at a time with tensor cores. The kernels that cut a group's keys (a group is
-// a request and a KV head) among warps and thread blocks are paged_attention.cuh and
+// a request and a KV head) among warps and thread blocks are share_attention.cuh and
 // cluster_attention.cuh.
 //
 // A warp reads every so many tiles of 16 keys and their values into its own places in shared memory,
@@ -32,35 +32,19 @@ struct AttendParams {
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
   int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
   float scale;   // of scores in base 2
+  // Of equal shares alone.
   float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
   float* stats;  // [2 * shares, pairs, 2]
   int* tickets;  // [requests * KV heads], zeros before and after
 };
 
-// A part of a share: keys of one group.
+// Keys of one group.
 struct Segment {
   int request, head;
   int first, blocks;  // of the group: its first block's number among its own keys, and how many
   int line;           // where the group begins among all blocks
   int row, rows;      // the request's first row, and how many it has
   int position;       // of that row
-};
-
-template <typename T>
-struct Pair;
-template <>
-struct Pair<bf16> {
-  static __device__ uint32_t of(float lo, float hi) {
-    const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
-};
-template <>
-struct Pair<half_t> {
-  static __device__ uint32_t of(float lo, float hi) {
-    const __half2 v = __floats2half2_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t*>(&v);
-  }
 };
 
 // What a request's rows see.
@@ -275,10 +259,10 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
         score = exp2f(score - base[c % 4 / 2]);
         total[m][c % 4 / 2] += score;
       }
-      weights[m][0] = Pair<T>::of(scores[m][0][0], scores[m][0][1]);
-      weights[m][1] = Pair<T>::of(scores[m][0][2], scores[m][0][3]);
-      weights[m][2] = Pair<T>::of(scores[m][1][0], scores[m][1][1]);
-      weights[m][3] = Pair<T>::of(scores[m][1][2], scores[m][1][3]);
+      weights[m][0] = pack(scores[m][0][0], scores[m][0][1], T());
+      weights[m][1] = pack(scores[m][0][2], scores[m][0][3], T());
+      weights[m][2] = pack(scores[m][1][0], scores[m][1][1], T());
+      weights[m][3] = pack(scores[m][1][2], scores[m][1][3], T());
     }
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
@@ -329,6 +313,30 @@ __device__ inline void add_weighted(float4& sum, float4 other, float weight) {
 // The larger of two scores. Where one was NaN its sums are, too, so that a NaN reaches the output.
 __device__ inline float better(float score, float than) { return score <= than ? than : score; }
 
+// Softmax sums of four columns of a pair.
+struct Joined {
+  float best, total;
+  float4 sum;
+};
+
+// Joins what the warps of a thread block have left, as of leave_sums.
+template <int kDim, int kTiles>
+__device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTiles * 16], int pair,
+                                    int column) {
+  Joined joined = {-INFINITY, 0.0f, {}};
+#pragma unroll
+  for (int w = 0; w < kAttendWarps; ++w) joined.best = better(stats[w][pair].x, joined.best);
+  const float base = joined.best == -INFINITY ? 0.0f : joined.best;
+#pragma unroll
+  for (int w = 0; w < kAttendWarps; ++w) {
+    const float weight = exp2f(stats[w][pair].x - base);
+    const float* from = sums + (w * kTiles * 16 + pair) * (kDim + 4) + column;
+    add_weighted(joined.sum, *reinterpret_cast<const float4*>(from), weight);
+    joined.total = fmaf(stats[w][pair].y, weight, joined.total);
+  }
+  return joined;
+}
+
 // Four columns of a pair's attention, of sums over all keys that it sees.
 template <typename T>
 __device__ inline void write_attention(const AttendParams& p, const Segment& s, int pair, int column,
@@ -337,8 +345,8 @@ __device__ inline void write_attention(const AttendParams& p, const Segment& s, 
   const int64_t row = s.row + pair / p.per_kv;
   T* to = static_cast<T*>(p.out) + row * p.out_row +
           (s.head * p.per_kv + pair % p.per_kv) * p.out_head + column;
-  *reinterpret_cast<uint2*>(to) = {Pair<T>::of(sum.x * scale, sum.y * scale),
-                                   Pair<T>::of(sum.z * scale, sum.w * scale)};
+  *reinterpret_cast<uint2*>(to) = {pack(sum.x * scale, sum.y * scale, T()),
+                                   pack(sum.z * scale, sum.w * scale, T())};
 }
 
 }  // namespace trtspec

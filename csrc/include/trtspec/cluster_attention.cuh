@@ -14,13 +14,13 @@
 namespace trtspec {
 
 constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
-constexpr int kBlocksAlone = 5;  // of 64 keys, for a thread block; with more another one joins in
+constexpr int kBlocksAlone = 5;    // of 64 keys, for a thread block; with more another one joins in
 
 // kSize: thread blocks of a cluster.
 template <typename T, int kDim, int kTiles, int kSize>
 __global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ? 4 : 2)
     cluster_attention(const __grid_constant__ AttendParams p) {
-  constexpr int kPairs = kTiles * 16, kSumRow = kDim + 4, kColumns = kDim / 4;
+  constexpr int kPairs = kTiles * 16, kColumns = kDim / 4;
   extern __shared__ __align__(128) char shared[];
   __shared__ float2 stats_of[kAttendWarps][kPairs], stats[kPairs];
   __shared__ float4 joined[kPairs][kColumns];
@@ -47,19 +47,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ?
   const int items = s.rows * p.per_kv * kColumns;
   for (int i = threadIdx.x; i < items; i += kAttendWarps * 32) {
     const int pair = i / kColumns, column = i % kColumns;
-    float best = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < kAttendWarps; ++w) best = better(stats_of[w][pair].x, best);
-    const float base = best == -INFINITY ? 0.0f : best;
-    float4 sum = {};
-    float total = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kAttendWarps; ++w) {
-      const float weight = exp2f(stats_of[w][pair].x - base);
-      const float* from = sums_of + (w * kPairs + pair) * kSumRow + column * 4;
-      add_weighted(sum, *reinterpret_cast<const float4*>(from), weight);
-      total = fmaf(stats_of[w][pair].y, weight, total);
-    }
+    const auto [best, total, sum] = join_warps<kDim, kTiles>(sums_of, stats_of, pair, column * 4);
     if (active == 1) {
       write_attention<T>(p, s, pair, column * 4, sum, total);
     } else {

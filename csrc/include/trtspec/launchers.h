@@ -7,7 +7,7 @@
 #include "choose.cuh"
 #include "cluster_attention.cuh"
 #include "markov_walk.cuh"
-#include "paged_attention.cuh"
+#include "share_attention.cuh"
 #include "skinny_linear.cuh"
 
 namespace trtspec {
@@ -41,13 +41,13 @@ template <typename T>
 cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
 cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
 
-// Heads of kShareDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread blocks
-// cut the keys among them.
+// Heads of kShareDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread
+// blocks cut the keys among them.
 constexpr int kMaxPairs = 32;
 template <typename T>
-cudaError_t launch_attend(const AttendParams& params, int shares, cudaStream_t stream);
+cudaError_t launch_attend_shares(const AttendParams& params, int shares, cudaStream_t stream);
 
-// Likewise, of heads of 64 too: a cluster of `size` thread blocks, 2 or 4, for each request and KV head.
+// Likewise, of heads of 64 too. Each request and KV head has a cluster of `size` thread blocks, 2 or 4.
 template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& params, int dim, int size,
                                    cudaStream_t stream);

@@ -17,7 +17,7 @@ def clean_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
         be those given.
     """
     bad = ~(logits.amax(-1) > float("-inf"))  # amax is NaN where any entry is
-    if _is_on_cpu(logits) and not bad.any():
+    if is_on_cpu(logits) and not bad.any():
         return logits, bad
     inf = float("inf")
     return torch.nan_to_num(logits, nan=-inf, posinf=inf, neginf=-inf), bad
@@ -33,10 +33,10 @@ def argmax(x: Tensor) -> Tensor:
 
     On a CPU torch's `max` finds it in a quarter of the time.
     """
-    return x.max(-1).indices if _is_on_cpu(x) else x.argmax(-1)
+    return x.max(-1).indices if is_on_cpu(x) else x.argmax(-1)
 
 
-def _is_on_cpu(x: Tensor) -> bool:
+def is_on_cpu(x: Tensor) -> bool:
     """Whether the host may look at a value without waiting for a device."""
     return x.device.type == "cpu"
 

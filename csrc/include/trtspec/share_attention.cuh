@@ -65,8 +65,8 @@ constexpr int kShareDim = 128, kShareStages = 3;  // tiles ahead
 // kTiles: of 16 pairs of a row and a head that read one KV head.
 template <typename T, int kTiles>
 __global__ void __launch_bounds__(kAttendWarps * 32, 2)
-    paged_attention(const __grid_constant__ AttendParams p) {
-  constexpr int kDim = kShareDim, kPairs = kTiles * 16, kSumRow = kDim + 4;
+    share_attention(const __grid_constant__ AttendParams p) {
+  constexpr int kDim = kShareDim, kPairs = kTiles * 16;
   extern __shared__ __align__(128) char shared[];
   __shared__ float2 stats_of[kAttendWarps][kPairs];
   __shared__ bool is_last;
@@ -116,27 +116,13 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
     for (int i = threadIdx.x; i < pairs * (kDim / 4); i += kAttendWarps * 32) {
       int pair, column;
       columns(i, pair, column);
-      float highest_best = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) {
-        highest_best = better(stats_of[w][pair].x, highest_best);
-      }
-      const float base = highest_best == -INFINITY ? 0.0f : highest_best;
-      float4 sum = {};
-      float total_sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kAttendWarps; ++w) {
-        const float weight = exp2f(stats_of[w][pair].x - base);
-        const float* from = sums_of + (w * kPairs + pair) * kSumRow + column;
-        add_weighted(sum, *reinterpret_cast<const float4*>(from), weight);
-        total_sum = fmaf(stats_of[w][pair].y, weight, total_sum);
-      }
+      const auto [best, total, sum] = join_warps<kDim, kTiles>(sums_of, stats_of, pair, column);
       if (is_whole) {
-        write_attention<T>(p, s, pair, column, sum, total_sum);
+        write_attention<T>(p, s, pair, column, sum, total);
       } else {
         const int64_t at = (blockIdx.x * 2 + (first_share == blockIdx.x)) * room + pair;
         *reinterpret_cast<float4*>(p.sums + at * kDim + column) = sum;
-        if (column == 0) *reinterpret_cast<float2*>(p.stats + at * 2) = {highest_best, total_sum};
+        if (column == 0) *reinterpret_cast<float2*>(p.stats + at * 2) = {best, total};
       }
     }
     if (!is_whole) {
