@@ -16,10 +16,10 @@ constexpr int kStreamWarps = 16, kDepth = 6;  // of stream_linear
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
 constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memory
 constexpr int kMaxSkinnyRows = 32;
-// By measurement (decision 029): up to so many rows, weights with so many columns are skinny_linear's.
-constexpr int kMaxDeepRows = 16, kDeep = 2048;
 constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
-constexpr int kMaxFewRows = 48, kManyRows = 97, kWide = 2048;  // outputs; sizes of tiles go by them
+// Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide one.
+constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96;
+constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
 constexpr int kMaxStreamRows = 8;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
@@ -55,34 +55,38 @@ cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), shared, stream, p);
 }
 
-template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages>
+template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages, int kSplit = 1>
 cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
-  using Sizes = Tiling<kBlocks, kOuts, kStages>;
-  const auto kernel = tile_linear<T, E, kNorm, kBlocks, kOuts, kStages>;
+  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit>;
+  const auto kernel = tile_linear<T, E, kNorm, kBlocks, kOuts, kStages, kSplit>;
   const int shared = Sizes::shared_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
-  const dim3 grid((p.n + kOuts - 1) / kOuts, (p.rows + Sizes::kRows - 1) / Sizes::kRows);
-  return launch(kernel, grid, dim3(kTileWarps * 32), shared, stream, p);
+  const int across = (p.n + kOuts - 1) / kOuts, down = (p.rows + Sizes::kRows - 1) / Sizes::kRows;
+  return launch_clusters(kernel, dim3(across * kSplit, down), kSplit, dim3(kTileWarps * 32), shared,
+                         stream, p);
 }
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
-  if (p.rows <= kMaxFewRows) return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
-  if (p.rows >= kManyRows && p.n >= kWide) {
-    return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
+  if (p.rows <= kMaxFewRows) {
+    if constexpr (!kNorm) {
+      const bool is_deep = p.k >= (p.rows <= kFewRows ? kDeep : kDeeper);
+      if (is_deep) return launch_tile<T, E, kNorm, 1, 32, 5, 4>(p, stream);
+    }
+    return launch_tile<T, E, kNorm, 1, 32, 5>(p, stream);
   }
-  return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
+  if (p.rows <= kMaxSomeRows || p.n < kWide) return launch_tile<T, E, kNorm, 2, 32, 5>(p, stream);
+  if (p.rows <= kMaxMoreRows) return launch_tile<T, E, kNorm, 2, 32, 3>(p, stream);
+  return launch_tile<T, E, kNorm, 2, 64, 3>(p, stream);
 }
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
   const bool is_tiled = p.k_split == p.k && p.n % kTile == 0 && values < kLargeWeight;
-  if (is_tiled && p.k <= kMaxTileColumns && (p.rows > kMaxDeepRows || p.k < kDeep)) {
-    return launch_tiles<T, E, kNorm>(p, stream);
-  }
+  if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits) {

@@ -226,7 +226,8 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
     ("of", "rows", "requests"),
     [
         (Way(128, 4), 1, 16), (Way(128, 2), 4, 24), (Way(128, 2), 1, 95), (Way(128, 0), 1, 96),
-        (Way(128, 0), 4, 255), (Way(64, 4), 1, 12), (Way(64, 4), 8, 32), (Way(64, 2), 4, 33),
+        (Way(128, 0), 4, 255), (Way(64, 4), 1, 12), (Way(64, 4), 4, 48), (Way(64, 2), 4, 49),
+        (Way(64, 4), 8, 32), (Way(64, 2), 8, 33), (Way(64, 2), 1, 33),
     ],
 )  # fmt: skip
 def test_each_is_used_where_it_pays(

@@ -30,7 +30,7 @@ pytestmark = [
 DTYPES = [torch.bfloat16, torch.float16]
 # (in, out): kernels for small, deep, large, and large but narrow weights; not all divide by tiles.
 SIZES = [
-    (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960),
+    (64, 24), (576, 960), (576, 976), (384, 2064), (1536, 576), (96, 40), (2560, 960), (2592, 528),
     (4096, 1040), (2048, 4098), (14336, 512), (576, 7300), (1024, 4104), (32, 131_080),
 ]  # fmt: skip
 ROWS = [1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130, 256, 257]
@@ -158,7 +158,8 @@ def test_two_inputs_with_their_own_norms(
 @pytest.mark.parametrize("bias", [False, True])
 def test_swiglu(dtype: torch.dtype, size: tuple[int, int], bias: bool, served: list[str]) -> None:
     layer, norm = _linear(*size, dtype, bias), _norm(size[0], dtype)
-    counts = (1, 5, 8) if size[0] * size[1] >= fused.LARGE else (1, 5, 8, 20, 40, 100)
+    most = _most_rows(size, True)
+    counts = [rows for rows in (1, 5, 8, 20, 40, 80, 90) if rows <= most]
     for rows in counts:
         x = _random(rows, size[0], dtype=dtype)
         gate, up = _product(_exact(x, norm), layer).chunk(2, dim=-1)
@@ -209,12 +210,16 @@ def test_rope_and_cache(
     assert all(cache.isfinite().all() for cache in caches) and not caches[1][scratch].any()
 
 
-@pytest.mark.parametrize("size", [(576, 960), (384, 2064), (576, 49152), (4096, 2048)])
+@pytest.mark.parametrize(
+    "size", [(576, 960), (384, 2064), (576, 49152), (4096, 2048), (1536, 576), (2592, 528)]
+)
 def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """What makes bf16 text with speculation that without it, up to attention."""
     layer, norm = _linear(*size, torch.bfloat16), _norm(size[0], torch.bfloat16)
     for norms in ((norm,), ()):
         most = _most_rows(size, bool(norms))
+        if not norms and size[0] >= 1536:  # up to so many a cluster divides the columns
+            most = min(most, 16 if size[0] < 2048 else 48)
         x = _random(most, size[0])
         together = fused.linear((x,), layer, norms)
         for rows in {*range(1, 8), *range(5, most, 31)}:

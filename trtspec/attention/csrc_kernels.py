@@ -17,7 +17,7 @@ from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.launch.tickets import tickets
 from .split_kv import Layer, Queries, Tables
 
-TILE_KEYS = 16
+TILE_KEYS, TILE_PAIRS = 16, 16
 MAX_PAIRS = {64: 32, 128: 16}
 """By head size: pairs of a row and a query head, for each KV head."""
 SHARES = 2 * MULTIPROCESSORS  # thread blocks that shared memory has room for at once
@@ -43,7 +43,7 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
     if module is None:
         return False
     groups = tables.blocks.shape[0] * layer.kv_heads
-    size = cluster_size(layer.dim, groups)
+    size = cluster_size(layer, groups, rows)
     if size and tables.blocks.shape[1] * layer.page_size <= size * MAX_KEYS:
         attend_clusters(module, queries, k, v, tables, layer, rows, size)
         return True
@@ -53,13 +53,14 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
     return False
 
 
-def cluster_size(dim: int, groups: int) -> int:
-    """Returns the thread blocks of a cluster for heads of that size; 0: others are faster.
+def cluster_size(layer: Layer, groups: int, rows: int) -> int:
+    """Returns the thread blocks of a cluster for so many groups; 0: others are faster.
 
     By measurement (decision 029).
     """
-    if dim == 64:
-        return 0 if groups < 24 else 4 if groups <= 64 else 2
+    if layer.dim == 64:
+        most_of_4 = 96 if rows > 1 and rows * layer.per_kv <= TILE_PAIRS else 64
+        return 0 if groups < 24 else 4 if groups <= most_of_4 else 2
     return 4 if 32 <= groups < 48 else 2 if 48 <= groups < 192 else 0
 
 

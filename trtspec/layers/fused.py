@@ -47,7 +47,7 @@ LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
 """Of small weights; `MAX_TILED_ROWS` with one input and a multiple of `TILE` outputs."""
 TILE, MAX_TILED_COLUMNS = 16, 16 << 10
-MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 100_000_000, 250_000_000
+MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 """Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes
 faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
 MAX_NORMED_BYTES = 104 << 10

@@ -14,13 +14,13 @@
 namespace trtspec {
 
 constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
-constexpr int kBlocksAlone = 5;    // of 64 keys, for a thread block; with more another one joins in
 
 // kSize: thread blocks of a cluster.
 template <typename T, int kDim, int kTiles, int kSize>
 __global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ? 4 : 2)
     cluster_attention(const __grid_constant__ AttendParams p) {
   constexpr int kPairs = kTiles * 16, kColumns = kDim / 4;
+  constexpr int kBlocksAlone = kSize == 2 ? 5 : 4;  // of 64 keys; with more another one joins in
   extern __shared__ __align__(128) char shared[];
   __shared__ float2 stats_of[kAttendWarps][kPairs], stats[kPairs];
   __shared__ float4 joined[kPairs][kColumns];

@@ -5,9 +5,14 @@
 // at a time, of which each warp multiplies 16. The warps' sums are joined at the end. The first weights,
 // and a request to have the others in L2, are on their way before the previous kernel has ended.
 //
+// Of deep weights and few rows a cluster of blocks divides K: a block would be long with so many columns,
+// and most multiprocessors would have none.
+//
 // A row's result does not depend on how many rows there are, nor on the tile's size: the order of its
-// sum is fixed by K.
+// sum is fixed by K and the cluster's size.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "skinny_linear.cuh"
 
@@ -17,20 +22,27 @@ constexpr int kTileWarps = 8;
 constexpr int kStep = 16 * kTileWarps;  // columns
 constexpr int kPieces = kStep / 8;      // of 16 bytes
 
-// Sizes of a block with kBlocks times 16 rows and kOuts outputs, and kStages steps on their way.
-template <int kBlocks, int kOuts, int kStages>
+// Sizes of a block with kBlocks times 16 rows and kOuts outputs, kStages steps on their way, of a
+// cluster of kSplit blocks.
+template <int kBlocks, int kOuts, int kStages, int kSplit>
 struct Tiling {
   static constexpr int kRows = 16 * kBlocks;
   static constexpr int kStageBytes = (kRows + kOuts) * kStep * 2;
   static constexpr int kSumRow = kOuts + 8;
   static constexpr int kRing = kStages * kStageBytes;
-  static constexpr int kSums = kTileWarps * kRows * kSumRow * 4;
+  static constexpr int kPart = kRows * kSumRow;  // sums of a warp, or of the block for its cluster
+  static constexpr int kSums = (kTileWarps + (kSplit > 1 ? 1 : 0)) * kPart * 4;
   static constexpr int kShared = kRing > kSums ? kRing : kSums;
 
   static int shared_bytes(const LinearParams& p) {
     return kShared + (p.norm0 == nullptr ? 0 : (p.k + kStep - 1) / kStep * kStep * 2);
   }
 };
+
+__device__ inline void add_pair(float2& sum, const float* from) {
+  const float2 more = *reinterpret_cast<const float2*>(from);
+  sum.x += more.x, sum.y += more.y;
+}
 
 // Two neighbouring sums each of outputs n_lo and n_hi of row m; `residual` is what they are added to.
 template <typename T, Epilogue E>
@@ -70,18 +82,21 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
 }
 
 // n and, with SwiGLU, n / 2 multiples of 16 and 8; one input.
-template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages>
+template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages, int kSplit>
 __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
     tile_linear(const __grid_constant__ LinearParams p) {
-  using Sizes = Tiling<kBlocks, kOuts, kStages>;
+  static_assert(!kNorm || kSplit == 1, "a row's squares are summed up in one block");
+  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit>;
   constexpr int kRows = Sizes::kRows;
   constexpr int kThreads = kTileWarps * 32, kRowBytes = kStep * 2;
   extern __shared__ __align__(128) char shared[];
   char* const norm = shared + Sizes::kShared;  // weights of the norm
   __shared__ float squares_of[kTileWarps][kRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first_row = blockIdx.y * kRows, first_tile = blockIdx.x * (kOuts / kTile);
-  const int steps = (p.k + kStep - 1) / kStep;
+  const int rank = blockIdx.x % kSplit, first_tile = blockIdx.x / kSplit * (kOuts / kTile);
+  const int first_row = blockIdx.y * kRows;
+  const int all_steps = (p.k + kStep - 1) / kStep, first_step = all_steps * rank / kSplit;
+  const int steps = all_steps * (rank + 1) / kSplit - first_step;
   const T* const weight = static_cast<const T*>(p.weight);
 
   // Row `index` of the block's weights: of each tile of 16 first the 8 `lo`, then the 8 `hi`.
@@ -97,19 +112,20 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   constexpr int kApart = kThreads / kPieces, kOfX = (kRows + kApart - 1) / kApart;
   constexpr int kOfWeights = (kOuts + kApart - 1) / kApart;
   const int own_row = threadIdx.x / kPieces, own_piece = threadIdx.x % kPieces;
+  const int own_column = first_step * kStep + own_piece * 8;
   const T* w_from[kOfWeights];
   const T* x_from[kOfX];
 #pragma unroll
-  for (int j = 0; j < kOfWeights; ++j) w_from[j] = weight_row(own_row + j * kApart) + own_piece * 8;
+  for (int j = 0; j < kOfWeights; ++j) w_from[j] = weight_row(own_row + j * kApart) + own_column;
 #pragma unroll
   for (int j = 0; j < kOfX; ++j) {
     const int row = min(first_row + own_row + j * kApart, p.rows - 1);
-    x_from[j] = static_cast<const T*>(p.x0) + row * p.x0_stride + own_piece * 8;
+    x_from[j] = static_cast<const T*>(p.x0) + row * p.x0_stride + own_column;
   }
   char* const own_place = place(shared, own_row, own_piece);  // kApart is a multiple of 8
   auto fetch_weights = [&](int step) {
     char* const stage = own_place + step % kStages * Sizes::kStageBytes + kRows * kRowBytes;
-    const bool is_there = step * kStep + own_piece * 8 < p.k;
+    const bool is_there = step * kStep + own_column < p.k;
 #pragma unroll
     for (int j = 0; j < kOfWeights; ++j) {
       const T* const from = is_there ? w_from[j] + step * kStep : weight;
@@ -118,7 +134,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   };
   auto fetch_x = [&](int step) {
     char* const stage = own_place + step % kStages * Sizes::kStageBytes;
-    const bool is_there = step * kStep + own_piece * 8 < p.k;
+    const bool is_there = step * kStep + own_column < p.k;
 #pragma unroll
     for (int j = 0; j < kOfX; ++j) {
       const T* const from = is_there ? x_from[j] + step * kStep : weight;
@@ -129,7 +145,8 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   const int early = min(steps, kStages);
   for (int step = 0; step < early; ++step) fetch_weights(step);
   for (int i = threadIdx.x; i < kOuts * (steps - early); i += kThreads) {
-    const T* const line = weight_row(i % kOuts) + min((early + i / kOuts) * kStep, p.k - 8);
+    const int column = (first_step + early + i / kOuts) * kStep;
+    const T* const line = weight_row(i % kOuts) + min(column, p.k - 8);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
   }
   if constexpr (kNorm) {
@@ -145,15 +162,16 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
     copies_commit();
   }
 
-  // What this thread will finish: two neighbours of `lo` and of `hi` each.
-  constexpr int kPairs = kOuts / kTile * 4, kItems = (kRows * kPairs + kThreads - 1) / kThreads;
-  uint32_t residual_lo[kItems] = {}, residual_hi[kItems] = {};
+  // What this thread will finish: two neighbours of `lo` and of `hi` each, of the block's own rows.
+  constexpr int kPairs = kOuts / kTile * 4, kOwnRows = kRows / kSplit;
+  constexpr int kItems = (kOwnRows * kPairs + kThreads - 1) / kThreads;
   auto item = [&](int j, int& row, int& column, int& n_lo, int& n_hi) {
     const int i = threadIdx.x + j * kThreads, pair = i % kPairs;
-    row = i / kPairs, column = pair / 4 * kTile + pair % 4 * 2;
+    row = rank * kOwnRows + i / kPairs, column = pair / 4 * kTile + pair % 4 * 2;
     tile_rows<E>(p, first_tile + pair / 4, pair % 4 * 2, n_lo, n_hi);
-    return row < kRows && first_row + row < p.rows && first_tile + pair / 4 < p.n / kTile;
+    return i < kOwnRows * kPairs && first_row + row < p.rows && first_tile + pair / 4 < p.n / kTile;
   };
+  uint32_t residual_lo[kItems] = {}, residual_hi[kItems] = {};
   if constexpr (E == Epilogue::kResidual) {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
@@ -218,7 +236,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = m * 16 + half * 8 + g;
-      float* const to = sums + (warp * kRows + row) * Sizes::kSumRow + t * 2;
+      float* const to = sums + warp * Sizes::kPart + row * Sizes::kSumRow + t * 2;
 #pragma unroll
       for (int n = 0; n < kOuts / 8; ++n) {
         *reinterpret_cast<float2*>(to + n * 8) = {acc[m][n][half * 2], acc[m][n][half * 2 + 1]};
@@ -233,28 +251,51 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   }
   __syncthreads();
 
+  // The warps' sums of two neighbours of `lo` and of `hi`.
+  auto join_warps = [&](int row, int column, float2& lo, float2& hi) {
+#pragma unroll
+    for (int w = 0; w < kTileWarps; ++w) {
+      const float* from = sums + w * Sizes::kPart + row * Sizes::kSumRow + column;
+      add_pair(lo, from), add_pair(hi, from + 8);
+    }
+  };
+  float* const part = sums + kTileWarps * Sizes::kPart;
+  if constexpr (kSplit > 1) {
+    for (int i = threadIdx.x; i < kRows * kPairs; i += kThreads) {
+      const int row = i / kPairs, column = i % kPairs / 4 * kTile + i % 4 * 2;
+      float2 lo = {}, hi = {};
+      join_warps(row, column, lo, hi);
+      float* const to = part + row * Sizes::kSumRow + column;
+      *reinterpret_cast<float2*>(to) = lo, *reinterpret_cast<float2*>(to + 8) = hi;
+    }
+    cooperative_groups::this_cluster().sync();
+  }
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
     int row, column, n_lo, n_hi;
     if (!item(j, row, column, n_lo, n_hi)) continue;
     float2 lo = {}, hi = {};
-    float scale = 1.0f;
+    if constexpr (kSplit > 1) {
 #pragma unroll
-    for (int w = 0; w < kTileWarps; ++w) {
-      const float* from = sums + (w * kRows + row) * Sizes::kSumRow + column;
-      const float2 more_lo = *reinterpret_cast<const float2*>(from);
-      const float2 more_hi = *reinterpret_cast<const float2*>(from + 8);
-      lo.x += more_lo.x, lo.y += more_lo.y, hi.x += more_hi.x, hi.y += more_hi.y;
+      for (int r = 0; r < kSplit; ++r) {
+        const float* const own = part + row * Sizes::kSumRow + column;
+        const float* const from = cooperative_groups::this_cluster().map_shared_rank(own, r);
+        add_pair(lo, from), add_pair(hi, from + 8);
+      }
+    } else {
+      join_warps(row, column, lo, hi);
     }
     if constexpr (kNorm) {
       float total = 0.0f;
 #pragma unroll
       for (int w = 0; w < kTileWarps; ++w) total += squares_of[w][row];
-      scale = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+      const float scale = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+      lo.x *= scale, lo.y *= scale, hi.x *= scale, hi.y *= scale;
     }
-    lo.x *= scale, lo.y *= scale, hi.x *= scale, hi.y *= scale;
     finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, residual_lo[j], residual_hi[j]);
   }
+  // Others may still be reading this block's sums.
+  if constexpr (kSplit > 1) cooperative_groups::this_cluster().sync();
 }
 
 }  // namespace trtspec
