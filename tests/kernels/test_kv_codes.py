@@ -100,7 +100,9 @@ def test_rope_and_write(
     for function in (triton_rope.rope_and_write, rope_and_write):
         to = _write(kv_heads, dim)._replace(keeps_finite=keeps_finite)
         function(qkv, rope, q_heads, to, norms, normed)
-        for codes, scales, given in zip(to[:2], to[-2:], floats[:2], strict=True):
+        for codes, scales, given in zip(
+            to[:2], (to.k_scales, to.v_scales), floats[:2], strict=True
+        ):
             assert isinstance(codes, Tensor) and isinstance(scales, Tensor)
             codes, expected = codes.float(), encode(given, scales).float()
             assert torch.equal(codes.isnan(), expected.isnan())

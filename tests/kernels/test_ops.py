@@ -254,6 +254,43 @@ def test_packed_bf16_rows_do_not_depend_on_their_number(shape: tuple[int, int]) 
             assert torch.equal(layer(x[:rows]), one_by_one[:rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [48, 576, 2048])
+@pytest.mark.parametrize("largest", [1.0, 1000.0])
+def test_a_packed_norm(size: int, largest: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(size, 1e-5).to(dtype)
+    norm.weight.data = (torch.rand(size) + 0.5).to(dtype)
+    x = torch.randn(12, size).to(dtype)
+    x[:, 3] *= largest  # as models have them
+    x[4] = torch.nan
+    before = norm(x)
+    norm.pack()
+    packed = {rows: norm(x[:rows]) for rows in range(1, 13)}
+    exact = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5)
+    exact = exact * norm.weight.double()
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    for rows, y in packed.items():
+        same = packed[9 if rows <= 9 else 12][:rows]
+        assert torch.equal(y.nan_to_num(), same.nan_to_num())
+        torch.testing.assert_close(
+            y.double(), exact[:rows], rtol=rounding, atol=1e-5, equal_nan=True
+        )
+    if dtype == torch.float32:
+        torch.testing.assert_close(packed[9], before[:9], rtol=0, atol=0, equal_nan=True)
+    norm.weight.data.mul_(2)
+    torch.testing.assert_close(norm(x[:4]), 2 * packed[4], rtol=0, atol=0)
+
+
+def test_norms_with_an_offset_are_not_packed() -> None:
+    norm = RMSNorm(64, 1e-5, offset=1.0).to(torch.bfloat16)
+    norm.weight.data.zero_()
+    norm.pack()
+    assert norm.twice is None
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (64,), eps=1e-5))
+
+
 @pytest.mark.parametrize(("splits_below", "expected"), [(1, 1), (2, 2), (6, 9)])
 def test_rows_are_padded_where_a_kernel_depends_on_their_number(
     splits_below: int, expected: int

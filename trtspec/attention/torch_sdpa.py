@@ -124,22 +124,25 @@ class TorchAttention(AttentionBackend):
         if sinks is not None:
             sinks = sinks.view(kv_heads, per_kv)
         if one_by_one:
-            keys, values = (
-                x[:, None].expand(-1, rows, -1, -1, -1).flatten(0, 1)
-                if num_seqs == 1 or rows == 1
-                else x.repeat_interleave(rows, 0)
-                for x in (keys, values)
-            )
+            if rows > 1:
+                keys, values = (
+                    x.expand(rows, -1, -1, -1) if num_seqs == 1 else x.repeat_interleave(rows, 0)
+                    for x in (keys, values)
+                )
             grouped = q.view(num_seqs * rows, kv_heads, per_kv, dim)
             unused = -per_kv % _ALIGNED_GROUP
             if unused:
                 grouped = F.pad(grouped, (0, 0, 0, unused))
                 sinks = sinks if sinks is None else F.pad(sinks, (0, unused))
-            outs = []
-            for part, n in _shown_lengths(meta, cached.kv_group, length=keys.shape[2]):
-                shown = keys[part, :, :n], values[part, :, :n], mask[part, ..., :n]
-                outs.append(masked_attention(grouped[part], *shown, scale, softcap, sinks))
-            out = torch.cat(outs)[:, :, :per_kv, :value_dim]
+            length, outs = keys.shape[2], []
+            for part, n in _shown_lengths(meta, cached.kv_group, length):
+                some, k, v, seen = grouped, keys, values, mask
+                if part is not None:
+                    some, k, v, seen = some[part], k[part], v[part], seen[part]
+                if n < length:
+                    k, v, seen = k[:, :, :n], v[:, :, :n], seen[..., :n]
+                outs.append(masked_attention(some, k, v, seen, scale, softcap, sinks))
+            out = (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :per_kv, :value_dim]
             return out.reshape(num_seqs * rows, q_heads, value_dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
         sinks = sinks if sinks is None else sinks.repeat(1, rows)
@@ -201,22 +204,25 @@ def _with_sinks(
     return k, v, torch.cat([mask.expand(batch, heads, rows, -1), column], dim=-1)
 
 
-def _shown_lengths(meta: AttentionMetadata, kv_group: int, length: int) -> list[tuple[slice, int]]:
+def _shown_lengths(
+    meta: AttentionMetadata, kv_group: int, length: int
+) -> list[tuple[slice | None, int]]:
     """Returns runs of a lone request's rows with the number of keys they are shown, masked or not.
 
     That number must follow from a row's own position: how a sum over keys is cut into blocks
-    depends on it, and so does the last bit. Of several requests all rows are shown `length`.
+    depends on it, and so does the last bit. Of several requests all rows are shown `length`. None
+    in place of a run is all rows.
     """
     if meta.num_generations != 1:
-        return [(slice(None), length)]
+        return [(None, length)]
     key = ("shown lengths", kv_group)
     if key not in meta.derived:
         page = meta.kv_groups[kv_group].page_size
         positions = meta.position_ids[meta.num_context_tokens :].tolist()
         shown = [min((p // page + 1) * page, length) for p in positions]
         starts = [i for i, n in enumerate(shown) if i == 0 or n != shown[i - 1]]
-        ends = [*starts[1:], len(shown)]
-        meta.derived[key] = [(slice(i, j), shown[i]) for i, j in zip(starts, ends, strict=True)]
+        runs = [slice(i, j) for i, j in zip(starts, [*starts[1:], len(shown)], strict=True)]
+        meta.derived[key] = [(run if len(runs) > 1 else None, shown[run.start]) for run in runs]
     return meta.derived[key]
 
 

@@ -22,6 +22,7 @@ from ..distributed.parallel import ONE_RANK, WHOLE, Cut, Parallel
 from ..errors import CheckpointError
 from ..layers.experts import Experts
 from ..layers.linear import Linear
+from ..layers.norm import RMSNorm
 from ..models.config import DecoderConfig
 from ..models.cut import check_cut
 from ..models.decoder import MLP, Attention, Decoder
@@ -250,7 +251,7 @@ def finish(model: nn.Module, device: torch.device, pack: bool = True) -> None:
             module.bias.data.zero_()
     if device.type == "cpu" and pack:
         for module in model.modules():
-            if isinstance(module, Linear | Experts):
+            if isinstance(module, Linear | Experts | RMSNorm):
                 module.pack()
 
 

@@ -95,9 +95,7 @@ def _own_part(
     kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
     # A backward pass needs what was there.
     in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
-    if residual is not None and not _takes_pairs(residual, inputs[0].dtype):
-        kernels = None
-    if kernels is None:
+    if kernels is None or not (residual is None or _takes_pairs(residual, inputs[0].dtype)):
         return _unfused(inputs, layer, norms, residual, in_place)
     out = residual
     if out is None or not in_place:
@@ -203,15 +201,8 @@ def qkv_rope_and_write(
         rope, q_heads, to, qk_norms, norms_values: as of `rope_and_write`.
     """
     dim = to.k_slots.shape[2]
-    kernels = _kernels(inputs, layer, norms)
-    indices = rope.position_ids, to.slots
-    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in indices):
-        kernels = None
-    if rope.cos_sin.dtype != torch.float32:
-        kernels = None
-    if not all(_takes_pairs(x, inputs[0].dtype) for x in (to.k_slots, to.v_slots)):
-        kernels = None
-    if kernels is None or qk_norms is not None or dim % 16:
+    kernels = None if qk_norms is not None or dim % 16 else _kernels(inputs, layer, norms)
+    if kernels is None or not _takes_rope(rope, to, inputs[0].dtype):
         qkv = linear(inputs, layer, norms).view(-1, layer.out_features // dim, dim)
         return rope_and_write(qkv, rope, q_heads, to, qk_norms, norms_values)
     out = inputs[0].new_empty(inputs[0].shape[0], q_heads * dim)
@@ -301,6 +292,15 @@ def _is_readable(x: Tensor, first: Tensor) -> bool:
     """Whether 16 bytes can be read at each 8th column, and both inputs are of one kind."""
     strides = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return strides and x.shape == first.shape and x.dtype == first.dtype and x.shape[1] % 32 == 0
+
+
+def _takes_rope(rope: Rope, to: CacheWrite, dtype: torch.dtype) -> bool:
+    """Whether the kernels can rotate by this table and write to this cache."""
+    indices = rope.position_ids, to.slots
+    if any(t.dtype != torch.int64 or not t.is_contiguous() for t in indices):
+        return False
+    takes_cache = all(_takes_pairs(x, dtype) for x in (to.k_slots, to.v_slots))
+    return takes_cache and rope.cos_sin.dtype == torch.float32
 
 
 def _takes_pairs(x: Tensor, dtype: torch.dtype) -> bool:

@@ -52,6 +52,7 @@ class CacheWrite(NamedTuple):
     keeps_finite: bool = False  # NaN and infinities enter the cache as 0
     k_scales: Tensor | None = None  # [Hkv] float32, of a cache in FP8; None is floats
     v_scales: Tensor | None = None
+    slots_are_final: bool = False  # none is -1
 
     @classmethod
     def of(
@@ -60,18 +61,27 @@ class CacheWrite(NamedTuple):
         group = meta.kv_groups[kv_group]
         k_slots, v_slots = group.layer_slots[layer]
         k_scales, v_scales = group.layer_scales[layer]
+        slots, is_cpu = meta.slot_mappings[kv_group], k_slots.device.type == "cpu"
+        if is_cpu:  # once for all layers
+            key = "written slots", kv_group
+            if key not in meta.derived:
+                meta.derived[key] = slots.where(slots >= 0, SCRATCH_BLOCK * group.page_size)
+            slots = meta.derived[key]
         return cls(
             k_slots=k_slots,
             v_slots=v_slots,
-            slots=meta.slot_mappings[kv_group],
+            slots=slots,
             scratch_slot=SCRATCH_BLOCK * group.page_size,
             keeps_finite=keeps_finite,
             k_scales=k_scales,
             v_scales=v_scales,
+            slots_are_final=is_cpu,
         )
 
     def written_slots(self) -> Tensor:
         """Returns `slots` with the scratch slot in the place of -1."""
+        if self.slots_are_final:
+            return self.slots
         return torch.where(self.slots < 0, self.scratch_slot, self.slots)
 
 
