@@ -3,11 +3,11 @@
 Pages are gathered into a padded [G, S] view and given to `scaled_dot_product_attention` with a
 mask built from the rows' positions, so post-acceptance lengths never need the host.
 
-On CPU in bf16, a row's result must not depend on how many rows are verified together, or greedy
-text with and without speculation would differ at near-ties. So each row is a batch entry by itself
-(K and V are shared by stride 0, not copied), and its position alone decides how many keys it is
-shown. Rows folded into one matrix differ in one element of a few thousand. In fp32 such ties do not
-matter, and rows are folded (docs/decisions/003).
+On CPU in bf16, a row of a lone request must not depend on how many rows are verified together, or
+greedy text with and without speculation would differ at near-ties. So each row is a batch entry by
+itself (K and V are shared by stride 0, not copied), and its position alone decides how many keys it
+is shown. Rows folded into one matrix differ in one element of a few thousand. In fp32 such ties do
+not matter, and of several requests they cannot be avoided: rows are folded (docs/decisions/003).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TorchAttention(AttentionBackend):
         num_seqs, rows = meta.num_generations, meta.rows_per_generation
         q_heads, kv_heads, dim = q.shape[1], cached.kv_heads, q.shape[2]
         per_kv, value_dim = q_heads // kv_heads, cached.v_slots.shape[2]
-        one_by_one = q.device.type == "cpu" and q.dtype != torch.float32
+        one_by_one = num_seqs == 1 and q.device.type == "cpu" and q.dtype != torch.float32
         key = ("generation", cached.kv_group, cached.window)
         if key not in meta.derived:
             first = meta.num_contexts
@@ -111,7 +111,7 @@ class TorchAttention(AttentionBackend):
             mask = _mask(meta, of_generations, length, cached.window, q.dtype)  # [G*R, S]
             mask = mask.view(num_seqs, rows, 1, 1, -1).transpose(1, 2)  # [G, 1, R, 1, S]
             if one_by_one:
-                mask = mask.flatten(1, 2)[:, :, None].flatten(0, 1)  # [G*R, 1, 1, S]
+                mask = mask.view(rows, 1, 1, -1)
             else:
                 mask = mask.expand(-1, -1, -1, per_kv, -1).flatten(2, 3)  # [G, 1, R*Hq/Hkv, S]
             meta.derived[key] = indices, mask
@@ -124,12 +124,8 @@ class TorchAttention(AttentionBackend):
         if sinks is not None:
             sinks = sinks.view(kv_heads, per_kv)
         if one_by_one:
-            if rows > 1:
-                keys, values = (
-                    x.expand(rows, -1, -1, -1) if num_seqs == 1 else x.repeat_interleave(rows, 0)
-                    for x in (keys, values)
-                )
-            grouped = q.view(num_seqs * rows, kv_heads, per_kv, dim)
+            keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
+            grouped = q.view(rows, kv_heads, per_kv, dim)
             unused = -per_kv % _ALIGNED_GROUP
             if unused:
                 grouped = F.pad(grouped, (0, 0, 0, unused))
@@ -143,7 +139,7 @@ class TorchAttention(AttentionBackend):
                     k, v, seen = k[:, :, :n], v[:, :, :n], seen[..., :n]
                 outs.append(masked_attention(some, k, v, seen, scale, softcap, sinks))
             out = (outs[0] if len(outs) == 1 else torch.cat(outs))[:, :, :per_kv, :value_dim]
-            return out.reshape(num_seqs * rows, q_heads, value_dim)
+            return out.reshape(rows, q_heads, value_dim)
         grouped = q.view(num_seqs, rows, kv_heads, per_kv, dim).transpose(1, 2).flatten(2, 3)
         sinks = sinks if sinks is None else sinks.repeat(1, rows)
         out = masked_attention(grouped, keys, values, mask, scale, softcap, sinks)
@@ -210,11 +206,8 @@ def _shown_lengths(
     """Returns runs of a lone request's rows with the number of keys they are shown, masked or not.
 
     That number must follow from a row's own position: how a sum over keys is cut into blocks
-    depends on it, and so does the last bit. Of several requests all rows are shown `length`. None
-    in place of a run is all rows.
+    depends on it, and so does the last bit. None in place of a run is all rows.
     """
-    if meta.num_generations != 1:
-        return [(None, length)]
     key = ("shown lengths", kv_group)
     if key not in meta.derived:
         page = meta.kv_groups[kv_group].page_size

@@ -18,8 +18,9 @@ class RMSNorm(nn.Module):
         self.twice: Tensor | None = None
 
     def pack(self) -> None:
-        """Moves the weight to where a CPU's norm of few rows reads it."""
-        if self.weight.device.type == "cpu" and self.offset == 0.0:
+        """Moves the weight to where a CPU's norm in 16 bits reads it."""
+        is_cpu = self.weight.device.type == "cpu"
+        if is_cpu and self.weight.dtype != torch.float32 and self.offset == 0.0:
             self.twice = torch.cat((self.weight.data, self.weight.data))
             self.weight = nn.Parameter(self.twice[: len(self.weight)], requires_grad=False)
 

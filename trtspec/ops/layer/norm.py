@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch.dispatch import kernels
-from ..launch.machine import INVARIANT_ROWS
 
 
 class Norm(Protocol):
@@ -21,7 +20,7 @@ class Norm(Protocol):
 
     eps: float
     offset: float
-    twice: Tensor | None  # [2D], the weight and D more numbers behind it, on a CPU
+    twice: Tensor | None  # [2D], the weight and D more numbers, on a CPU in 16 bits
 
     @property
     def weight(self) -> Tensor:  # [D], model dtype
@@ -37,12 +36,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.offset:
         weight = norm.weight.float() + norm.offset
         return F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
-    is_few = x.dim() == 2 and x.shape[0] <= INVARIANT_ROWS and x.dtype != torch.float32
-    if is_few and norm.twice is not None and not is_trained:
+    if norm.twice is not None and x.dtype == norm.twice.dtype and not is_trained:
         # One kernel, where torch computes RMSNorm by nine: with -x beside x the mean is 0, but for
         # float32's rounding of the largest numbers.
-        both = torch.cat((x, -x), dim=1)
-        return torch.layer_norm(both, norm.twice.shape, norm.twice, None, norm.eps)[:, : x.shape[1]]
+        both = torch.layer_norm(
+            torch.cat((x, -x), dim=-1), norm.twice.shape, norm.twice, None, norm.eps
+        )
+        return both[..., : x.shape[-1]]
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
