@@ -54,9 +54,13 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
 
 
 def cluster_size(layer: Layer, groups: int, rows: int) -> int:
-    """Returns the thread blocks of a cluster for so many groups; 0: others are faster.
+    """Returns the thread blocks of a cluster; 0: other kernels are faster.
 
     By measurement (decision 029).
+
+    Args:
+        groups: requests times KV heads.
+        rows: of each request, at most.
     """
     if layer.dim == 64:
         most_of_4 = 96 if rows > 1 and rows * layer.per_kv <= TILE_PAIRS else 64
