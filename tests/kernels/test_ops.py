@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -254,10 +255,16 @@ def test_packed_bf16_rows_do_not_depend_on_their_number(shape: tuple[int, int]) 
             assert torch.equal(layer(x[:rows]), one_by_one[:rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [48, 576, 2048])
 @pytest.mark.parametrize("largest", [1.0, 1000.0])
-def test_a_packed_norm(size: int, largest: float, dtype: torch.dtype) -> None:
+def test_a_packed_norm(
+    size: int, largest: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_layer_norm, calls = torch.layer_norm, list[int]()
+    monkeypatch.setattr(
+        torch, "layer_norm", lambda *args: (calls.append(1), by_layer_norm(*args))[1]
+    )
     torch.manual_seed(0)
     norm = RMSNorm(size, 1e-5).to(dtype)
     norm.weight.data = (torch.rand(size) + 0.5).to(dtype)
@@ -269,7 +276,8 @@ def test_a_packed_norm(size: int, largest: float, dtype: torch.dtype) -> None:
     packed = {rows: norm(x[:rows]) for rows in range(1, 13)}
     exact = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5)
     exact = exact * norm.weight.double()
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    assert len(calls) == (0 if dtype == torch.float32 else 12)
+    rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}[dtype]
     for rows, y in packed.items():
         assert torch.equal(y.nan_to_num(), packed[12][:rows].nan_to_num())
         torch.testing.assert_close(
@@ -280,7 +288,23 @@ def test_a_packed_norm(size: int, largest: float, dtype: torch.dtype) -> None:
     heads = norm(x[:4].unflatten(0, (2, 2)))
     torch.testing.assert_close(heads.flatten(0, 1), packed[4], rtol=0, atol=0)
     norm.weight.data.mul_(2)
-    torch.testing.assert_close(norm(x[:4]), 2 * packed[4], rtol=0, atol=0)
+    torch.testing.assert_close(norm(x[:4]), 2 * packed[4], rtol=0, atol=1e-7)
+
+
+def test_a_packed_norm_whose_weight_was_replaced() -> None:
+    norm = RMSNorm(64, 1e-5).to(torch.bfloat16)
+    norm.weight.data.fill_(1)
+    norm.pack()
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    before, copied = norm(x), copy.deepcopy(norm)
+    copied.weight.data.mul_(2)
+    assert torch.equal(copied(x), 2 * before)
+    norm.weight.data = torch.full((64,), 4.0, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), 4 * before)
+    norm.pack()
+    assert torch.equal(norm(x), 4 * before)
+    norm.float().to(torch.bfloat16).weight.data.fill_(8)
+    assert torch.equal(norm(x), 8 * before)
 
 
 def test_norms_with_an_offset_are_not_packed() -> None:

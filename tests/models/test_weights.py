@@ -17,6 +17,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.weights import load_decoder, load_weights
 from trtspec.errors import CheckpointError
 from trtspec.layers.linear import Linear
+from trtspec.layers.norm import RMSNorm
 from trtspec.models.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -86,6 +87,9 @@ def test_dtype_and_packing(tmp_path: Path, dtype: torch.dtype) -> None:
     if probe.weight is None:  # this CPU packs this dtype: then everything is packed
         linears = [m for m in model.modules() if isinstance(m, Linear)]
         assert len(linears) == 4 * 3 + 1 and all(m.weight is None for m in linears)
+    norms = [m for m in model.modules() if isinstance(m, RMSNorm)]
+    assert len(norms) == 2 * 3 + 1
+    assert all((norm.twice is None) == (dtype == torch.float32) for norm in norms)
     assert _logits(model).dtype == dtype
 
 

@@ -7,7 +7,8 @@ On CPU in bf16, a row of a lone request must not depend on how many rows are ver
 greedy text with and without speculation would differ at near-ties. So each row is a batch entry by
 itself (K and V are shared by stride 0, not copied), and its position alone decides how many keys it
 is shown. Rows folded into one matrix differ in one element of a few thousand. In fp32 such ties do
-not matter, and of several requests they cannot be avoided: rows are folded (docs/decisions/003).
+not matter, and of several requests each is shown as many keys as the longest has: there rows are
+folded (docs/decisions/003).
 """
 
 from __future__ import annotations

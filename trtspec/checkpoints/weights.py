@@ -151,8 +151,8 @@ def load_weights(
 ) -> None:
     """Fills the model from `model.safetensors` or its sharded form, cast to dtype, on device.
 
-    The model's own parameters (meta or not) are replaced. On CPU every `Linear` is packed, unless
-    `pack` is False.
+    The model's own parameters (meta or not) are replaced. On CPU products and norms are packed,
+    unless `pack` is False.
     Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
     tied to, the MTP layers that config.json declares or that are named `mtp.` (those
     are read by `models/drafters/mtp.py`), and what makes keys and values in layers that read

@@ -18,7 +18,10 @@ class RMSNorm(nn.Module):
         self.twice: Tensor | None = None
 
     def pack(self) -> None:
-        """Moves the weight to where a CPU's norm in 16 bits reads it."""
+        """On a CPU in 16 bits: makes the weight the first half of `twice`, which `rms_norm` reads.
+
+        The second half scales a copy of -x, which is thrown away.
+        """
         is_cpu = self.weight.device.type == "cpu"
         if is_cpu and self.weight.dtype != torch.float32 and self.offset == 0.0:
             self.twice = torch.cat((self.weight.data, self.weight.data))

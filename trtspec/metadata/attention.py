@@ -125,7 +125,8 @@ class AttentionMetadata:
     images: tuple[ImageRows, ...] = ()
     """Rows of contexts that attend to each other in both directions, in layers trained so."""
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of the attention backend: masks and gather indices, built once per pass."""
+    """What layers compute once per pass: masks, gather indices, slots that are written. It begins
+    anew wherever another field changes."""
 
     @property
     def num_contexts(self) -> int:

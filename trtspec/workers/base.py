@@ -534,7 +534,7 @@ def keep_first_rows_of_contexts(
         rows = slots.view(step.num_seqs, -1).clone()
         rows[: meta.num_contexts, 0] = -1
         mappings.append(rows.flatten())
-    return replace(step, slot_mappings=tuple(mappings))
+    return replace(step, slot_mappings=tuple(mappings), derived={})
 
 
 @cache

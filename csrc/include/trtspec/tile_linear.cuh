@@ -8,8 +8,8 @@
 // Of deep weights and few rows a cluster of blocks divides K: a block would be long with so many columns,
 // and most multiprocessors would have none.
 //
-// A row's result does not depend on how many rows there are, nor on the tile's size: the order of its
-// sum is fixed by K and the cluster's size.
+// For one size of cluster, which launch_tiles chooses by rows and K, a row's result does not depend on
+// how many rows there are, nor on the tile's size: K fixes the order of its sum.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -20,7 +20,7 @@ class Norm(Protocol):
 
     eps: float
     offset: float
-    twice: Tensor | None  # [2D], the weight and D more numbers, on a CPU in 16 bits
+    twice: Tensor | None  # [2D], whose first half is the weight's memory (`RMSNorm.pack`)
 
     @property
     def weight(self) -> Tensor:  # [D], model dtype
@@ -28,7 +28,11 @@ class Norm(Protocol):
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Normalizes x [..., D] over its last dimension; the result has the dtype of x."""
+    """Normalizes x [..., D] over its last dimension.
+
+    Returns:
+        [..., D] in the dtype of x. Its rows may be apart in memory.
+    """
     is_trained = norm.weight.requires_grad and torch.is_grad_enabled()
     triton = None if is_trained else kernels("layer.triton_norm", x)
     if triton is not None:
@@ -36,12 +40,12 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.offset:
         weight = norm.weight.float() + norm.offset
         return F.rms_norm(x.float(), weight.shape, weight, norm.eps).to(x.dtype)
-    if norm.twice is not None and x.dtype == norm.twice.dtype and not is_trained:
-        # One kernel, where torch computes RMSNorm by nine: with -x beside x the mean is 0, but for
-        # float32's rounding of the largest numbers.
-        both = torch.layer_norm(
-            torch.cat((x, -x), dim=-1), norm.twice.shape, norm.twice, None, norm.eps
-        )
+    twice = None if is_trained else norm.twice
+    # A weight that was replaced is elsewhere.
+    if twice is not None and (twice.dtype, twice.data_ptr()) == (x.dtype, norm.weight.data_ptr()):
+        # Three operations, where torch computes RMSNorm by a dozen: with -x beside x the mean is 0,
+        # but for float32's rounding of the largest numbers.
+        both = torch.layer_norm(torch.cat((x, -x), dim=-1), twice.shape, twice, None, norm.eps)
         return both[..., : x.shape[-1]]
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
