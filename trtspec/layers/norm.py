@@ -18,12 +18,12 @@ class RMSNorm(nn.Module):
         self.twice: Tensor | None = None
 
     def pack(self) -> None:
-        """On a CPU in 16 bits: makes the weight the first half of `twice`, which `rms_norm` reads.
+        """On a CPU in bfloat16: makes the weight the first half of `twice`, which `rms_norm` reads.
 
         The second half scales a copy of -x, which is thrown away.
         """
         is_cpu = self.weight.device.type == "cpu"
-        if is_cpu and self.weight.dtype != torch.float32 and self.offset == 0.0:
+        if is_cpu and self.weight.dtype == torch.bfloat16 and self.offset == 0.0:
             self.twice = torch.cat((self.weight.data, self.weight.data))
             self.weight = nn.Parameter(self.twice[: len(self.weight)], requires_grad=False)
 
