@@ -86,10 +86,7 @@ template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
   const bool is_tiled = p.k_split == p.k && p.n % kTile == 0 && values < kLargeWeight;
-  const bool is_deep_and_normed = kNorm && p.k >= kDeeper && p.rows <= kFewRows;  // skinny's
-  if (is_tiled && p.k <= kMaxTileColumns && !is_deep_and_normed) {
-    return launch_tiles<T, E, kNorm>(p, stream);
-  }
+  if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits) {

@@ -153,10 +153,10 @@ def load_weights(
 
     The model's own parameters (meta or not) are replaced. On CPU products and norms are packed,
     unless `pack` is False.
-    Skipped are `rotary_emb.inv_freq` buffers, an `lm_head.weight` equal to the embedding it is
-    tied to, the MTP layers that config.json declares or that are named `mtp.` (those
-    are read by `models/drafters/mtp.py`), and what makes keys and values in layers that read
-    another layer's.
+
+    `rotary_emb.inv_freq` buffers are skipped. So is an `lm_head.weight` equal to the embedding it
+    is tied to, and what makes keys and values in layers that read another layer's. MTP layers that
+    config.json declares, or that are named `mtp.`, are left to `models/drafters/mtp.py`.
 
     Raises:
         CheckpointError: no, damaged, missing, surplus, mis-shaped tensors, or ones quantised in a
