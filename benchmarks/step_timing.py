@@ -226,9 +226,9 @@ class SteadyBatch:
     def _captured_parts(self, key: GraphKey) -> list[Run]:
         graphs = self.executor.graphs
         assert graphs is not None
-        rows = graphs._rows_to_send(self.requests, key.batch_size)
+        rows = graphs.inputs.rows_to_send(self.requests, key.batch_size)
         if rows is not None:
-            graphs.inputs[: key.batch_size].copy_(rows)
+            graphs.inputs.send(rows)
         restore = self._snapshot()
         parts: list[Run] = []
         for accepts in (False, True):

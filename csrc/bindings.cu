@@ -98,11 +98,16 @@ LinearParams inputs(const TensorView& x0, const Optional<TensorView>& x1,
 void linear(TensorView x0, Optional<TensorView> x1, Optional<TensorView> norm0,
             Optional<TensorView> norm1, double eps, TensorView weight,
             Optional<TensorView> scales, int64_t group, Optional<TensorView> bias,
-            Optional<TensorView> residual, TensorView out) {
+            Optional<TensorView> residual, TensorView out, Optional<TensorView> copy) {
   LinearParams p = inputs(x0, x1, norm0, norm1, eps, weight, scales, group, bias, out);
   if (residual.has_value()) {
     check(!norm0.has_value(), "a residual and a norm in one product are not there");
     p.residual = residual.value().data_ptr(), p.residual_stride = residual.value().stride(0);
+  }
+  if (copy.has_value()) {
+    check(residual.has_value(), "only a sum with a residual has a copy");
+    check(copy.value().size(0) == p.rows && copy.value().size(1) == p.n, "room for the copy");
+    p.copy = copy.value().data_ptr(), p.copy_stride = copy.value().stride(0);
   }
   run(residual.has_value() ? Epilogue::kResidual : Epilogue::kPlain, p, x0);
 }

@@ -45,9 +45,9 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
                 stream, p);
 }
 
-template <typename T>
+template <typename T, bool kNorm>
 cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = narrow_linear<T, kNarrowWarps, kNarrowDepth>;
+  const auto kernel = narrow_linear<T, kNorm, kNarrowWarps, kNarrowDepth>;
   const int shared = ring_bytes<true, 1, kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -55,10 +55,10 @@ cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   return launch(kernel, dim3(multiprocessors()), dim3(kNarrowWarps * 32), shared, stream, p);
 }
 
-template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages, int kSplit = 1>
+template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit = 1>
 cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
-  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit>;
-  const auto kernel = tile_linear<T, E, kNorm, kBlocks, kOuts, kStages, kSplit>;
+  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kNorms == 2>;
+  const auto kernel = tile_linear<T, E, kNorms, kBlocks, kOuts, kStages, kSplit>;
   const int shared = Sizes::shared_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -70,6 +70,12 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
 
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
+  if constexpr (kNorm && E != Epilogue::kSwiGLU) {
+    if (p.x1 != nullptr) {
+      return p.rows <= kFewRows ? launch_tile<T, E, 2, 1, 32, 5>(p, stream)
+                                : launch_tile<T, E, 2, 2, 32, 5>(p, stream);
+    }
+  }
   if (p.rows <= kMaxFewRows) {
     if constexpr (!kNorm) {
       const bool is_deep = p.k >= (p.rows <= kFewRows ? kDeep : kDeeper);
@@ -85,13 +91,14 @@ cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
 template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const int64_t values = static_cast<int64_t>(p.n) * p.k;
-  const bool is_tiled = p.k_split == p.k && p.n % kTile == 0 && values < kLargeWeight;
+  const bool takes_inputs = p.x1 == nullptr || (kNorm && E != Epilogue::kSwiGLU);
+  const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < kLargeWeight;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
   if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits) {
-    if constexpr (E == Epilogue::kPlain && !kNorm) {
-      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T>(p, stream);
+    if constexpr (E == Epilogue::kPlain) {
+      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, kNorm>(p, stream);
     }
     return launch_stream<T, E, kNorm>(p, stream);
   }

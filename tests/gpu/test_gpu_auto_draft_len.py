@@ -22,7 +22,7 @@ from trtspec import (
     MTPDecodingConfig,
     SamplingParams,
 )
-from trtspec.executor import runner
+from trtspec.executor import choose_draft_len, runner
 from trtspec.executor.auto_draft_len import AutoDraftLen
 from trtspec.executor.graphs import CudaGraphs, GraphKey
 from trtspec.executor.request import ScheduledBatch
@@ -89,7 +89,9 @@ def test_tokens_stay_while_lengths_change_at_every_step(
     assert graphs.num_graphs <= 2 * 4 * 2 + 2 * 2 * len(graphs.contexts) + 2
 
 
-def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, cache: Path) -> None:
+def test_times_are_measured_at_the_first_start(
+    target_dir: Path, drafters: Drafters, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
     llm = LLM(target_dir, config, **ENGINE)
     rows = json.loads(next(cache.glob("*.json")).read_text())
@@ -98,9 +100,26 @@ def test_times_are_measured_at_the_start(target_dir: Path, drafters: Drafters, c
         itertools.product((2, 4), (True, False), lengths)
     )
     assert all(1e-6 < seconds < 0.1 for *_, seconds in rows)
-    assert llm.executor.graphs.num_graphs == len(rows)
-    again = LLM(target_dir, config, **ENGINE)
-    assert again.executor.graphs.num_graphs == 0  # the times are known
+    captured = len(rows) + 2  # and for each size what the head reads late
+    assert llm.executor.graphs.num_graphs == captured
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaGraphs, "replay_seconds", lambda *args, **kwargs: pytest.fail("again"))
+        again = LLM(target_dir, config, **ENGINE)
+    assert again.executor.graphs.num_graphs == captured  # the times are known, the graphs not kept
+
+
+def test_sizes_in_between_are_left_for_later_when_a_start_takes_too_long(
+    target_dir: Path, drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_draft_len, "SECONDS_AT_START", 0.0)
+    config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
+    graph_config = CudaGraphConfig(batch_sizes=(2, 3, 4))
+    llm = LLM(target_dir, config, **ENGINE | {"cuda_graph_config": graph_config})
+    assert {key.batch_size for key in llm.executor.graphs._graphs} == {2, 4}
+    params = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
+    prompts = [[3, 5], [7, 9, 4], [8]]
+    expected = _tokens(LLM(target_dir, **ENGINE), prompts, params)
+    assert _tokens(llm, prompts, params) == expected
 
 
 def test_what_is_captured_at_start_is_not_captured_later(
@@ -128,7 +147,8 @@ def test_what_is_captured_at_start_is_not_captured_later(
 def test_a_missing_graph_is_captured_once_it_would_have_paid(
     target_dir: Path, drafters: Drafters, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next engine knows the times and has no graphs. Random drafts are not worth a step.
+    """The next engine knows the times and captures nothing at start. Random drafts are not worth a
+    step.
 
     The times are made up, so that what else the machine does changes nothing.
     """
@@ -138,6 +158,7 @@ def test_a_missing_graph_is_captured_once_it_would_have_paid(
     rows = json.loads(times.read_text())
     times.write_text(json.dumps([[*row[:-1], 1e-3 * (1 + 0.2 * row[-2])] for row in rows]))
     monkeypatch.setattr(StepCosts, "add", lambda *args: None)
+    monkeypatch.setattr(choose_draft_len, "_capture", lambda *args: None)
     llm = LLM(target_dir, config, **ENGINE)
     graphs, auto = llm.executor.graphs, llm.executor._draft_len
     params = [SamplingParams(max_tokens=120, ignore_eos=True)] * 4

@@ -139,18 +139,33 @@ def _most_rows(size: tuple[int, int], normed: bool) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(64, 48), (1152, 960), (8192, 1024), (4096, 96)])
+@pytest.mark.parametrize(
+    "size", [(64, 48), (1152, 960), (1216, 40), (192, 2064), (8192, 1024), (4096, 96)]
+)
 def test_two_inputs_with_their_own_norms(
     dtype: torch.dtype, size: tuple[int, int], served: list[str]
 ) -> None:
     layer, half = _linear(*size, dtype), size[0] // 2
-    norms = _norm(half, dtype), _norm(half, dtype, seed=5)
-    for rows in (1, 4, 6):
+    norms, most = (_norm(half, dtype), _norm(half, dtype, seed=5)), 0
+    for rows in ROWS:
         x = [_random(rows, half, dtype=dtype, seed=i) * scale for i, scale in ((0, 1), (1, 30))]
         for chosen in ((), norms):
             parts = [_exact(t, n) for t, n in zip(x, chosen or (None, None), strict=True)]
             _close(fused.linear((x[0], x[1]), layer, chosen), _product(torch.cat(parts, -1), layer))
-    assert served == ["linear"] * (6 if dtype == torch.bfloat16 else 3)
+        most += rows <= min(32, _most_rows(size, False))  # without norms
+        most += dtype == torch.bfloat16 and rows <= _most_rows(size, True)
+    assert served == ["linear"] * most
+
+
+def test_a_row_of_two_inputs_does_not_depend_on_the_others() -> None:
+    layer = _linear(1152, 960, torch.bfloat16)
+    norms = _norm(576, torch.bfloat16), _norm(576, torch.bfloat16, seed=5)
+    most = _most_rows((1152, 960), True)
+    x0, x1 = _random(most, 576), _random(most, 576, seed=7)
+    together = fused.linear((x0, x1), layer, norms)
+    for rows in (1, 4, 16, 17, 32, 33, 128, 200):
+        alone = fused.linear((x0[:rows], x1[:rows]), layer, norms)
+        assert torch.equal(alone, together[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -225,6 +240,29 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
             together = fused.linear((x[:last],), layer, norms)
             for rows in {*range(first, last, 7), last - 1, 32} & {*range(first, last)}:
                 assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
+
+
+def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
+    """As an EAGLE-3 head has them: embeddings and hidden states side by side, rotated, cached."""
+    layer, dim = _linear(1152, 15 * 64, torch.bfloat16), 64
+    norms = _norm(576, torch.bfloat16), _norm(576, torch.bfloat16, seed=5)
+    angles = 10 * _random(40, dim // 2, dtype=torch.float32, seed=6)
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    for rows in (1, 4, 33, 128):
+        x = _random(rows, 576), 20 * _random(rows, 576, seed=7)
+        rope = Rope(table, torch.arange(rows, device="cuda") % 40)
+        slots = torch.arange(rows, device="cuda")
+        keys, values = (_random(rows + 1, 3, dim, seed=seed) for seed in (8, 9))
+        to = CacheWrite(keys, values, slots, scratch_slot=rows)
+        q = fused.qkv_rope_and_write(x, layer, norms, rope, 9, to)
+        normed = [_exact(t, norm) for t, norm in zip(x, norms, strict=True)]
+        qkv = _product(torch.cat(normed, -1), layer).view(rows, -1, dim)
+        cos, sin = (t.double() for t in rope.rotation(torch.bfloat16))
+        turned = apply_rope(qkv[:, :12], cos, sin)
+        _close(q, turned[:, :9])
+        _close(keys[:rows], turned[:, 9:])
+        _close(values[:rows], qkv[:, 12:])
+    assert served == ["linear_rope"] * 4
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2048, 4), (1536, 4), (576, 20), (1536, 100)])

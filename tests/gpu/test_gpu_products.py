@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,17 @@ def test_steps_of_an_engine_are_measured_unless_it_says_no(
         llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
         counts.append(len(asked))
     assert counts[0] > 0 and counts[1] == counts[0]
+
+
+def test_products_are_timed_in_graphs() -> None:
+    x, weight, _ = _operands(96)
+    size = Size(x.dtype, 96, OUT, SIZE, False)
+    product, out = cublaslt._product(x.device.index, size), torch.empty_like(x @ weight.t())
+    runs = [partial(product.run, a, x, out=out) for a in product.algorithms()]
+    times = cublaslt._times(runs, [weight, weight.clone()])
+    assert len(times) == len(runs) and all(1e-4 < ms < 1 for ms in times)
+    exact = x.double() @ weight.double().t()
+    assert _largest_error(out, exact) < 2**-7, "a replay computes"
 
 
 def test_measuring_finds_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -599,7 +599,8 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
         left.append((past.tolist(), kept.tolist()))
     assert left[0] == left[1]
     for g, slot in enumerate(slots):
-        assert left[0][0][slot] == positions[g * rows] + lens[g]
+        is_scratch = slot == num_seqs + 1
+        assert left[0][0][slot] == (0 if is_scratch else positions[g * rows] + lens[g])
         assert left[0][1][slot] == expected[g]
     for slot in set(range(num_seqs + 2)) - set(slots):
         assert left[0][0][slot] == 7 and left[0][1][slot] == [8] * (k + 1)

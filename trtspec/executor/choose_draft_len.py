@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-VERSION = 2  # of the steps: another one makes times of earlier releases unknown
+VERSION = 3  # of the steps: another one makes times of earlier releases unknown
+SECONDS_AT_START = 10.0  # for captures, at most
 
 
 def draft_len_of(runner: StepRunner) -> DraftLen:
@@ -41,7 +43,7 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         graphs.may_lose_graphs = True
     # Over several ranks a replay of one rank alone would hang.
     if graphs is not None and runner.step.target.config.parallel.size == 1:
-        _measure(graphs, auto)
+        _capture(graphs, auto)
     return auto
 
 
@@ -62,24 +64,26 @@ def _ready(runner: StepRunner, batch: ScheduledBatch, lengths: list[int]) -> lis
     return lengths if runner.graphs is None else runner.graphs.ready(batch, lengths)
 
 
-def _measure(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
-    """Times the graphs whose times are unknown: every length, sizes 1, 2, 4, … and the largest.
+def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
+    """Captures every length, so that none has to earn its graph first, and times what is unknown.
 
-    Where graphs are captured at start, all sizes' lengths are.
+    Sizes 1, 2, 4, … and the largest come first, and are timed. After `SECONDS_AT_START` the others
+    are left for later, unless all graphs are to be captured at start.
     """
-    sizes = {size for size in graphs.batch_sizes if size & (size - 1) == 0}
-    sizes.add(graphs.batch_sizes[-1])
-    for size in reversed(graphs.batch_sizes):
-        if graphs.captures_at_start:
-            graphs.prepare_missed(size)
+    sizes, began = graphs.batch_sizes, time.perf_counter()
+    timed = {size for size in sizes if size & (size - 1) == 0} | {sizes[-1]}
+    for size in sorted(sizes, key=lambda n: (n not in timed, -n)):
+        is_late = time.perf_counter() - began > SECONDS_AT_START
+        if is_late and size not in timed and not graphs.captures_at_start:
+            break
+        graphs.prepare_missed(size)
         for shape in (StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)):
             for draft_len in auto.lengths:
-                if size in sizes and not auto.costs.is_known(shape, draft_len):
+                graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
+                if size in timed and not auto.costs.is_known(shape, draft_len):
                     seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
                     if seconds is not None:
                         auto.costs.set(shape, draft_len, seconds)
-                elif graphs.captures_at_start:
-                    graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
     auto.costs.save()
 
 

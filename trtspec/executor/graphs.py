@@ -31,9 +31,10 @@ from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep
 from .forward_step import StepOutputs
+from .generation_inputs import GenerationInputs
 from .guided_masks import GuidedMasks
 from .inputs import ContextRows, StepInputs
-from .request import ContextChunk, Request, ScheduledBatch, StepPlan
+from .request import ContextChunk, ScheduledBatch, StepPlan
 from .step_launch import StepLaunch
 
 logger = logging.getLogger(__name__)
@@ -86,15 +87,11 @@ class CudaGraphs:
         self.enable_padding = graph_config.enable_padding
         self.captures_at_start = graph_config.capture_at_start
         self.enable_autotuner = graph_config.enable_autotuner
-        self.max_seq_len, self.scratch_slot = config.max_seq_len, config.max_batch_size
+        self.max_seq_len = config.max_seq_len
         self.batch_sizes = graph_config.buckets(config.max_batch_size)
-        pages = self.kv_cache.blocks_for(config.max_seq_len)
-        self.widths = [pages] * len(self.kv_cache.groups)
-        shape = self.batch_sizes[-1], 1 + sum(self.widths)
-        # Per row: slot, then the block table of each group. The host sends nothing else.
-        self.inputs = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.inputs[:, 0] = self.scratch_slot
-        self._sent: list[tuple[int, int, int]] = []
+        self.inputs = GenerationInputs(
+            self.batch_sizes[-1], config.max_batch_size, config.max_seq_len, self.kv_cache, device
+        )
         self.most_worth = most_worth_capturing(step.target)
         self.contexts = [
             ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
@@ -133,10 +130,10 @@ class CudaGraphs:
             plan.finish_before()
             if not all(self._is_there(key) for key in keys):
                 return None
-        rows = self._rows_to_send(requests, bucket)
+        rows = self.inputs.rows_to_send(requests, bucket)
         plan.finish_before()
         if rows is not None:
-            self.inputs[:bucket].copy_(rows, non_blocking=True)
+            self.inputs.send(rows)
         for key in keys[1:]:
             for graph, _ in self._graphs[key].parts:
                 graph.replay()
@@ -255,8 +252,7 @@ class CudaGraphs:
         key = _key_at_start(draft_len, size, all_greedy)
         if not self._is_there(key):
             return None
-        self.inputs[:, 0], self.inputs[:, 1:] = self.scratch_slot, 0
-        self.send_again()
+        self.inputs.clear()
         times = []
         for _ in range(repeat):
             torch.cuda.synchronize(self.device)
@@ -267,26 +263,9 @@ class CudaGraphs:
             times.append(time.perf_counter() - began)
         return median(times)
 
-    def _rows_to_send(self, requests: list[Request], bucket: int) -> torch.Tensor | None:
-        """Returns slots and block tables, on the host; None if the device has them."""
-        rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
-        rows += [(self.scratch_slot, -1, 0)] * (bucket - len(rows))
-        if self._sent[:bucket] == rows:
-            return None
-        self._sent = rows
-        tables = self.kv_cache.block_tables([r.request_id for r in requests])
-        host = torch.zeros((bucket, self.inputs.shape[1]), dtype=torch.int32, pin_memory=True)
-        host[:, 0] = self.scratch_slot
-        host[: len(requests), 0] = torch.tensor([r.slot for r in requests])
-        start = 1
-        for table, width in zip(tables, self.widths, strict=True):
-            host[: len(requests), start : start + table.shape[1]] = table
-            start += width
-        return host
-
     def send_again(self) -> None:
         """Makes the next step send everything, after an exception."""
-        self._sent = []
+        self.inputs.forget()
 
     def _capture(self, key: GraphKey) -> _Captured:
         """Captures one graph. All its rows are inert, so that warming up changes no request."""
@@ -307,13 +286,11 @@ class CudaGraphs:
         return captured
 
     def _capture_inert(self, key: GraphKey) -> _Captured:
-        self.inputs[:, 0] = self.scratch_slot
-        self.inputs[:, 1:] = 0
-        self._sent = []
+        self.inputs.clear()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
+            # Once: it compiles and loads what is missing, and measures algorithms.
+            num_passes = sum(1 for _ in self._draft_passes(self._run_step(key)))
         torch.cuda.current_stream().wait_stream(self._stream)
         recorder = _Recorder(self._pool, self._stream)
         self._reach = recorder.cut
@@ -335,8 +312,6 @@ class CudaGraphs:
         return iter(()) if outputs is None else self.step.draft_passes(outputs)
 
     def _run_step(self, key: GraphKey) -> StepOutputs | None:
-        # The scratch slot's length would grow with every step.
-        self.step.state.past_lens[self.scratch_slot :].zero_()
         inputs = replace(self._step_inputs(key), is_cuda_graph=True)
         if key.reads_missed:
             self.step.read_missed(inputs.slot_ids, inputs.block_tables)
@@ -353,14 +328,9 @@ class CudaGraphs:
             return replace(
                 inputs_of_pass, num_logprobs=key.num_logprobs, shapes_logits=key.shapes_logits
             )
-        rows = self.inputs[: key.batch_size]
-        tables, start = [], 1
-        for width in self.widths:
-            tables.append(rows[:, start : start + width])
-            start += width
         return StepInputs(
-            slot_ids=rows[:, 0].to(torch.int64),
-            block_tables=tuple(tables),
+            slot_ids=self.inputs.slots(key.batch_size),
+            block_tables=self.inputs.tables(key.batch_size),
             contexts=ContextRows.none(self.device),
             num_generations=key.batch_size,
             num_drafts=key.num_drafts,

@@ -32,6 +32,7 @@ from .. import native
 from ..distributed.comm import ALONE
 from ..ops.layer import cublaslt, fp8
 from ..ops.layer.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from ..ops.layer.copy import copy_rows
 from ..ops.layer.fp8 import Fp8Rows
 from ..ops.layer.rope import CacheWrite, Rope, rope_and_write
 from .linear import Linear
@@ -45,7 +46,8 @@ Norms = tuple[RMSNorm, ...]
 LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 """Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
-"""Of small weights; `MAX_TILED_ROWS` with one input and a multiple of `TILE` outputs."""
+"""Of small weights; `MAX_TILED_ROWS` with a multiple of `TILE` outputs, and norms if of two
+inputs."""
 TILE, MAX_TILED_COLUMNS = 16, 16 << 10
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 """Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes
@@ -63,19 +65,26 @@ def linear(
     norms: Norms = (),
     residual: Tensor | None = None,
     in_place: bool = False,
+    copy_to: Tensor | None = None,
 ) -> Tensor:
     """Returns layer(normed inputs) + residual, [T, out].
 
     Args:
         layer: a `Linear`, or any module that maps [T, in] to [T, out].
         in_place: the sum takes the residual's memory.
+        copy_to: [T, out] that takes the sum too.
 
     Where several ranks have parts of the sum, the first adds the residual to its own. Use what is
     returned: the residual's memory is then spent, and may hold a part of the sum.
     """
-    return _over_ranks(
-        layer, residual, lambda added: _own_part(inputs, layer, norms, added, in_place)
+    is_alone = getattr(layer, "sums_over", ALONE).size == 1
+    of_part = copy_to if is_alone else None
+    out = _over_ranks(
+        layer, residual, lambda added: _own_part(inputs, layer, norms, added, in_place, of_part)
     )
+    if copy_to is not None and not is_alone:
+        copy_rows(out, copy_to)
+    return out
 
 
 def _over_ranks(
@@ -89,18 +98,31 @@ def _over_ranks(
 
 
 def _own_part(
-    inputs: Inputs, layer: Any, norms: Norms, residual: Tensor | None, in_place: bool
+    inputs: Inputs,
+    layer: Any,
+    norms: Norms,
+    residual: Tensor | None,
+    in_place: bool,
+    copy_to: Tensor | None,
 ) -> Tensor:
     """`linear` on one rank."""
     kernels = None if norms and residual is not None else _kernels(inputs, layer, norms)
     # A backward pass needs what was there.
     in_place = in_place and not _wants_gradient(layer, norms, *inputs, residual)
     if kernels is None or not (residual is None or _takes_pairs(residual, inputs[0].dtype)):
-        return _unfused(inputs, layer, norms, residual, in_place)
+        total = _unfused(inputs, layer, norms, residual, in_place)
+        if copy_to is not None:
+            copy_rows(total, copy_to)
+        return total
     out = residual
     if out is None or not in_place:
         out = inputs[0].new_empty(inputs[0].shape[0], layer.out_features)
-    kernels.linear(*_arguments(inputs, norms, layer), residual, out)
+    takes_copy = copy_to is not None and residual is not None and _takes_pairs(copy_to, out.dtype)
+    kernels.linear(
+        *_arguments(inputs, norms, layer), residual, out, copy_to if takes_copy else None
+    )
+    if copy_to is not None and not takes_copy:
+        copy_rows(out, copy_to)
     return out
 
 
@@ -143,25 +165,37 @@ def _of_codes(
     return fp8.rescale(product, by, dtype, residual)
 
 
-def swiglu_mlp(hidden: Tensor, gate_up: Linear, down: Linear, norm: RMSNorm, adds: bool) -> Tensor:
+def swiglu_mlp(
+    hidden: Tensor,
+    gate_up: Linear,
+    down: Linear,
+    norm: RMSNorm,
+    adds: bool,
+    copy_to: Tensor | None = None,
+) -> Tensor:
     """Returns down(silu(gate) * up), [T, D], of gate_up(norm(hidden)).
 
     Args:
         adds: to hidden, in its memory.
+        copy_to: as of `linear`.
     """
     residual = hidden if adds else None
     if not (_multiplies_codes(gate_up) and _multiplies_codes(down)) or (
         _kernels((hidden,), gate_up, (norm,)) is not None
     ):
-        return linear((swiglu(hidden, gate_up, norm),), down, residual=residual, in_place=adds)
+        inner = swiglu(hidden, gate_up, norm)
+        return linear((inner,), down, residual=residual, in_place=adds, copy_to=copy_to)
     weight = gate_up.fp8
     assert weight is not None
     rows = fp8.quantize_rows(hidden, norm)
     product, by = fp8.product(rows, weight, gate_up.bias, hidden.dtype)
-    inner = fp8.rescaled_swiglu(product, by)
-    return _over_ranks(
-        down, residual, lambda added: _of_codes(inner, down, hidden.dtype, added, in_place=True)
+    codes = fp8.rescaled_swiglu(product, by)
+    out = _over_ranks(
+        down, residual, lambda added: _of_codes(codes, down, hidden.dtype, added, in_place=True)
     )
+    if copy_to is not None:
+        copy_rows(out, copy_to)
+    return out
 
 
 def swiglu(x: Tensor, layer: Linear, norm: RMSNorm) -> Tensor:
@@ -261,7 +295,8 @@ def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
         fits = not has_norms or rows * (2 * columns + 64) <= MAX_NORMED_BYTES
         return rows <= MAX_ROWS_OF_LARGE and fits
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
-    is_tiled = len(inputs) == 1 and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
+    takes_inputs = len(inputs) == 1 or has_norms
+    is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS
     return rows <= MAX_ROWS or (is_tiled and rows * weight.numel() <= most)
 
 

@@ -231,13 +231,16 @@ class MLP(nn.Module):
             assert self.gated is swiglu
             self.gated = partial(clamped_swiglu, limit=config.swiglu_limit)
 
-    def forward(self, hidden: Tensor, norm: RMSNorm, adds: bool = True) -> Tensor:
-        """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden."""
+    def forward(
+        self, hidden: Tensor, norm: RMSNorm, adds: bool = True, copy_to: Tensor | None = None
+    ) -> Tensor:
+        """hidden + MLP(norm(hidden)), [T, D], in hidden's memory; `adds=False` without hidden.
+        `copy_to` [T, D] takes it too."""
         if self.gated is swiglu:
-            return swiglu_mlp(hidden, self.gate_up_proj, self.down_proj, norm, adds)
+            return swiglu_mlp(hidden, self.gate_up_proj, self.down_proj, norm, adds, copy_to)
         inner = self.gated(hidden, self.gate_up_proj, norm)
         residual = hidden if adds else None
-        return linear((inner,), self.down_proj, residual=residual, in_place=adds)
+        return linear((inner,), self.down_proj, (), residual, in_place=adds, copy_to=copy_to)
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> MLP | MoE | MoEBesideMLP:
@@ -272,10 +275,26 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = feed_forward(config, layer)
 
-    def forward(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata | DensePass) -> Tensor:
-        """hidden, the residual stream [T, D] -> the stream after this layer, in the same memory."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata | DensePass,
+        copy_to: Tensor | None = None,
+    ) -> Tensor:
+        """hidden, the residual stream [T, D] -> the stream after this layer, in the same memory.
+
+        `copy_to` [T, D] takes it too, of layers that `copies_output`.
+        """
         hidden = self.self_attn((hidden,), self._input_norms, hidden, rope, meta)
-        return self.mlp(hidden, self.post_attention_layernorm)
+        if copy_to is None:
+            return self.mlp(hidden, self.post_attention_layernorm)
+        return self.mlp(hidden, self.post_attention_layernorm, copy_to=copy_to)
+
+    @property
+    def copies_output(self) -> bool:
+        """Whether the last product can write a copy of its sum."""
+        return type(self) is DecoderLayer and isinstance(self.mlp, MLP)
 
     def write_kv(self, hidden: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes the keys and values of hidden [T, D], and computes nothing else."""
@@ -376,8 +395,11 @@ class Decoder(nn.Module):
             layer_inputs = self.per_layer_inputs(input_ids, hidden, inputs_embeds)
         for i, layer in enumerate(self.layers):
             extra = () if layer_inputs is None else (layer_inputs[:, i],)
+            places = () if capture is None else capture.places_of_layer(i, *hidden.shape)
+            if places and layer.copies_output:
+                extra, places = (places[0],), places[1:]
             hidden = layer(hidden, ropes[i], meta, *extra)
-            for place in () if capture is None else capture.places_of_layer(i, *hidden.shape):
+            for place in places:
                 copy_rows(hidden, place)
         return self.norm(hidden)
 

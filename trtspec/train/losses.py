@@ -178,6 +178,8 @@ def _proposals(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
 
 def _products(head: DraftHead, hidden: Tensor, features: Tensor | None, step: int) -> list[Product]:
     """Returns the products whose sum is the logits: the lm_head's, and of DSpark the bias."""
+    if head.logits_norm is not None:
+        hidden = head.logits_norm(hidden)
     layers = [(hidden, head.lm_head_of_step(step).weight)]
     if features is not None:
         assert isinstance(head, DFlashHead) and head.markov_head is not None

@@ -14,8 +14,8 @@ namespace trtspec {
 
 constexpr int kMaxLinearRows = 256;
 
-// Rows 1 … kMaxLinearRows; from 33 on of one input with small weights and a multiple of 16
-// outputs. k and k_split multiples of 32. A norm with bf16 alone.
+// Rows 1 … kMaxLinearRows; from 33 on with small weights and a multiple of 16 outputs, of one input or
+// of two with norms. k and k_split multiples of 32. A norm with bf16 alone.
 template <typename T>
 cudaError_t launch_linear(Epilogue epilogue, const LinearParams& params, cudaStream_t stream);
 

@@ -1,19 +1,20 @@
 // The product of `skinny_linear.cuh` for large weights with few columns, as an lm_head of a small model
 // has: bound by memory bandwidth, if nothing waits. A warp makes 16 outputs by itself, over all of k,
-// so that no block meets at a tile's end. The rows of x rest in shared memory. Weights come as in
-// `stream_linear.cuh`: each thread's next pieces are on their way into places of its own, and the
-// first start before the previous kernel is done.
+// so that no block meets at a tile's end. The rows of x, perhaps normed, rest in shared memory. Weights
+// come as in `stream_linear.cuh`: each thread's next pieces are on their way into places of its own, and
+// the first start before the previous kernel is done.
 #pragma once
 
 #include "stream_linear.cuh"
 
 namespace trtspec {
 
-// One input, no norm, nothing after the product but a bias, at most 8 rows.
-template <typename T, int kWarps, int kDepth>
+// One input, nothing after the product but a bias, at most 8 rows.
+template <typename T, bool kNorm, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     narrow_linear(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(128) char shared[];
+  __shared__ float squares_of[1][kWarps][8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / 32, pitch = p.k * 2 + kPad;
   const int stride = gridDim.x * kWarps, first_tile = blockIdx.x + gridDim.x * warp;
@@ -40,12 +41,27 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int i = 0; i < kDepth; ++i) fetch(i);
   wait_for_previous();
   let_next_start();
-  for (int i = threadIdx.x; i < p.rows * steps * 4; i += kWarps * 32) {
-    const int m = i / (steps * 4), piece = i % (steps * 4);
-    const T* x = static_cast<const T*>(p.x0) + m * p.x0_stride + piece * 8;
-    *reinterpret_cast<uint4*>(x_shared + m * pitch + piece * 16) = *reinterpret_cast<const uint4*>(x);
+  if constexpr (kNorm) {
+    make_resident<T, 8, kWarps, 1>(p, x_shared, squares_of, warp, lane);
+  } else {
+    for (int i = threadIdx.x; i < p.rows * steps * 4; i += kWarps * 32) {
+      const int m = i / (steps * 4), piece = i % (steps * 4);
+      const T* x = static_cast<const T*>(p.x0) + m * p.x0_stride + piece * 8;
+      *reinterpret_cast<uint4*>(x_shared + m * pitch + piece * 16) =
+          *reinterpret_cast<const uint4*>(x);
+    }
   }
   __syncthreads();
+  float scales[2] = {1.0f, 1.0f};  // of this thread's rows
+  if constexpr (kNorm) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += squares_of[0][w][t * 2 + i];
+      scales[i] = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+    }
+  }
 
   int stage = 0;
   for (int tile = first_tile; tile < tiles; tile += stride) {
@@ -67,7 +83,9 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int m = t * 2 + i;
-      if (m < p.rows) finish<T, Epilogue::kPlain>(p, m, n_lo, n_hi, acc[i], acc[2 + i]);
+      if (m < p.rows) {
+        finish<T, Epilogue::kPlain>(p, m, n_lo, n_hi, acc[i] * scales[i], acc[2 + i] * scales[i]);
+      }
     }
   }
 }

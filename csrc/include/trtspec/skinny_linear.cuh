@@ -34,6 +34,8 @@ struct LinearParams {
   int64_t out_stride;
   const void* residual;  // [rows, n]
   int64_t residual_stride;
+  void* copy;  // [rows, n] takes a sum with the residual too, null: none
+  int64_t copy_stride;
   // RoPE
   const float* cos_sin;      // [positions, dim]: cosines of dim/2 frequencies, then sines
   const int64_t* positions;  // [rows]
@@ -201,6 +203,12 @@ __device__ inline void finish(const LinearParams& p, int m, int n_lo, int n_hi, 
     }
     if (n_lo < p.n) out[n_lo] = from_float<T>(lo);
     if (n_hi < p.n) out[n_hi] = from_float<T>(hi);
+    if constexpr (E == Epilogue::kResidual) {
+      if (p.copy == nullptr) return;
+      T* copy = static_cast<T*>(p.copy) + m * p.copy_stride;
+      if (n_lo < p.n) copy[n_lo] = from_float<T>(lo);
+      if (n_hi < p.n) copy[n_hi] = from_float<T>(hi);
+    }
   }
 }
 

@@ -13,13 +13,13 @@ namespace trtspec {
 constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks do not collide
 
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
-// applied to the finished sums. squares_of: [input][warp][row].
-template <typename T, int kRows, int kWarps>
+// applied to the finished sums. squares_of: [input][warp][row]. kInputs: 1, or up to 2.
+template <typename T, int kRows, int kWarps, int kInputs>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
-  float squares[2][kRows] = {};
+  float squares[kInputs][kRows] = {};
   for (int k = (warp * 32 + lane) * 8; k < p.k; k += kWarps * 256) {
-    const int second = k >= p.k_split, column = second ? k - p.k_split : k;
+    const int second = kInputs == 2 && k >= p.k_split, column = second ? k - p.k_split : k;
     const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + column;
     const int64_t stride = second ? p.x1_stride : p.x0_stride;
     const uint4 w = *reinterpret_cast<const uint4*>(
@@ -42,7 +42,7 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
   for (int m = 0; m < kRows; ++m) {
     if (m >= p.rows) break;
 #pragma unroll
-    for (int second = 0; second < 2; ++second) {
+    for (int second = 0; second < kInputs; ++second) {
       if (second && p.k_split == p.k) break;
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_commit();
   }
   if constexpr (kNorm) {
-    make_resident<T, 8 * kColumns, kWarps>(p, x_shared, squares_of, warp, lane);
+    make_resident<T, 8 * kColumns, kWarps, 2>(p, x_shared, squares_of, warp, lane);
     __syncthreads();
     if (threadIdx.x < 16 * kColumns) {  // read after a tile's barrier
       const int input = threadIdx.x / (8 * kColumns), m = threadIdx.x % (8 * kColumns);

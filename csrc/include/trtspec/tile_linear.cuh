@@ -23,15 +23,15 @@ constexpr int kStep = 16 * kTileWarps;  // columns
 constexpr int kPieces = kStep / 8;      // of 16 bytes
 
 // Sizes of a block with kBlocks times 16 rows and kOuts outputs, kStages steps on their way, of a
-// cluster of kSplit blocks.
-template <int kBlocks, int kOuts, int kStages, int kSplit>
+// cluster of kSplit blocks. kTwo: the sums of two inputs are kept apart.
+template <int kBlocks, int kOuts, int kStages, int kSplit, bool kTwo>
 struct Tiling {
   static constexpr int kRows = 16 * kBlocks;
   static constexpr int kStageBytes = (kRows + kOuts) * kStep * 2;
   static constexpr int kSumRow = kOuts + 8;
   static constexpr int kRing = kStages * kStageBytes;
   static constexpr int kPart = kRows * kSumRow;  // sums of a warp, or of the block for its cluster
-  static constexpr int kSums = (kTileWarps + (kSplit > 1 ? 1 : 0)) * kPart * 4;
+  static constexpr int kSums = (kTileWarps * (kTwo ? 2 : 1) + (kSplit > 1 ? 1 : 0)) * kPart * 4;
   static constexpr int kShared = kRing > kSums ? kRing : kSums;
 
   static int shared_bytes(const LinearParams& p) {
@@ -78,20 +78,27 @@ __device__ inline void finish_pair(const LinearParams& p, int m, int n_lo, int n
     if constexpr (E == Epilogue::kResidual) add(lo, residual_lo), add(hi, residual_hi);
     store(out + n_lo, lo);
     store(out + n_hi, hi);
+    if constexpr (E == Epilogue::kResidual) {
+      if (p.copy == nullptr) return;
+      T* const copy = static_cast<T*>(p.copy) + m * p.copy_stride;
+      store(copy + n_lo, lo);
+      store(copy + n_hi, hi);
+    }
   }
 }
 
-// n and, with SwiGLU, n / 2 multiples of 16 and 8; one input.
-template <typename T, Epilogue E, bool kNorm, int kBlocks, int kOuts, int kStages, int kSplit>
-__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
+// n and, with SwiGLU, n / 2 multiples of 16 and 8. kNorms: 0 or 1 of one input, or one for each of two.
+template <typename T, Epilogue E, int kNorms, int kBlocks, int kOuts, int kStages, int kSplit>
+__global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorms == 2 ? 2 : 3)
     tile_linear(const __grid_constant__ LinearParams p) {
+  constexpr bool kNorm = kNorms > 0, kTwo = kNorms == 2;
   static_assert(!kNorm || kSplit == 1, "a row's squares are summed up in one block");
-  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit>;
+  using Sizes = Tiling<kBlocks, kOuts, kStages, kSplit, kTwo>;
   constexpr int kRows = Sizes::kRows;
   constexpr int kThreads = kTileWarps * 32, kRowBytes = kStep * 2;
   extern __shared__ __align__(128) char shared[];
   char* const norm = shared + Sizes::kShared;  // weights of the norm
-  __shared__ float squares_of[kTileWarps][kRows];
+  __shared__ float squares_of[kTwo ? 2 : 1][kTileWarps][kRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % kSplit, first_tile = blockIdx.x / kSplit * (kOuts / kTile);
   const int first_row = blockIdx.y * kRows;
@@ -114,13 +121,16 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   const int own_row = threadIdx.x / kPieces, own_piece = threadIdx.x % kPieces;
   const int own_column = first_step * kStep + own_piece * 8;
   const T* w_from[kOfWeights];
-  const T* x_from[kOfX];
+  const T *x_from[kOfX], *x1_from[kTwo ? kOfX : 1];
 #pragma unroll
   for (int j = 0; j < kOfWeights; ++j) w_from[j] = weight_row(own_row + j * kApart) + own_column;
 #pragma unroll
   for (int j = 0; j < kOfX; ++j) {
     const int row = min(first_row + own_row + j * kApart, p.rows - 1);
     x_from[j] = static_cast<const T*>(p.x0) + row * p.x0_stride + own_column;
+    if constexpr (kTwo) {
+      x1_from[j] = static_cast<const T*>(p.x1) + row * p.x1_stride + own_column - p.k_split;
+    }
   }
   char* const own_place = place(shared, own_row, own_piece);  // kApart is a multiple of 8
   auto fetch_weights = [&](int step) {
@@ -137,7 +147,9 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
     const bool is_there = step * kStep + own_column < p.k;
 #pragma unroll
     for (int j = 0; j < kOfX; ++j) {
-      const T* const from = is_there ? x_from[j] + step * kStep : weight;
+      const T* from = x_from[j];
+      if constexpr (kTwo) from = step * kStep + own_column < p.k_split ? from : x1_from[j];
+      from = is_there ? from + step * kStep : weight;
       copy_16_if(stage + j * kApart * kRowBytes, from, is_there);
     }
   };
@@ -151,7 +163,11 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
   }
   if constexpr (kNorm) {
     for (int piece = threadIdx.x; piece < steps * kPieces; piece += kThreads) {
-      copy_16_if(norm + piece * 16, static_cast<const T*>(p.norm0) + piece * 8, piece * 8 < p.k);
+      const T* from = static_cast<const T*>(p.norm0) + piece * 8;
+      if constexpr (kTwo) {
+        if (piece * 8 >= p.k_split) from = static_cast<const T*>(p.norm1) + piece * 8 - p.k_split;
+      }
+      copy_16_if(norm + piece * 16, from, piece * 8 < p.k);
     }
   }
   wait_for_previous();
@@ -185,7 +201,25 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
 
   float acc[kBlocks][kOuts / 8][4] = {};
   float squares[kBlocks][2] = {};
+  float* const sums = reinterpret_cast<float*>(shared);
+  // Of two inputs a warp ends the first one's sums before it begins the second's.
+  float first_acc[kTwo ? kBlocks : 1][kOuts / 8][4], first_squares[kTwo ? kBlocks : 1][2];
+  bool is_second = false;
+  auto enter_second = [&] {
+#pragma unroll
+    for (int m = 0; m < (kTwo ? kBlocks : 0); ++m) {
+#pragma unroll
+      for (int n = 0; n < kOuts / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) first_acc[m][n][i] = acc[m][n][i], acc[m][n][i] = 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) first_squares[m][i] = squares[m][i], squares[m][i] = 0.0f;
+    }
+    is_second = true;
+  };
   for (int step = 0; step < steps; ++step) {
+    if (kTwo && !is_second && step * kStep + warp * 16 >= p.k_split) enter_second();
     if (step == 0) {
       copies_wait<kStages - 1>();
     } else {
@@ -227,35 +261,40 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
       }
     }
   }
+  if (kTwo && !is_second) enter_second();
   copies_wait<0>();
   __syncthreads();  // the ring becomes the sums
 
-  float* const sums = reinterpret_cast<float*>(shared);
+  auto put_sums = [&](int input, float(&of)[kBlocks][kOuts / 8][4], float(&squares)[kBlocks][2]) {
 #pragma unroll
-  for (int m = 0; m < kBlocks; ++m) {
+    for (int m = 0; m < kBlocks; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = m * 16 + half * 8 + g;
-      float* const to = sums + warp * Sizes::kPart + row * Sizes::kSumRow + t * 2;
+      for (int half = 0; half < 2; ++half) {
+        const int row = m * 16 + half * 8 + g, part = input * kTileWarps + warp;
+        float* const to = sums + part * Sizes::kPart + row * Sizes::kSumRow + t * 2;
 #pragma unroll
-      for (int n = 0; n < kOuts / 8; ++n) {
-        *reinterpret_cast<float2*>(to + n * 8) = {acc[m][n][half * 2], acc[m][n][half * 2 + 1]};
-      }
-      if constexpr (kNorm) {
-        float& total = squares[m][half];
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
-        if (t == 0) squares_of[warp][row] = total;
+        for (int n = 0; n < kOuts / 8; ++n) {
+          *reinterpret_cast<float2*>(to + n * 8) = {of[m][n][half * 2], of[m][n][half * 2 + 1]};
+        }
+        if constexpr (kNorm) {
+          float& total = squares[m][half];
+          total += __shfl_xor_sync(0xffffffffu, total, 1);
+          total += __shfl_xor_sync(0xffffffffu, total, 2);
+          if (t == 0) squares_of[input][warp][row] = total;
+        }
       }
     }
-  }
+  };
+  if constexpr (kTwo) put_sums(0, first_acc, first_squares);
+  put_sums(kTwo ? 1 : 0, acc, squares);
   __syncthreads();
 
   // The warps' sums of two neighbours of `lo` and of `hi`.
-  auto join_warps = [&](int row, int column, float2& lo, float2& hi) {
+  auto join_warps = [&](int input, int row, int column, float2& lo, float2& hi) {
 #pragma unroll
     for (int w = 0; w < kTileWarps; ++w) {
-      const float* from = sums + w * Sizes::kPart + row * Sizes::kSumRow + column;
+      const float* from =
+          sums + (input * kTileWarps + w) * Sizes::kPart + row * Sizes::kSumRow + column;
       add_pair(lo, from), add_pair(hi, from + 8);
     }
   };
@@ -264,7 +303,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
     for (int i = threadIdx.x; i < kRows * kPairs; i += kThreads) {
       const int row = i / kPairs, column = i % kPairs / 4 * kTile + i % 4 * 2;
       float2 lo = {}, hi = {};
-      join_warps(row, column, lo, hi);
+      join_warps(0, row, column, lo, hi);
       float* const to = part + row * Sizes::kSumRow + column;
       *reinterpret_cast<float2*>(to) = lo, *reinterpret_cast<float2*>(to + 8) = hi;
     }
@@ -283,14 +322,21 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 ? 2 : 3)
         add_pair(lo, from), add_pair(hi, from + 8);
       }
     } else {
-      join_warps(row, column, lo, hi);
+      join_warps(0, row, column, lo, hi);
     }
-    if constexpr (kNorm) {
+    auto normalise = [&](int input, float2& lo, float2& hi) {
       float total = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kTileWarps; ++w) total += squares_of[w][row];
-      const float scale = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+      for (int w = 0; w < kTileWarps; ++w) total += squares_of[input][w][row];
+      const float scale = rsqrtf(total / static_cast<float>(kTwo ? p.k_split : p.k) + p.eps);
       lo.x *= scale, lo.y *= scale, hi.x *= scale, hi.y *= scale;
+    };
+    if constexpr (kNorm) normalise(0, lo, hi);
+    if constexpr (kTwo) {
+      float2 more_lo = {}, more_hi = {};
+      join_warps(1, row, column, more_lo, more_hi);
+      normalise(1, more_lo, more_hi);
+      lo.x += more_lo.x, lo.y += more_lo.y, hi.x += more_hi.x, hi.y += more_hi.y;
     }
     finish_pair<T, E>(p, first_row + row, n_lo, n_hi, lo, hi, residual_lo[j], residual_hi[j]);
   }

@@ -19,6 +19,7 @@ from ...distributed.logits import ShardedLogits
 from ...layers.embedding import Embedding, embed
 from ...layers.fused import linear
 from ...layers.linear import Linear
+from ...layers.norm import RMSNorm
 from ...layers.vocabulary import sharded, vocabulary_head
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
@@ -151,8 +152,14 @@ class DraftHead(nn.Module, ABC):
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits:
         """[R, H] -> [R, Vd], model dtype; with several ranks, this one's part."""
-        lm_head = self.lm_head_of_step(step)
-        return sharded(linear((hidden,), lm_head), lm_head, self.config.decoder.parallel)
+        lm_head, norm = self.lm_head_of_step(step), self.logits_norm
+        logits = linear((hidden,), lm_head, () if norm is None else (norm,))
+        return sharded(logits, lm_head, self.config.decoder.parallel)
+
+    @property
+    def logits_norm(self) -> RMSNorm | None:
+        """The norm between what `forward` returns first and the lm_head; None: there is none."""
+        return None
 
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         """[T] -> [T, H]."""

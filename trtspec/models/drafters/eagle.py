@@ -130,8 +130,13 @@ class Eagle3Head(DraftHead):
         )
         for layer, rope in zip(self.layers[1:], others, strict=True):
             hidden = layer(hidden, rope, attn_metadata)
-        normed = self.norm(hidden)
-        return normed, normed if self.config.norm_output else hidden
+        if self.config.norm_output:
+            hidden = self.norm(hidden)
+        return hidden, hidden
+
+    @property
+    def logits_norm(self) -> RMSNorm | None:
+        return None if self.config.norm_output else self.norm
 
 
 class EagleHead(DraftHead):

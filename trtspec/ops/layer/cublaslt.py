@@ -38,6 +38,8 @@ MIN_GAIN = 0.02
 """Of cuBLAS's time; by less, its own choice stays."""
 WORKSPACE = 32 << 20
 _ROUNDS = 12
+_PRODUCTS_OF_GRAPH = 8  # at least, so that its launch counts little
+_VERSION = 2  # of the measurement: choices by another one are not read
 _KINDS = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType: CUDA_R_16BF, CUDA_R_16F
 _ALIGNMENT = 256  # of addresses, which the heuristic takes for granted
 
@@ -197,8 +199,14 @@ def _measure(size: Size, weight: Tensor) -> _Algorithm | None:
 
 
 def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> list[float]:
-    """Returns ms of a product each. They take turns: a GPU's clock drifts at its power limit."""
+    """Returns ms of a product each, in a graph, as a step has them: an algorithm that clears its
+    workspace first waits there for some µs.
+
+    They take turns: a GPU's clock drifts at its power limit.
+    """
     runs[0](weights[0])  # loads what is loaded on first use
+    weights = weights * -(-_PRODUCTS_OF_GRAPH // len(weights))
+    graphs = _graphs(runs, weights)
     torch.cuda.synchronize()
     rounds: list[tuple[list[int], list[torch.cuda.Event]]] = []
     for first in range(_ROUNDS):
@@ -207,8 +215,7 @@ def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> lis
         torch.cuda._sleep(50_000 * len(runs) * len(weights))  # cycles: the host gets ahead
         marks[0].record()
         for number, mark in zip(order, marks[1:], strict=True):
-            for w in weights:
-                runs[number](w)
+            graphs[number].replay()
             mark.record()
         rounds.append((order, marks))
     torch.cuda.synchronize()
@@ -219,9 +226,31 @@ def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> lis
     return [median(of_run) for of_run in times]
 
 
+def _graphs(
+    runs: list[Callable[[Tensor], object]], weights: list[Tensor]
+) -> list[torch.cuda.CUDAGraph]:
+    """Captures each run's products with all weights. The graphs share memory."""
+    device, pool = weights[0].device, torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graphs = []
+    with torch.cuda.stream(stream):
+        for run in runs:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+            try:
+                for weight in weights:
+                    run(weight)
+            finally:
+                graph.capture_end()
+            graphs.append(graph)
+    return graphs
+
+
 def _path(device: int) -> Path:
     name = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    return cache_dir() / "algorithms" / f"{name}-cublaslt-{_library().cublasLtGetVersion()}.json"
+    library = _library().cublasLtGetVersion()
+    return cache_dir() / "algorithms" / f"{name}-cublaslt-{library}-{_VERSION}.json"
 
 
 def _read(path: Path) -> dict[str, _Algorithm | None]:

@@ -336,8 +336,10 @@ def save_step(
     Args:
         slot_ids: [G] int64. position_ids: [G*R] int64 of this step's rows. lens: [G] int32.
         new_tokens: [G, K+1] int32.
-        past_lens: [S] int64, next_tokens: [S, K+1] int32: written.
+        past_lens: [S+1] int64, next_tokens: [S+1, K+1] int32: written. The last slot is scratch,
+            whose length stays 0, for rows that fill a graph up would attend to ever more.
     """
     rows = position_ids.shape[0] // max(slot_ids.shape[0], 1)
-    past_lens[slot_ids] = position_ids[:: max(rows, 1)] + lens
+    past = position_ids[:: max(rows, 1)] + lens
+    past_lens[slot_ids] = torch.where(slot_ids == past_lens.shape[0] - 1, 0, past)
     next_tokens[slot_ids] = new_tokens

@@ -314,6 +314,7 @@ def save_step(
         position_ids,
         new,
         slots,
+        past_lens.shape[0] - 1,
         rows,
         columns,
         BLOCK=triton.next_power_of_2(columns),
@@ -324,13 +325,21 @@ def save_step(
 
 @triton.jit
 def _save_kernel(
-    slot_id_ptr, position_ptr, new, slots, rows, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+    slot_id_ptr,
+    position_ptr,
+    new,
+    slots,
+    scratch_slot,
+    rows,
+    columns,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_id_ptr + seq).to(tl.int64)
     past = tl.load(position_ptr + seq * rows).to(tl.int64) + tl.load(new.lens + seq)
-    tl.store(slots.past_lens + slot, past)
+    tl.store(slots.past_lens + slot, tl.where(slot == scratch_slot, 0, past))
     column = tl.arange(0, BLOCK)
     tokens = tl.load(new.tokens + seq * new.stride + column, mask=column < columns, other=0)
     tl.store(slots.next_tokens + slot * slots.stride + column, tokens, mask=column < columns)
