@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,11 +11,15 @@ from torch import Tensor
 from ..state.kv_cache import KVCacheManager
 from .request import Request
 
+_Row = tuple[int, int, int]
+"""Slot, request and the version of its tables."""
+
 
 class GenerationInputs:
     """Slots and block tables of up to N requests, in one tensor on the device.
 
-    A step of n requests reads its first rows. Nothing is sent that the device has.
+    A step of n requests reads its first rows. The host has the same, and changes the rows whose
+    tables changed. Nothing is sent that the device has.
 
     Args:
         size: N. scratch_slot: of rows that are no request's.
@@ -28,52 +33,67 @@ class GenerationInputs:
         kv_cache: KVCacheManager,
         device: torch.device,
     ):
-        self.size, self.scratch_slot, self.kv_cache = size, scratch_slot, kv_cache
+        self.size, self.kv_cache = size, kv_cache
         self.widths = [kv_cache.blocks_for(max_seq_len)] * len(kv_cache.groups)
         # First the slots as int64, so that a step need not convert them, then rows of tables.
-        self.sent = torch.zeros(size * (2 + sum(self.widths)), dtype=torch.int32, device=device)
-        self._rows: list[tuple[int, int, int]] = []  # slot, request and its table's version
+        length = size * (2 + sum(self.widths))
+        self.sent = torch.zeros(length, dtype=torch.int32, device=device)
+        self._host = torch.zeros(length, dtype=torch.int32)
+        self._inert: _Row = (scratch_slot, -1, 0)
+        self._rows: list[_Row | None] = []
         self.clear()
 
     def clear(self) -> None:
-        """Makes all rows inert, and the next step send everything."""
-        self.sent.zero_()
-        self.slots(self.size).fill_(self.scratch_slot)
-        self.forget()
+        """Makes all rows inert, here and on the device."""
+        self._host.zero_()
+        self._slots_of(self._host).fill_(self._inert[0])
+        self.sent.copy_(self._host)
+        self._rows = [self._inert] * self.size
 
     def forget(self) -> None:
-        """Makes the next step send everything."""
-        self._rows = []
+        """Makes the next step send all that it reads, whatever the device has."""
+        self._rows = [None] * self.size
 
     def slots(self, count: int) -> Tensor:
         """Returns the slots of the first rows, [count] int64."""
-        return self.sent[: 2 * self.size].view(torch.int64)[:count]
+        return self._slots_of(self.sent)[:count]
 
     def tables(self, count: int) -> tuple[Tensor, ...]:
         """Returns the block tables of the first rows, per KV group [count, M] int32."""
-        return tuple(self._tables(self.sent, count).split(self.widths, dim=1))
+        return tuple(self._tables_of(self.sent)[:count].split(self.widths, dim=1))
 
-    def _tables(self, tensor: Tensor, count: int) -> Tensor:
-        return tensor[2 * self.size :].view(-1, sum(self.widths))[:count]
+    def _slots_of(self, tensor: Tensor) -> Tensor:
+        return tensor[: 2 * self.size].view(torch.int64)
+
+    def _tables_of(self, tensor: Tensor) -> Tensor:
+        return tensor[2 * self.size :].view(self.size, sum(self.widths))
 
     def rows_to_send(self, requests: Sequence[Request], count: int) -> Tensor | None:
         """Returns what `send` takes for these requests, in the first of `count` rows; None if the
         device has it."""
-        rows = [(r.slot, r.request_id, self.kv_cache.version(r.request_id)) for r in requests]
-        rows += [(self.scratch_slot, -1, 0)] * (count - len(rows))
-        if self._rows[:count] == rows:
+        version, rows = self.kv_cache.version, self._rows
+        now = [(r.slot, r.request_id, version(r.request_id)) for r in requests]
+        now += [self._inert] * (count - len(now))
+        if rows[:count] == now:
             return None
-        self._rows = rows
+        changed = [i for i, row in enumerate(now) if row != rows[i]]
+        rows[:count] = now
+        self._write(changed, requests)
         length = 2 * self.size + count * sum(self.widths)
-        host = torch.zeros(length, dtype=torch.int32, pin_memory=self.sent.is_cuda)
-        slots = host[: 2 * self.size].view(torch.int64)
-        slots.fill_(self.scratch_slot)
-        slots[: len(requests)] = torch.tensor([r.slot for r in requests])
-        parts = self._tables(host, len(requests)).split(self.widths, dim=1)
-        tables = self.kv_cache.block_tables([r.request_id for r in requests])
-        for part, table in zip(parts, tables, strict=True):
-            part[:, : table.shape[1]] = table
-        return host
+        host = torch.empty(length, dtype=torch.int32, pin_memory=self.sent.is_cuda)
+        return host.copy_(self._host[:length])
+
+    def _write(self, places: list[int], requests: Sequence[Request]) -> None:
+        """Writes these rows on the host."""
+        slots, tables = self._slots_of(self._host).numpy(), self._tables_of(self._host).numpy()
+        slots[places], tables[places] = self._inert[0], 0
+        taken = [i for i in places if i < len(requests)]
+        slots[taken] = [requests[i].slot for i in taken]
+        of_groups = self.kv_cache.block_tables([requests[i].request_id for i in taken])
+        starts = accumulate(self.widths[:-1], initial=0)
+        for start, table in zip(starts, of_groups, strict=True):
+            tables[taken, start : start + table.shape[1]] = table.numpy()
 
     def send(self, rows: Tensor) -> None:
+        """Sends what `rows_to_send` returned. The device must not read it any more."""
         self.sent[: rows.shape[0]].copy_(rows, non_blocking=True)

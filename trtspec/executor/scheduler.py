@@ -320,8 +320,10 @@ class Scheduler:
         return self.running[-1:] if all_idle and len(self.running) > 1 else []
 
     def trim(self, request: Request) -> None:
-        """Gives back the blocks that a generation did not need, once its tokens are read."""
-        self.kv_cache.trim(request.request_id, request.past_upper + self.extra_kv)
+        """Gives back the blocks that a generation did not need, once its tokens are read, but for
+        those that the next step would take again."""
+        held = max(request.past_upper + self.extra_kv, self.needed_tokens(request))
+        self.kv_cache.trim(request.request_id, held)
 
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:

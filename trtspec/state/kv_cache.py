@@ -150,6 +150,9 @@ class KVCacheManager:
     def reserve(self, request_id: int, num_tokens: int) -> bool:
         """Reserves blocks for `num_tokens` tokens in every group. False: there is no room, and
         nothing changed."""
+        held = self._tables.get(request_id)
+        if held and min(map(len, held)) >= self.blocks_for(num_tokens):  # nearly every time
+            return True
         tables, missing = self._missing(request_id, num_tokens)
         if not self.has_room(request_id, num_tokens):
             return False
@@ -181,8 +184,10 @@ class KVCacheManager:
 
     def trim(self, request_id: int, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
-        keep = self.blocks_for(num_tokens)
-        for table, pool in zip(self._tables[request_id], self._pools, strict=True):
+        tables, keep = self._tables[request_id], self.blocks_for(num_tokens)
+        if tables and max(map(len, tables)) <= keep:  # nearly every time
+            return
+        for table, pool in zip(tables, self._pools, strict=True):
             if len(table) > keep:
                 pool.free(_held(table[keep:]))
                 del table[keep:]
