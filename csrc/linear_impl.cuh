@@ -72,8 +72,9 @@ template <typename T, Epilogue E, bool kNorm>
 cudaError_t launch_tiles(const LinearParams& p, cudaStream_t stream) {
   if constexpr (kNorm && E != Epilogue::kSwiGLU) {
     if (p.x1 != nullptr) {
-      return p.rows <= kFewRows ? launch_tile<T, E, 2, 1, 32, 5>(p, stream)
-                                : launch_tile<T, E, 2, 2, 32, 5>(p, stream);
+      if (p.rows <= kMaxFewRows) return launch_tile<T, E, 2, 1, 16, 9>(p, stream);
+      if (p.rows <= kMaxMoreRows) return launch_tile<T, E, 2, 1, 32, 9>(p, stream);
+      return launch_tile<T, E, 2, 2, 32, 9>(p, stream);
     }
   }
   if (p.rows <= kMaxFewRows) {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ..metadata.attention import NULL_BLOCK
 from ..state.kv_cache import KVCacheManager
 from .request import Request
 
@@ -39,6 +39,9 @@ class GenerationInputs:
         length = size * (2 + sum(self.widths))
         self.sent = torch.zeros(length, dtype=torch.int32, device=device)
         self._host = torch.zeros(length, dtype=torch.int32)
+        # The same memory. Numpy writes a few numbers in less time than torch.
+        self._host_slots = self._slots_of(self._host).numpy()
+        self._host_tables = self._tables_of(self._host).numpy()
         self._inert: _Row = (scratch_slot, -1, 0)
         self._rows: list[_Row | None] = []
         self.clear()
@@ -85,14 +88,15 @@ class GenerationInputs:
 
     def _write(self, places: list[int], requests: Sequence[Request]) -> None:
         """Writes these rows on the host."""
-        slots, tables = self._slots_of(self._host).numpy(), self._tables_of(self._host).numpy()
-        slots[places], tables[places] = self._inert[0], 0
-        taken = [i for i in places if i < len(requests)]
-        slots[taken] = [requests[i].slot for i in taken]
-        of_groups = self.kv_cache.block_tables([requests[i].request_id for i in taken])
-        starts = accumulate(self.widths[:-1], initial=0)
-        for start, table in zip(starts, of_groups, strict=True):
-            tables[taken, start : start + table.shape[1]] = table.numpy()
+        for place in places:
+            request = requests[place] if place < len(requests) else None
+            row, start = self._host_tables[place], 0
+            row.fill(NULL_BLOCK)
+            self._host_slots[place] = self._inert[0] if request is None else request.slot
+            tables = () if request is None else self.kv_cache.table_of(request.request_id)
+            for table, width in zip(tables, self.widths, strict=False):
+                row[start : start + len(table)] = table
+                start += width
 
     def send(self, rows: Tensor) -> None:
         """Sends what `rows_to_send` returned. The device must not read it any more."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
@@ -201,14 +199,11 @@ class OwnedKVCache(LinkedKVCache):
         super().forget(request_id)
         self._owners.pop(request_id, None)
 
-    def block_tables(self, request_ids: list[int]) -> list[Tensor]:
-        tables = super().block_tables(request_ids)
-        rank = self.link.world.rank
-        others = torch.tensor(
-            [self._owners.get(request_id, rank) != rank for request_id in request_ids],
-            dtype=torch.bool,
-        )
-        return [table.masked_fill(others[:, None], NULL_BLOCK) for table in tables]
+    def table_of(self, request_id: int) -> Sequence[Sequence[int]]:
+        tables, rank = super().table_of(request_id), self.link.world.rank
+        if self._owners.get(request_id, rank) == rank:
+            return tables
+        return [[NULL_BLOCK] * len(table) for table in tables]
 
     def check_integrity(self) -> None:
         everything = self._tables

@@ -278,14 +278,18 @@ class KVCacheManager:
             for cache in (self.groups[group].k_cache, self.groups[group].v_cache):
                 as_bytes(cache).index_fill_(1, index, 0)
 
+    def table_of(self, request_id: int) -> Sequence[Sequence[int]]:
+        """Returns a request's block table of each group."""
+        return self._tables[request_id]
+
     def block_tables(self, request_ids: list[int]) -> list[Tensor]:
         """Returns per group [B, M] int32 on the host, padded with NULL_BLOCK; M is the longest's
         length."""
         result = []
         for g in range(len(self._pools)):
-            rows = [self._tables[r][g] for r in request_ids]
+            rows = [self.table_of(r)[g] for r in request_ids]
             width = max((len(row) for row in rows), default=1) or 1
-            padded = [row + [NULL_BLOCK] * (width - len(row)) for row in rows]
+            padded = [[*row, *[NULL_BLOCK] * (width - len(row))] for row in rows]
             result.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width))
         return result
 
