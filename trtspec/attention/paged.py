@@ -66,6 +66,7 @@ at position 0, and see its key.
 MANY_PAIRS = 24
 """Of a request and a KV head, with heads of at most 64: from here on fewer parts are faster."""
 MAX_CONTEXT_PARTS = 16  # of a tile's keys
+CONTIGUOUS = torch.contiguous_format
 JOIN_ROWS = 16  # pairs of a row and a head that a program joins the parts of
 
 
@@ -91,9 +92,7 @@ class TritonAttention(TorchAttention):
         has_few_rows = meta.num_contexts == 1 and rows <= min(FEW_ROWS, size)
         if is_padded and has_few_rows and cached.k_scales is None:
             return paged_attention(q, cached, tables, rows)
-        # Padding rows belong to no tile: zeros, so that they stay finite.
-        new = torch.zeros_like if is_padded else torch.empty_like
-        out = new(q, memory_format=torch.contiguous_format)
+        out = _zeroed(q, meta) if is_padded else torch.empty_like(q, memory_format=CONTIGUOUS)
         context_attention(q, cached, tables, context_tiles(meta, size), size, out)
         if meta.num_generations:
             out[rows:] = self._generation(q[rows:], meta, cached)
@@ -125,6 +124,18 @@ class TritonAttention(TorchAttention):
             out = paged_attention(part.flatten(0, 1), cached, of_part, part.shape[1])
             outs.append(out.view(part.shape))
         return torch.cat(outs, dim=1).flatten(0, 1)
+
+
+def _zeroed(q: Tensor, meta: AttentionMetadata) -> Tensor:
+    """Returns a tensor like q whose padding rows are zeros, so that they stay finite.
+
+    They belong to no tile, so the layers of a pass take turns at one tensor.
+    """
+    key = "attention of prompts", q.shape, q.dtype
+    if key not in meta.derived:
+        meta.derived[key] = torch.zeros_like(q, memory_format=CONTIGUOUS)
+    out: Tensor = meta.derived[key]
+    return out
 
 
 def _most_rows(q: Tensor, cached: CachedLayer) -> int:

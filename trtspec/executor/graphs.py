@@ -40,6 +40,7 @@ from .step_launch import StepLaunch
 logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
+TIMED_CONTEXT = 512  # tokens that the rows of a timed step attend to
 
 
 class GraphMemoryError(ConfigError):
@@ -245,7 +246,8 @@ class CudaGraphs:
     def replay_seconds(
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
     ) -> float | None:
-        """Returns what a step takes that verifies and proposes K drafts. All rows are inert.
+        """Returns what a step takes that verifies and proposes K drafts, behind `TIMED_CONTEXT`
+        tokens or half of what a sequence holds. All rows are inert.
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
@@ -253,8 +255,10 @@ class CudaGraphs:
         if not self._is_there(key):
             return None
         self.inputs.clear()
+        context = min(TIMED_CONTEXT, self.max_seq_len // 2)
         times = []
         for _ in range(repeat):
+            self.step.state.past_lens[-1:].fill_(context)  # the scratch slot's; a step clears it
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for graph, _ in self._graphs[key].parts:

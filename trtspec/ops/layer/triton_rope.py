@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .norm import Norm
     from .rope import CacheWrite, Rope
 
-FEW_HEADS = 1024  # heads of all rows that get a program each: few want every multiprocessor
+FEW_HEADS = 512  # heads of all rows that get a program each: few want every multiprocessor
+MANY = 16  # heads of a row that a program works on elsewhere
 
 
 class Heads(NamedTuple):
@@ -147,7 +148,7 @@ def rope_queries(q: Tensor, rope: Rope, norm: Norm) -> Tensor:
 
 
 def _heads_per_program(heads: int) -> int:
-    return 1 if heads <= FEW_HEADS else 4
+    return 1 if heads <= FEW_HEADS else MANY
 
 
 def _launch(
@@ -160,7 +161,7 @@ def _launch(
         norms,
         out,
         sizes=sizes,
-        num_warps=1,
+        num_warps=1 if sizes.HEADS == 1 else 4,
         **dependent_launch(x),
     )
 
