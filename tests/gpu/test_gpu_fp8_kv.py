@@ -152,6 +152,7 @@ def test_kernels_write_what_torch_writes() -> None:
     rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=-1), positions)
     scales = torch.tensor([0.01, 0.3], device="cuda")
     norm = RMSNorm(64, 1e-6).cuda().bfloat16()
+    norm.weight.data = (1 + 0.3 * normal(64)).bfloat16()
     for norms in (None, (norm, norm)):
         caches = []
         for function in (triton_rope.rope_and_write, rope_and_write.__wrapped__):  # type: ignore[attr-defined]
