@@ -155,6 +155,15 @@ def test_what_does_not_count(device: str) -> None:
         assert engines["plain"].calls == engines["auto"].calls
 
 
+def test_rounds_are_prompts_for_each_request_at_once(target_dir: Path, drafters: Drafters) -> None:
+    options = {"rounds": 3, "concurrencies": [1, 2], "temperatures": [0.0]}
+    sweep, _ = run_sweep(target_dir, drafters, **options)
+    assert {(cell.place.concurrency, cell.num_prompts) for cell in sweep.cells} == {(1, 3), (2, 6)}
+    for cell in sweep.cells:
+        runs = [run for runs in cell.runs.values() for run in runs]
+        assert {run.generated_tokens for run in runs} == {12 * cell.num_prompts}
+
+
 def test_contexts(target_dir: Path, drafters: Drafters) -> None:
     contexts = {"contexts": [None, 120], "concurrencies": [1], "temperatures": [0.0]}
     sweep, _ = run_sweep(target_dir, drafters, **contexts)

@@ -335,6 +335,15 @@ class SweepOptions:
             help="--sweep: like 512,4096: after turns that make the prompts this long.",
         ),
     ] = None
+    rounds: Annotated[
+        int,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="--sweep: prompts of a cell, times the requests at once. With one, its end has few "
+            "requests.",
+        ),
+    ] = 1
     columns: Annotated[
         str | None,
         typer.Option(

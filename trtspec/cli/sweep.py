@@ -81,6 +81,7 @@ class SweepCommand:
                 temperatures=temperatures,
                 kinds=_kinds(given, sweep.kinds),
                 contexts=[int(n) for n in numbers] or [None],
+                rounds=sweep.rounds,
             ),
             columns=[name for name in COLUMNS if name in columns],
             fixed=[int(n) for n in fixed] or None,
@@ -212,6 +213,7 @@ def _about(command: SweepCommand, llm: LLM, repeat: int) -> dict[str, Any]:
         "max_tokens": command.sampling.max_tokens,
         "seed": command.sampling.seed,
         "repeat": repeat,
+        "rounds": command.axes.rounds,
     }
 
 

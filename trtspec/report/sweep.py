@@ -19,7 +19,7 @@ from .plots import require_matplotlib, to_svg
 
 PLAIN, AUTO = "plain", "auto"
 LEAST_PROMPTS = 2
-"""Prompts of a cell at least; else as many as run at once."""
+"""Prompts of a cell at least."""
 NEVER_SLOWER, NEAR_BEST = 0.99, 0.95
 """What `auto` should reach of plain decoding, and of the best fixed draft length."""
 
@@ -76,6 +76,11 @@ class Axes:
     temperatures: Sequence[float]
     kinds: Mapping[str, Sequence[AcceptancePrompt]]
     contexts: Sequence[int | None] = (None,)
+    rounds: int = 1  # prompts of a cell, times the requests at once
+
+    def num_prompts(self, concurrency: int) -> int:
+        """Returns the prompts of a cell."""
+        return max(concurrency * self.rounds, LEAST_PROMPTS)
 
     def places(self, concurrency: int) -> Iterator[Place]:
         """Returns the cells of one concurrency."""
@@ -167,7 +172,7 @@ Prompts = dict[tuple[str, int | None], list[list[int]]]
 
 def encode_prompts(axes: Axes, encode: Encode) -> Prompts:
     """Returns as many prompts of each kind and context as a cell needs, or as there are."""
-    most = max(LEAST_PROMPTS, *axes.concurrencies)
+    most = axes.num_prompts(max(axes.concurrencies))
     everything = [prompt for prompts in axes.kinds.values() for prompt in prompts]
     encoded: Prompts = {}
     for (kind, given), context in product(axes.kinds.items(), axes.contexts):
@@ -224,7 +229,7 @@ class SweepRun:
     ) -> Cell:
         """Runs the ways in turns, each turn beginning with another one."""
         given = self.prompts[place.kind, place.context]
-        prompts = [given[i % len(given)] for i in range(max(place.concurrency, LEAST_PROMPTS))]
+        prompts = [given[i % len(given)] for i in range(self.axes.num_prompts(place.concurrency))]
         is_cuda = any(str(engine.device).startswith("cuda") for engine in engines.values())
         cell = Cell(place, len(prompts))
         for way in self.ways:
