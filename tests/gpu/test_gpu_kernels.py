@@ -129,6 +129,25 @@ def test_linear(dtype: torch.dtype, size: tuple[int, int], served: list[str]) ->
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [((1536, 576), 4), ((1536, 576), 100), ((2592, 528), 20), ((96, 40), 5), ((4096, 1040), 3)],
+)
+def test_a_sum_is_written_twice(size: tuple[int, int], rows: int, served: list[str]) -> None:
+    """To the residual's memory, and to some columns of another matrix."""
+    layer, x = _linear(*size, torch.bfloat16), _random(rows, size[0])
+    residual, out = _random(rows, size[1], seed=4), size[1]
+    wide = torch.zeros(rows, 3 * out, device="cuda", dtype=torch.bfloat16)
+    expected = _product(_exact(x), layer) + residual
+    total = fused.linear(
+        (x,), layer, residual=residual, in_place=True, copy_to=wide[:, out : 2 * out]
+    )
+    _close(total, expected)
+    assert torch.equal(wide[:, out : 2 * out], total)
+    assert not wide[:, :out].any() and not wide[:, 2 * out :].any()
+    assert served == ["linear"]
+
+
 def _most_rows(size: tuple[int, int], normed: bool) -> int:
     """As far as the kernels are used for weights of (in, out)."""
     values = size[0] * size[1]

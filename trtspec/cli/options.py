@@ -340,8 +340,7 @@ class SweepOptions:
         typer.Option(
             "--rounds",
             min=1,
-            help="--sweep: prompts of a cell, times the requests at once. With one, its end has few "
-            "requests.",
+            help="--sweep: a cell has as many prompts as requests at once, times this.",
         ),
     ] = 1
     columns: Annotated[

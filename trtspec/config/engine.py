@@ -85,7 +85,8 @@ class CudaGraphConfig:
         enable_padding: a batch between two sizes is filled up to the larger; False runs it
             eagerly.
         capture_at_start: capture the graphs of greedy and of sampled batches when the engine is
-            built, the largest first, so that no request waits for it; else each on first use.
+            built, the largest first, so that no request waits for it; else each on first use. A
+            draft length that chooses itself has most of its graphs captured at start anyway.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
             generations' graph; prompts that fit none run eagerly, with the generations. None is
             8, 64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200

@@ -16,7 +16,8 @@ one kernel, so a norm is not called here but handed down to the product that rea
     residual  added by the last product; None adds nothing
     in_place  the sum takes the residual's memory: `hidden` is the same tensor through all layers
 
-So a layer's output must be copied to be kept (`HiddenStateCapture`) before the next layer runs.
+So a layer's output must be copied to be kept (`HiddenStateCapture`) before the next layer runs. The
+last product writes the copy where it can (`copy_to`).
 """
 
 from __future__ import annotations
