@@ -83,7 +83,9 @@ class Uncaptured:
         )
         self.passes += 1
         inputs = replace(inputs, num_logprobs=plan.batch.num_logprobs)
-        outputs = self.executor.runner.step.run(inputs, plan.draft_len)
+        step = self.executor.runner.step
+        outputs = step.run(inputs, plan.draft_len)
+        assert step.state.past_lens[-1] == 0, "rows that fill graphs up would attend to more"
         return StepLaunch(first_rows(outputs, len(chunks), 1), is_replay=True)
 
 

@@ -200,7 +200,7 @@ def test_an_engine_that_nobody_holds_is_gone_without_the_collector(
     """Its graphs too: destroyed by the collector, they could spoil another engine's capture. A
     stream that was left early holds nothing either."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))  # nothing is captured
-    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(graphs, "capture_stream", lambda device: None)
     with _collector_off():
         llm = _with_head(target_dir, tmp_path)
         executor = llm.executor

@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,47 @@ def test_times_go_to_what_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [order for order in orders if len(order) > 2][:3] == [
         [*of_graph[a], *of_graph[b], *of_graph[c]] for a, b, c in turns
     ]
+
+
+def test_what_is_refused_in_a_graph_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty graph would be the fastest."""
+
+    class Graph:
+        def __init__(self) -> None:
+            self.is_open = False
+
+        def capture_begin(self, pool: Any) -> None:
+            self.is_open = True
+
+        def capture_end(self) -> None:
+            self.is_open = False
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    monkeypatch.setattr(cublaslt, "capture_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    runs = [lambda weight: None, lambda weight: True, lambda weight: False]
+    graphs = cublaslt._graphs(runs, [WEIGHT])
+    assert [graph is None for graph in graphs] == [False, False, True]
+    assert all(graph is None or not graph.is_open for graph in graphs)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(Graph, "replay", lambda self: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    assert cublaslt._times(runs, [WEIGHT]) == [0.25, 0.25, math.inf]
 
 
 @pytest.mark.parametrize(("status", "needed", "is_known"), [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
 VERSION = 3  # of the steps: another one makes times of earlier releases unknown
-SECONDS_AT_START = 10.0  # for captures, at most
+SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for lengths not yet timed
 
 
 def draft_len_of(runner: StepRunner) -> DraftLen:
@@ -67,23 +68,29 @@ def _ready(runner: StepRunner, batch: ScheduledBatch, lengths: list[int]) -> lis
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Captures every length, so that none has to earn its graph first, and times what is unknown.
 
-    Sizes 1, 2, 4, … and the largest come first, and are timed. After `SECONDS_AT_START` the others
-    are left for later, unless all graphs are to be captured at start.
+    Sizes 1, 2, 4, … and the largest come first, and are timed. Whatever is left after
+    `SECONDS_AT_START`, and whose times are known or not needed, waits until it is used, unless all
+    graphs are to be captured at start.
     """
     sizes, began = graphs.batch_sizes, time.perf_counter()
     timed = {size for size in sizes if size & (size - 1) == 0} | {sizes[-1]}
     for size in sorted(sizes, key=lambda n: (n not in timed, -n)):
+        shapes = StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)
+        unknown = {
+            (shape, draft_len)
+            for shape, draft_len in product(shapes if size in timed else (), auto.lengths)
+            if not auto.costs.is_known(shape, draft_len)
+        }
         is_late = time.perf_counter() - began > SECONDS_AT_START
-        if is_late and size not in timed and not graphs.captures_at_start:
-            break
+        if is_late and not (unknown or graphs.captures_at_start):
+            continue
         graphs.prepare_missed(size)
-        for shape in (StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)):
-            for draft_len in auto.lengths:
-                graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
-                if size in timed and not auto.costs.is_known(shape, draft_len):
-                    seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
-                    if seconds is not None:
-                        auto.costs.set(shape, draft_len, seconds)
+        for shape, draft_len in product(shapes, auto.lengths):
+            is_there = graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
+            if is_there and (shape, draft_len) in unknown:
+                seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
+                assert seconds is not None
+                auto.costs.set(shape, draft_len, seconds)
     auto.costs.save()
 
 

@@ -92,6 +92,7 @@ def forward_step(
         slots = tensors.slot_ids[:contexts]
         state.past_lens[slots] = meta.position_ids[tensors.gather_ids[:contexts]] + 1
         state.next_tokens[slots] = new_tokens[:contexts]
+        state.past_lens[-1:].zero_()  # scratch, of contexts that fill a graph up
     saved = None
     if mode.is_save_hidden_states():
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)

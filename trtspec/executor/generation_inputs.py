@@ -18,8 +18,8 @@ _Row = tuple[int, int, int]
 class GenerationInputs:
     """Slots and block tables of up to N requests, in one tensor on the device.
 
-    A step of n requests reads its first rows. The host has the same, and changes the rows whose
-    tables changed. Nothing is sent that the device has.
+    A step of n requests reads its first rows. The host has the same, and writes the rows whose
+    tables changed. Where none has, nothing is sent.
 
     Args:
         size: N. scratch_slot: of rows that are no request's.
@@ -99,5 +99,5 @@ class GenerationInputs:
                 start += width
 
     def send(self, rows: Tensor) -> None:
-        """Sends what `rows_to_send` returned. The device must not read it any more."""
+        """Sends what `rows_to_send` returned, for the graphs that are launched from now on."""
         self.sent[: rows.shape[0]].copy_(rows, non_blocking=True)

@@ -3,7 +3,7 @@
 A graph is captured for a batch size (a bucket), the numbers of drafts verified and proposed, and
 greedy or sampled. It holds everything between the host's two copies: gathering inputs from the
 slots, the target, acceptance, all draft passes, and writing the next step's inputs to the slots.
-The host sends slot ids and block tables, and only those that changed. A step with grammars is
+The host sends slot ids and block tables, unless none has changed. A step with grammars is
 several graphs, for the host writes masks in between (`metadata/guided.py`).
 
 Rows that fill a bucket are inert. They use the scratch slot, which has no blocks: their keys go to
@@ -12,13 +12,11 @@ the scratch block, and their tokens are never read.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ import torch
 from ..config import CudaGraphConfig, ExecutorConfig
 from ..errors import ConfigError
 from ..metadata.guided import DraftPoint, Point
+from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
 from .context_inputs import ContextInputs, most_worth_capturing
 from .device_step import DeviceStep
@@ -105,7 +104,7 @@ class CudaGraphs:
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _capture_stream(device)
+        self._stream = capture_stream(device)
         self.memory_bytes = 0  # taken by captures so far
         self.capture_seconds: list[float] = []  # of each capture
 
@@ -234,9 +233,9 @@ class CudaGraphs:
                 if not self._capture_contexts(inputs, key):
                     break
 
-    def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> None:
-        """Captures a step that verifies and proposes K drafts."""
-        self._is_there(_key_at_start(draft_len, size, all_greedy))
+    def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> bool:
+        """Captures a step that verifies and proposes K drafts. False: there is no memory for it."""
+        return self._is_there(_key_at_start(draft_len, size, all_greedy))
 
     def prepare_missed(self, size: int) -> None:
         """Captures the pass over rows that the head has missed, where there may be some."""
@@ -247,7 +246,7 @@ class CudaGraphs:
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 8
     ) -> float | None:
         """Returns what a step takes that verifies and proposes K drafts, behind `TIMED_CONTEXT`
-        tokens or half of what a sequence holds. All rows are inert.
+        tokens or half of what a sequence holds. All rows are inert, and read the keys of one block.
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
@@ -299,7 +298,7 @@ class CudaGraphs:
         recorder = _Recorder(self._pool, self._stream)
         self._reach = recorder.cut
         try:
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 with recorder.recording():
                     outputs = self._run_step(key)
                     passes = self._draft_passes(outputs)
@@ -436,29 +435,6 @@ class _Recorder:
         self._open = None
         capture.__exit__(None, None, None)
         self.parts.append(_Part(graph, point))
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns one stream for all captures of all engines: cuBLAS holds 32 MiB per stream, for
-    good."""
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the garbage collector from destroying a graph while another is captured.
-
-    CUDA would fail that capture. An engine is no reference cycle, but a caller's cycle may hold
-    one, and other libraries have graphs too (docs/decisions/011).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def first_rows(outputs: StepOutputs, count: int, rows: int) -> StepOutputs:

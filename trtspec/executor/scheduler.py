@@ -322,7 +322,9 @@ class Scheduler:
     def trim(self, request: Request) -> None:
         """Gives back the blocks that a generation did not need, once its tokens are read, but for
         those that the next step would take again."""
-        held = max(request.past_upper + self.extra_kv, self.needed_tokens(request))
+        held = request.past_upper + self.extra_kv
+        if not request.ends_with_what_is_in_flight:
+            held = max(held, self.needed_tokens(request))
         self.kv_cache.trim(request.request_id, held)
 
     # -- leaving -------------------------------------------------------------------------------

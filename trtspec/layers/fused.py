@@ -261,6 +261,11 @@ def _side_by_side(inputs: Inputs, norms: Norms) -> Tensor:
     return inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=-1)
 
 
+def is_one_kernel(inputs: Inputs, layer: Any, norms: Norms) -> bool:
+    """Whether a kernel takes a product and its norms together."""
+    return _kernels(inputs, layer, norms) is not None
+
+
 def _kernels(inputs: Inputs, layer: Any, norms: Norms) -> Any:
     """Returns the module with the kernels if they serve these tensors, else None."""
     x = inputs[0]

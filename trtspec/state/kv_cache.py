@@ -8,8 +8,9 @@ device knows how many tokens have valid KV; the host knows an upper bound `past`
     [past + K + 1, past + 2K + 1) written by drafting, for drafters that write KV
 
 `reserve` covers the last of these ends before a step is launched. `trim` gives whole blocks back
-when the accepted count arrives. Rejected rows are never cleared, only overwritten. The KV of
-accepted rows needs no move, because their path is a chain (`metadata/accepted_path.py`).
+when the accepted count arrives, but for those that the next step would reserve again. Rejected rows
+are never cleared, only overwritten. The KV of accepted rows needs no move, because their path is a
+chain (`metadata/accepted_path.py`).
 
 Behind a sliding window of W, blocks are given back while the sequence grows. With `first` the
 lowest position of any row that a pass launched from now on can have:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...attention.dense import DensePass
 from ...distributed.logits import ShardedLogits
 from ...layers.embedding import Embedding, embed
-from ...layers.fused import linear
+from ...layers.fused import Norms, is_one_kernel, linear
 from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...layers.vocabulary import sharded, vocabulary_head
@@ -152,8 +152,13 @@ class DraftHead(nn.Module, ABC):
 
     def compute_logits(self, hidden: Tensor, step: int) -> Tensor | ShardedLogits:
         """[R, H] -> [R, Vd], model dtype; with several ranks, this one's part."""
-        lm_head, norm = self.lm_head_of_step(step), self.logits_norm
-        logits = linear((hidden,), lm_head, () if norm is None else (norm,))
+        lm_head = self.lm_head_of_step(step)
+        norms: Norms = ()
+        if self.logits_norm is not None:
+            norms = (self.logits_norm,)
+            if not is_one_kernel((hidden,), lm_head, norms):  # the product alone may be one
+                hidden, norms = self.logits_norm(hidden), ()
+        logits = linear((hidden,), lm_head, norms)
         return sharded(logits, lm_head, self.config.decoder.parallel)
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...utils import cache_dir, replace_text
+from ..launch.captures import capture_stream, no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -207,15 +209,18 @@ def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> lis
     runs[0](weights[0])  # loads what is loaded on first use
     weights = weights * -(-_PRODUCTS_OF_GRAPH // len(weights))
     graphs = _graphs(runs, weights)
+    left = [number for number, graph in enumerate(graphs) if graph is not None]
     torch.cuda.synchronize()
     rounds: list[tuple[list[int], list[torch.cuda.Event]]] = []
     for first in range(_ROUNDS):
-        order = [(first + i) % len(runs) for i in range(len(runs))]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
-        torch.cuda._sleep(50_000 * len(runs) * len(weights))  # cycles: the host gets ahead
+        order = [left[(first + i) % len(left)] for i in range(len(left))]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(left) + 1)]
+        torch.cuda._sleep(50_000 * len(left))  # cycles: the host gets ahead
         marks[0].record()
         for number, mark in zip(order, marks[1:], strict=True):
-            graphs[number].replay()
+            graph = graphs[number]
+            assert graph is not None
+            graph.replay()
             mark.record()
         rounds.append((order, marks))
     torch.cuda.synchronize()
@@ -223,27 +228,29 @@ def _times(runs: list[Callable[[Tensor], object]], weights: list[Tensor]) -> lis
     for order, marks in rounds:
         for number, begin, end in zip(order, marks, marks[1:], strict=False):
             times[number].append(begin.elapsed_time(end) / len(weights))
-    return [median(of_run) for of_run in times]
+    return [median(of_run) if of_run else math.inf for of_run in times]
 
 
 def _graphs(
     runs: list[Callable[[Tensor], object]], weights: list[Tensor]
-) -> list[torch.cuda.CUDAGraph]:
-    """Captures each run's products with all weights. The graphs share memory."""
+) -> list[torch.cuda.CUDAGraph | None]:
+    """Captures each run's products with all weights. The graphs share memory.
+
+    None: the library refused, so that nothing was captured.
+    """
     device, pool = weights[0].device, torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream(device)
+    stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    graphs = []
-    with torch.cuda.stream(stream):
+    graphs: list[torch.cuda.CUDAGraph | None] = []
+    with torch.cuda.stream(stream), no_garbage_collection():
         for run in runs:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
             try:
-                for weight in weights:
-                    run(weight)
+                was_refused = any([run(weight) is False for weight in weights])
             finally:
                 graph.capture_end()
-            graphs.append(graph)
+            graphs.append(None if was_refused else graph)
     return graphs
 
 
