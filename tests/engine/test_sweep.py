@@ -155,13 +155,17 @@ def test_what_does_not_count(device: str) -> None:
         assert engines["plain"].calls == engines["auto"].calls
 
 
-def test_rounds_are_prompts_for_each_request_at_once(target_dir: Path, drafters: Drafters) -> None:
-    options = {"rounds": 3, "concurrencies": [1, 2], "temperatures": [0.0]}
-    sweep, _ = run_sweep(target_dir, drafters, **options)
-    assert {(cell.place.concurrency, cell.num_prompts) for cell in sweep.cells} == {(1, 3), (2, 6)}
-    for cell in sweep.cells:
-        runs = [run for runs in cell.runs.values() for run in runs]
-        assert {run.generated_tokens for run in runs} == {12 * cell.num_prompts}
+def test_rounds_are_prompts_for_each_request_at_once() -> None:
+    engines = {"plain": Counted("cpu")}
+    axes = Axes([1, 4], [0.0], {"short": KINDS["short"]}, rounds=3)
+    table = SweepRun(
+        ways=[Way("plain", "plain")], axes=axes, prompts=encode_prompts(axes, encoded),
+        params=SamplingParams(max_tokens=2), repeat=2,
+        open_engines=lambda concurrency: engines, progress=lambda *_: None,
+    ).measure()  # fmt: skip
+    assert [cell.num_prompts for cell in table.cells] == [3, 12]
+    # Each concurrency begins with a prompt that does not count.
+    assert [count for _, count in engines["plain"].calls] == [1, 3, 3, 1, 12, 12]
 
 
 def test_contexts(target_dir: Path, drafters: Drafters) -> None:
