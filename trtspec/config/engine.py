@@ -88,16 +88,16 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use. A
             draft length that chooses itself has most of its graphs captured at start anyway.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
-            generations' graph; prompts that fit none run eagerly, with the generations. None is
-            8, 64, 128, 256, 384, … 2048 up to the engine's max_num_tokens and to where an H200
-            computes a layer for longer than a host launches it (for 8 B parameters 768 tokens in
-            bf16, 2048 in FP8), if such graphs can be had (modes that draft inside the step, but
-            not vanilla MTP or SAVE_HIDDEN_STATES; attention in Triton); () is none.
-        enable_autotuner: measure, on first use, which of cuBLASLt's algorithms is the fastest for
-            each large product of up to 128 rows in a captured step (under a second for a batch
-            size, once), and keep the choice in the cache directory. In bf16 and fp16 a captured
-            step may then round otherwise than an eager one. False leaves the choice to cuBLAS, as
-            in eager steps: the same on all GPUs of a kind.
+            generations' graph. Prompts that fit none run eagerly, with the generations. () is none.
+            None is 8, 64, 128, 256, 384, … 2048, up to the engine's max_num_tokens. It ends where
+            an H200 computes a layer for longer than a host launches it: for 8 B parameters at 768
+            tokens in bf16, 2048 in FP8. Such graphs need attention in Triton. They need a mode that
+            drafts inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES.
+        enable_autotuner: measure which of cuBLASLt's algorithms is the fastest for each large
+            product of up to 128 rows in a captured step. That is done on first use, once, in under
+            a second for a batch size. The choice is kept in the cache directory. In bf16 and fp16 a
+            captured step may then round otherwise than an eager one. False leaves the choice to
+            cuBLAS, as in eager steps: the same on all GPUs of a kind.
     """
 
     batch_sizes: Sequence[int] | None = None

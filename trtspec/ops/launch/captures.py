@@ -10,11 +10,15 @@ from functools import cache
 import torch
 
 
-@cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns one stream for all captures of all engines: cuBLAS holds 32 MiB per stream, for
-    good."""
-    return torch.cuda.Stream(device)
+    good. "cuda" is the current device."""
+    return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _stream_of(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @contextmanager

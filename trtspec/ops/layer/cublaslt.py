@@ -1,9 +1,9 @@
 """Products of a few dozen rows with large weights, by the fastest of cuBLASLt's algorithms.
 
 cuBLAS takes the first of the algorithms that its heuristic proposes. For the rows of a step of many
-requests that is often not the fastest (docs/performance.md), so each size is measured once, before
-its graph is captured, and the choice is kept in the cache directory: a second start chooses the
-same. The library is torch's, by its C interface
+requests that is often not the fastest (docs/performance.md). So each size is measured once, before
+its graph is captured. The choice is kept in the cache directory: a second start chooses the same.
+The library is torch's, by its C interface
 (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api). Whatever goes wrong here, cuBLAS
 serves.
 """
@@ -247,9 +247,10 @@ def _graphs(
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool)
             try:
-                was_refused = any([run(weight) is False for weight in weights])
+                answers = [run(weight) for weight in weights]
             finally:
                 graph.capture_end()
+            was_refused = any(answer is False for answer in answers)
             graphs.append(None if was_refused else graph)
     return graphs
 
