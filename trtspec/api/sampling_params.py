@@ -242,7 +242,7 @@ class SamplingParams:
         """Caches `ends`, which is read after every step."""
         return {}
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
@@ -250,11 +250,11 @@ class SamplingParams:
         others = self.min_p, self.logit_bias_items, *bans
         return any(penalties) or any(others)
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
 
-    @property
+    @cached_property
     def has_filters(self) -> bool:
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
 

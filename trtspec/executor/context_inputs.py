@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ..layers.linear import Linear
@@ -109,32 +110,31 @@ class ContextInputs:
         """Sends what a pass over these chunks reads. Without chunks all rows are padding."""
         tokens, contexts = self.num_tokens, self.num_contexts
         is_cuda = self.device.type == "cuda"
-        host = torch.zeros(self.size, dtype=torch.int32, pin_memory=is_cuda)
-        ids, positions, rows = host[: 3 * tokens].view(3, tokens)
-        slots, ends, following, last = host[3 * tokens :][: 4 * contexts].view(4, contexts)
-        rows.fill_(-1)
-        slots.fill_(self.scratch_slot)
-        ends.fill_(1)
-        following.fill_(-1)
+        sent = torch.zeros(self.size, dtype=torch.int32, pin_memory=is_cuda)
+        host = sent.numpy()  # writing small pieces takes less there
+        ids, positions, rows = host[: 3 * tokens].reshape(3, tokens)
+        slots, ends, following, last = host[3 * tokens :][: 4 * contexts].reshape(4, contexts)
+        rows.fill(-1)
+        slots.fill(self.scratch_slot)
+        ends.fill(1)
+        following.fill(-1)
         start = 0
         for i, chunk in enumerate(chunks):
-            count = chunk.end - chunk.start
-            rows_of_chunk = slice(start, start + count)
-            ids[rows_of_chunk] = torch.tensor(chunk.token_ids)
-            positions[rows_of_chunk] = torch.arange(chunk.start, chunk.end)
-            rows[rows_of_chunk] = i
-            start += count
-            last[i] = start - 1
-            slots[i], ends[i] = chunk.request.slot, chunk.end
+            end = start + chunk.end - chunk.start
+            ids[start:end] = chunk.token_ids
+            positions[start:end] = np.arange(chunk.start, chunk.end)
+            rows[start:end] = i
+            slots[i], ends[i], last[i] = chunk.request.slot, chunk.end, end - 1
             following[i] = chunk.next_prompt_token
+            start = end
         last[len(chunks) :] = min(start, tokens - 1)  # a padding row, if there is one
         tables = self.kv_cache.block_tables([chunk.request.request_id for chunk in chunks])
         offset = 3 * tokens + 4 * contexts
         for table, width in zip(tables, self.widths, strict=True):
-            table_rows = host[offset : offset + contexts * width].view(contexts, width)
-            table_rows[: len(chunks), : table.shape[1]] = table
+            table_rows = host[offset : offset + contexts * width].reshape(contexts, width)
+            table_rows[: len(chunks), : table.shape[1]] = table.numpy()
             offset += contexts * width
-        self.sent.copy_(host, non_blocking=True)
+        self.sent.copy_(sent, non_blocking=True)
 
     def step_inputs(self, num_drafts: int, all_greedy: bool, has_filters: bool) -> StepInputs:
         """Returns what a step reads: views of the device tensor, and tensors computed from them."""

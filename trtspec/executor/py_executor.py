@@ -497,9 +497,8 @@ class PyExecutor:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(*result.prompt_logprobs)
         if result.yields_token:
-            kv_len = request.num_tokens - 1
             count = self.book.add_tokens(result, num_rows, self.stop_check)
-            self.statistics.add_result(result, count, kv_len, is_forced=is_forced)
+            self.statistics.add_result(result, count, is_forced=is_forced)
             if result.is_generation:
                 self._draft_len.add_result(result)
             self._watch.add_result(result, count)

@@ -47,14 +47,11 @@ class Statistics:
                 self.queried_tokens += chunk.request.num_context_tokens
                 self.hit_tokens += chunk.start
 
-    def add_result(
-        self, result: RequestResult, num_tokens: int, kv_len: int, *, is_forced: bool
-    ) -> None:
+    def add_result(self, result: RequestResult, num_tokens: int, *, is_forced: bool) -> None:
         """Counts the result of one step for one request.
 
         Args:
             num_tokens: tokens that were added to the request.
-            kv_len: tokens in its KV cache before the step.
             is_forced: whether acceptance was forced, so that it says nothing of the drafter.
         """
         self.generated_tokens += num_tokens
@@ -65,6 +62,7 @@ class Statistics:
         request.record_step(len(result.tokens), result.num_asked)
         self.accepted_lens[accepted] += 1
         if request.steps is not None and result.num_proposed is not None:
+            kv_len = request.num_tokens - num_tokens - 1  # before the step
             # Forced acceptance also accepts where there is no draft.
             proposed = max(result.num_proposed, accepted)
             request.steps.append(StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted))

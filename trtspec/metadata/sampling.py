@@ -49,10 +49,16 @@ class SlotSampling(NamedTuple):
         values = zip(RequestSampling(), _DTYPES, strict=True)
         return cls(*(torch.full((num_slots,), v, dtype=t, device=device) for v, t in values))
 
-    def write(self, slot: int, request: RequestSampling) -> None:
-        """Writes one request's parameters to its slot; on CUDA the host does not wait."""
-        for column, value in zip(self, request, strict=True):
-            column[slot : slot + 1].fill_(value)  # the value goes with the kernel: no copy
+    def write(self, slot: int, request: RequestSampling, before: RequestSampling | None) -> None:
+        """Writes one request's parameters to its slot; on CUDA the host does not wait.
+
+        Args:
+            before: what the slot holds, which is not written again; None: unknown.
+        """
+        held = (None,) * len(self) if before is None else before
+        for column, value, old in zip(self, request, held, strict=True):
+            if value != old:
+                column[slot : slot + 1].fill_(value)  # the value goes with the kernel: no copy
 
     def rows(self, slots: Tensor) -> SlotSampling:
         """Gathers the parameters of these slots [R]."""

@@ -20,11 +20,15 @@ from ..utils import rows_to_tensor
 
 @dataclass
 class SlotState:
-    """S slots and one scratch slot; K draft tokens."""
+    """S slots and one scratch slot; K draft tokens.
+
+    A request's first step is of its prompt, and writes what steps write.
+    """
 
     next_tokens: Tensor  # [S+1, K+1] int32: last token, then drafts (-1 none); written by a step
     past_lens: Tensor  # [S+1] int64: tokens with KV in the target; written by a step
     sampling: SlotSampling  # S+1 slots; this and the rest are written at admission
+    written: dict[int, RequestSampling] = field(default_factory=dict)  # what `sampling` holds
     rope_deltas: Tensor | None = None  # [S+1] int64, of models with M-RoPE (AttentionMetadata)
     worker: dict[str, Tensor] = field(default_factory=dict)  # what worker and rule keep by slot
     captured: CapturedHiddenStates | None = None  # of the current pass, not by slot
@@ -51,14 +55,11 @@ class SlotState:
         )
 
     def admit(self, slot: int, sampling: RequestSampling, rope_delta: int = 0) -> None:
-        """Writes a new request's parameters, without drafts. Raises nothing, and does not wait."""
-        self.sampling.write(slot, sampling)
+        """Writes a new request's parameters. Raises nothing, and does not wait."""
+        self.sampling.write(slot, sampling, self.written.pop(slot, None))
+        self.written[slot] = sampling
         if self.rope_deltas is not None:
-            self.rope_deltas[slot : slot + 1] = rows_to_tensor(
-                [rope_delta], torch.int64, self.rope_deltas.device
-            )
-        self.past_lens[slot : slot + 1].zero_()
-        self.next_tokens[slot].fill_(-1)
+            self.rope_deltas[slot : slot + 1].fill_(rope_delta)
         if self.missed is not None:
             self.missed.positions[slot].fill_(-1)
 

@@ -525,9 +525,7 @@ def keep_first_rows_of_contexts(
     Args:
         step: the draft pass. meta: of the target's pass.
     """
-    rotary = meta.rope_position_ids
-    is_text = inputs.step.next_inputs_embeds is None and (rotary is None or rotary.dim() == 1)
-    if is_text or not meta.num_contexts:
+    if not meta.num_contexts or is_text(meta, inputs):
         return step
     mappings = []
     for slots in step.slot_mappings:
@@ -535,6 +533,13 @@ def keep_first_rows_of_contexts(
         rows[: meta.num_contexts, 0] = -1
         mappings.append(rows.flatten())
     return replace(step, slot_mappings=tuple(mappings), derived={})
+
+
+def is_text(meta: AttentionMetadata, inputs: DraftInputs) -> bool:
+    """Whether rows of the target's pass have an embedding and one rotary position by their token
+    and their position alone."""
+    rotary = meta.rope_position_ids
+    return inputs.step.next_inputs_embeds is None and (rotary is None or rotary.dim() == 1)
 
 
 @cache

@@ -4,7 +4,9 @@ Rows of one request (p = position of the step's first row, n = tokens accepted, 
 
     pass 0      all rows of the target's pass, at p …     token = the one after each row, hidden =
                                                           the target's at the row
-                row n-1 proposes; rows past it are of rejected drafts, overwritten next step
+                row n-1 proposes; rows past it are of rejected drafts, overwritten next step.
+                With prompts a head of one layer writes the keys and values of all rows first,
+                and then reads row n-1 alone.
     pass i >= 1 one row, at p + n - 1 + i                 token = proposal i, hidden = pass i-1's
 
 A drafter that keeps no KV (`advances_positions` is False) reads one row per request at every pass.
@@ -19,6 +21,7 @@ that drafts nothing has no pass: it writes keys and values alone, or leaves them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +30,8 @@ from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
-from .base import SpecWorkerBase
-from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
+from .base import SpecWorkerBase, is_text
+from .heads import draft_source, merged_embeds, one_layer, read_undrafted, shifted_input_ids
 from .protocols import DraftInputs, DraftModel, both_outputs
 
 
@@ -47,6 +50,14 @@ class DraftChain:
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
         return finish_drafts(self.proposals, self.positions, self.meta.max_seq_len, max_draft_len)
+
+
+class FirstRows(NamedTuple):
+    """What pass 0 reads."""
+
+    ids: Tensor  # [T] int64, the token after each row of the target's pass
+    proposing: Tensor  # [B] int64, the rows that read the last accepted tokens
+    positions: Tensor  # [B] int64, of those tokens
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
@@ -91,7 +102,6 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 "The head drafts in parallel and was not trained to read its own proposals: make "
                 "the worker with create_worker(config, head.config.mask_token_id)."
             )
-        # `rows` [B] read the last accepted tokens and propose; `positions` [B] are those tokens'.
         if meta.num_contexts:
             certain = certain_rows(meta)
             ids, rows = shifted_input_ids(self, inputs, meta), inputs.path.last_rows(certain)
@@ -103,20 +113,23 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 meta.position_ids,
                 meta.rows_per_generation,
             )
-        standing = None
-        if model.advances_positions:
+        first, standing = FirstRows(ids, rows, positions), None
+        if not model.advances_positions:
+            (last,) = gather_rows(rows, hidden_states)
+            projected = model.project_target_hidden(last)
+            proposing, hidden, standing = _read_proposing_rows(model, meta, first, projected)
+        elif meta.num_contexts and is_text(meta, inputs) and (head := one_layer(model)) is not None:
+            # Of a prompt one row proposes. The others leave keys and values behind, nothing else.
+            projected = head.project_target_hidden(hidden_states)
+            head.write_kv_of(ids, meta.position_ids, projected, meta)
+            (projected,) = gather_rows(rows, projected)
+            proposing, hidden, _ = _read_proposing_rows(model, meta, first, projected)
+        else:
             projected = model.project_target_hidden(hidden_states)
             out, fed_on = both_outputs(
                 model(ids, meta.position_ids, projected, meta, step=0, **merged_embeds(inputs))
             )
             proposing, hidden = gather_rows(rows, out, fed_on)
-        else:  # one row per request, at the position of the last key that it sees
-            ids, standing = draft_step(meta, ids[rows][:, None], positions[:, None], 0, advance=-1)
-            (last,) = gather_rows(rows, hidden_states)
-            projected = model.project_target_hidden(last)
-            proposing, hidden = both_outputs(
-                model(ids, standing.position_ids, projected, standing, step=0)
-            )
         chain = DraftChain(
             model=model,
             meta=meta,
@@ -153,3 +166,19 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         logits = chain.model.compute_logits(hidden, depth)
         proposal = self.propose(logits, chain.model.d2t, chain.sampler, chain.positions, depth)
         return replace(chain, proposals=(*chain.proposals, proposal))
+
+
+def _read_proposing_rows(
+    model: DraftModel, meta: AttentionMetadata, first: FirstRows, projected: Tensor
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Runs pass 0 over one row per request, at the position of the last key that it sees.
+
+    Args:
+        projected: [B, H], of these rows.
+
+    Returns:
+        (what `compute_logits` reads [B, H], the feedback [B, H], the rows' metadata).
+    """
+    tokens, positions = first.ids[first.proposing][:, None], first.positions[:, None]
+    ids, own = draft_step(meta, tokens, positions, 0, advance=-1)
+    return *both_outputs(model(ids, own.position_ids, projected, own, step=0)), own

@@ -12,7 +12,7 @@ from ..metadata.attention import AttentionMetadata
 from ..metadata.embeds import RowEmbeds
 from ..ops.step.rows import keep_missed
 from .base import SpecWorkerBase
-from .protocols import DraftInputs, DraftModel, LanguageModel
+from .protocols import DraftInputs, DraftModel, LanguageModel, OneLayerDraftModel
 
 
 def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Tensor]:
@@ -29,6 +29,12 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
     if inputs.hidden_states is None:
         raise ConfigError("The head reads the target's final hidden states: pass hidden_states.")
     return model, meta, inputs.hidden_states
+
+
+def one_layer(model: DraftModel) -> OneLayerDraftModel | None:
+    """Returns a head whose keys and values can be written alone, else None."""
+    writes_alone = getattr(model, "writes_kv_alone", False) and hasattr(model, "write_kv_of")
+    return cast(OneLayerDraftModel, model) if writes_alone else None
 
 
 def read_undrafted(worker: SpecWorkerBase, inputs: DraftInputs) -> None:

@@ -31,7 +31,7 @@ from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
 from ..utils import renamed
 from .base import SpecWorkerBase, keep_first_rows_of_contexts
-from .heads import draft_network, draft_source, merged_embeds, shifted_input_ids
+from .heads import draft_network, draft_source, merged_embeds, one_layer, shifted_input_ids
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
 
@@ -121,14 +121,12 @@ class MaskedEagle3Worker(MaskedWorker):
         hidden, tokens = model.project_target_hidden(hidden_states), meta.num_context_tokens
         if tokens:
             ids = shifted_input_ids(self, inputs, meta)[:tokens]
-            model(
-                ids,
-                meta.position_ids[:tokens],
-                hidden[:tokens],
-                meta.contexts_only(),
-                step=0,
-                **merged_embeds(inputs),
-            )
+            positions, states = meta.position_ids[:tokens], hidden[:tokens]
+            prompts, embeds = meta.contexts_only(), merged_embeds(inputs)
+            if (one := one_layer(model)) is not None:
+                one.write_kv_of(ids, positions, states, prompts, **embeds)
+            else:
+                model(ids, positions, states, prompts, step=0, **embeds)
         rows, ids, step = self.rows_of_pass(inputs, meta)
         states = torch.cat([hidden, mask_hidden[None]])  # row T is the masks'
         (hidden,) = gather_rows(rows.sources, states)

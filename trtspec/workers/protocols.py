@@ -70,6 +70,23 @@ def both_outputs(returned: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return (returned, returned) if isinstance(returned, Tensor) else returned
 
 
+class OneLayerDraftModel(DraftModel, Protocol):
+    """A head whose keys and values follow from each row's inputs alone, as with one layer."""
+
+    writes_kv_alone: bool
+
+    def write_kv_of(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> None:
+        """Writes keys and values of pass 0's rows and computes nothing else; arguments as of the
+        call."""
+
+
 class MaskedDraftModel(DraftModel, Protocol):
     """A head that proposes several tokens in one pass by reading mask tokens (P-EAGLE)."""
 

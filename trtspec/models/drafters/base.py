@@ -196,8 +196,19 @@ class DraftHead(nn.Module, ABC):
         if not self.writes_kv_alone:  # a later layer's follow from all that is before it
             self(input_ids, position_ids, hidden, attn_metadata, 0, inputs_embeds)
             return
+        self.write_kv_of(input_ids, position_ids, hidden, attn_metadata, inputs_embeds)
+
+    def write_kv_of(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> None:
+        """As `write_kv`, where `writes_kv_alone`, with hidden_states [T, H] as projected."""
         (rope,) = self.rope_tables.at(position_ids, attn_metadata)
-        self.write_kv_of_layer(input_ids, hidden, rope, attn_metadata, inputs_embeds)
+        self.write_kv_of_layer(input_ids, hidden_states, rope, attn_metadata, inputs_embeds)
 
     def write_kv_of_layer(
         self,
