@@ -89,10 +89,14 @@ def forward_step(
         state.next_tokens,
     )
     if contexts:
-        slots = tensors.slot_ids[:contexts]
-        state.past_lens[slots] = meta.position_ids[tensors.gather_ids[:contexts]] + 1
-        state.next_tokens[slots] = new_tokens[:contexts]
-        state.past_lens[-1:].zero_()  # scratch, of contexts that fill a graph up
+        save_step(
+            tensors.slot_ids[:contexts],
+            meta.position_ids[tensors.gather_ids[:contexts]],
+            lens[:contexts],
+            new_tokens[:contexts],
+            state.past_lens,
+            state.next_tokens,
+        )
     saved = None
     if mode.is_save_hidden_states():
         saved = torch.cat([spec.captured_rows(meta.num_tokens), hidden], dim=-1)
