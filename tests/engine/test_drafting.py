@@ -89,6 +89,22 @@ def test_a_head_reads_late_what_it_missed(target_dir: Path, tmp_path: Path, name
     assert len(read) > 5
 
 
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "mtp_eagle", "deepseek_v3"])
+def test_of_a_prompt_a_head_computes_the_row_that_proposes(
+    target_dir: Path, tmp_path: Path, name: str
+) -> None:
+    """The other rows leave keys and values: that drafts are right, other tests say."""
+    case = make_case(name, target_dir, tmp_path, 3)
+    llm = LLM(case.target, case.config, device="cpu", dtype="float32", max_seq_len=64)
+    executor, rows = llm.executor, []
+    (layer,) = executor.runner.step.draft_model.layers
+    layer.mlp.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    for length in (12, 30):
+        executor.enqueue(list(range(3, 3 + length)), SamplingParams(max_tokens=9))
+    executor.step()
+    assert rows == [2, 2, 2]
+
+
 def test_blocks_that_the_head_has_not_read_are_not_shared(target_dir: Path, tmp_path: Path) -> None:
     run_after_a_rest(make_case("eagle3", target_dir, tmp_path, 3))
 

@@ -20,7 +20,6 @@ that drafts nothing has no pass: it writes keys and values alone, or leaves them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,13 +29,7 @@ from ..acceptance.draw import DraftSampler
 from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import (
-    draft_step,
-    draft_steps,
-    finish_drafts,
-    gather_rows,
-    shift_for_drafting,
-)
+from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from .base import SpecWorkerBase, is_text
 from .heads import draft_source, merged_embeds, one_layer, read_undrafted, shifted_input_ids
 from .protocols import DraftInputs, DraftModel, both_outputs
@@ -52,7 +45,7 @@ class DraftChain:
     hidden: Tensor  # [B, H], feedback that the next pass reads
     proposals: tuple[Tensor, ...]  # each [B] int32
     sampler: DraftSampler | None = None
-    later: Sequence[AttentionMetadata] = ()  # of the passes after the first
+    standing: AttentionMetadata | None = None  # of all passes, where positions do not advance
 
     def draft_tokens(self, max_draft_len: int) -> Tensor:
         """Returns the drafts [B, K] int32, -1 past the maximum length and where no pass ran."""
@@ -121,7 +114,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                 meta.rows_per_generation,
             )
         first = FirstRows(ids, rows, positions)
-        proposing, hidden, later = self._read_first(inputs, first)
+        proposing, hidden, standing = self._read_first(inputs, first)
         chain = DraftChain(
             model=model,
             meta=meta,
@@ -129,46 +122,51 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             hidden=hidden,
             proposals=(),
             sampler=self.draft_sampler(inputs),
-            later=later,
+            standing=standing,
         )
         return self._propose(chain, proposing)
 
     def _read_first(
         self, inputs: DraftInputs, first: FirstRows
-    ) -> tuple[Tensor, Tensor, Sequence[AttentionMetadata]]:
+    ) -> tuple[Tensor, Tensor, AttentionMetadata | None]:
         """Runs the model at pass 0.
 
         Returns:
-            (what `compute_logits` reads [B, H], the feedback [B, H], metadata of the later passes).
+            (what `compute_logits` reads [B, H], the feedback [B, H], `DraftChain.standing`).
         """
         model, meta, hidden_states = draft_source(inputs)
-        num_later = inputs.step.draft_len - 1
         if not model.advances_positions:
             (last,) = gather_rows(first.proposing, hidden_states)
-            own = _proposing_rows(meta, first)
-            out = _read_alone(model, model.project_target_hidden(last), *own)
-            return *out, [own[1]] * num_later
+            return _read_proposing_rows(model, meta, first, model.project_target_hidden(last))
         projected = model.project_target_hidden(hidden_states)
         head = one_layer(model)
         if head is not None and meta.num_contexts and is_text(meta, inputs):
             # Of a prompt one row proposes. The others leave keys and values behind, nothing else.
             head.write_kv_of(first.ids, meta.position_ids, projected, meta)
             (projected,) = gather_rows(first.proposing, projected)
-            proposing, hidden = _read_alone(model, projected, *_proposing_rows(meta, first))
+            proposing, hidden, _ = _read_proposing_rows(model, meta, first, projected)
         else:
             embeds = merged_embeds(inputs)
             out = both_outputs(
                 model(first.ids, meta.position_ids, projected, meta, step=0, **embeds)
             )
             proposing, hidden = gather_rows(first.proposing, *out)
-        # The row of pass 1 is at the last accepted token's position, and reads the token after.
-        later = draft_steps(meta, first.positions, self.max_draft_len, num_later)
-        return proposing, hidden, later
+        return proposing, hidden, None
 
     def next_pass(self, chain: DraftChain) -> DraftChain:
         """Runs the next pass, one row per request: the last proposal with the last feedback."""
         passes = len(chain.proposals)
-        ids, meta = chain.proposals[-1], chain.later[passes - 1]
+        if chain.standing is not None:
+            ids, meta = chain.proposals[-1], chain.standing
+        else:
+            # The row of pass 1 is at the last accepted token's position, and reads the token after.
+            ids, meta = draft_step(
+                chain.meta,
+                chain.proposals[-1][:, None],
+                chain.positions[:, None],
+                self.max_draft_len,
+                advance=passes - 1,
+            )
         out, fed_on = both_outputs(
             chain.model(ids, meta.position_ids, chain.hidden, meta, step=passes)
         )
@@ -182,15 +180,17 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         return replace(chain, proposals=(*chain.proposals, proposal))
 
 
-def _proposing_rows(meta: AttentionMetadata, first: FirstRows) -> tuple[Tensor, AttentionMetadata]:
-    """Returns pass 0 of one row per request, at the position of the last key that it sees: the
-    tokens it reads [B] int64, and its metadata."""
-    tokens = first.ids[first.proposing][:, None]
-    return draft_step(meta, tokens, first.positions[:, None], 0, advance=-1)
+def _read_proposing_rows(
+    model: DraftModel, meta: AttentionMetadata, first: FirstRows, projected: Tensor
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Runs pass 0 over one row per request, at the position of the last key that it sees.
 
+    Args:
+        projected: [B, H], of these rows.
 
-def _read_alone(
-    model: DraftModel, projected: Tensor, ids: Tensor, own: AttentionMetadata
-) -> tuple[Tensor, Tensor]:
-    """Runs pass 0 over rows [B, H] of `_proposing_rows`."""
-    return both_outputs(model(ids, own.position_ids, projected, own, step=0))
+    Returns:
+        (what `compute_logits` reads [B, H], the feedback [B, H], the rows' metadata).
+    """
+    tokens, positions = first.ids[first.proposing][:, None], first.positions[:, None]
+    ids, own = draft_step(meta, tokens, positions, 0, advance=-1)
+    return *both_outputs(model(ids, own.position_ids, projected, own, step=0)), own

@@ -238,20 +238,6 @@ def draft_step(
     return ids, draft_step_metadata(meta, positions + advance, extra_kv)
 
 
-@twin(_KERNELS)
-def draft_steps(
-    meta: AttentionMetadata, positions: Tensor, extra_kv: int, passes: int
-) -> list[AttentionMetadata]:
-    """Returns the metadata of draft passes of one row for each request, one position further each.
-
-    Args:
-        positions: [B] int64, of the first pass (any, guarded here).
-        extra_kv: how far the last pass may lie beyond `meta.max_kv_len` at most.
-        passes: how many, 0 too.
-    """
-    return [draft_step_metadata(meta, positions[:, None] + i, extra_kv) for i in range(passes)]
-
-
 def gather_rows(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Gathers rows [G] int64 of each of states [T, H], whose rows are contiguous: [G, H] each.
 

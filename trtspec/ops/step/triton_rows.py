@@ -98,26 +98,22 @@ def step(
     tokens: Tensor | None = None,
     seq_lens: Tensor | None = None,
     num_rows: int | None = None,
-    passes: int = 1,
 ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Tensor | None]:
-    """`draft_step` (with `tokens`), `draft_steps` (with `passes`) and `step_slots_and_lens` (with
-    `seq_lens`, `num_rows`).
+    """`draft_step` (with `tokens`) and `step_slots_and_lens` (with `seq_lens`, `num_rows`).
 
     Returns:
-        (positions, slots per group, KV lengths, tokens as int64), R rows per request, one pass
-        after another.
+        (positions, slots per group, KV lengths, tokens as int64), R rows per request.
     """
     num_seqs, rows = positions.shape
     padded = num_seqs if num_rows is None else num_rows
-    total = passes * padded * rows
-    groups = _KvGroups.of(tables, page_sizes, total)
+    groups = _KvGroups.of(tables, page_sizes, padded * rows)
     out = _StepOutputs(
-        positions=ints(positions, total),
-        lens=ints(positions, passes * padded, dtype=torch.int32),
-        ids=None if tokens is None else ints(positions, total),
+        positions=ints(positions, padded * rows),
+        lens=ints(positions, padded, dtype=torch.int32),
+        ids=None if tokens is None else ints(positions, padded * rows),
     )
     token_grid = None if tokens is None else Grid.of(tokens)
-    _step_kernel[(padded, passes)](
+    _step_kernel[(padded,)](
         Grid.of(positions),
         seq_lens,
         token_grid,
@@ -149,17 +145,16 @@ def _step_kernel(
     PDL: tl.constexpr,
 ):
     after_previous(PDL)
-    seq, later = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     in_batch = seq < num_seqs
     is_row = row < rows
     mask = is_row & in_batch
     entry = positions.x + seq * positions.seq_stride + row * positions.row_stride
-    position = tl.load(entry, mask=mask, other=0).to(tl.int64) + advance + later
+    position = tl.load(entry, mask=mask, other=0).to(tl.int64) + advance
     inside = mask & (position < max_seq_len)
     position = tl.where(inside, position, 0)
-    of_pass = later * tl.num_programs(0) + seq
-    index = of_pass * rows + row
+    index = seq * rows + row
     tl.store(out.positions + index, position, mask=is_row)
     _store_slots(groups, seq, index, position, inside, is_row)
     new_len = tl.sum(tl.where(row == rows - 1, position, 0), 0) + 1
@@ -167,7 +162,7 @@ def _step_kernel(
         known = tl.load(len_ptr + seq, mask=in_batch, other=0).to(tl.int64) + 1
         fits = tl.sum((inside & (row == rows - 1)).to(tl.int32), 0) > 0
         new_len = tl.minimum(tl.where(fits, known, 1), max_seq_len)
-    tl.store(out.lens + of_pass, new_len.to(tl.int32))
+    tl.store(out.lens + seq, new_len.to(tl.int32))
     if out.ids is not None:
         entry = tokens.x + seq * tokens.seq_stride + row * tokens.row_stride
         token = tl.load(entry, mask=mask, other=0)
@@ -299,29 +294,6 @@ def draft_step(
     )
     assert ids is not None
     return ids, meta.for_rows(guarded.view(positions.shape), slots, extra_kv, lens)
-
-
-def draft_steps(
-    meta: AttentionMetadata, positions: Tensor, extra_kv: int, passes: int
-) -> list[AttentionMetadata]:
-    """Prepares one-row draft passes by one launch."""
-    if not passes:
-        return []
-    page_sizes = tuple(group.page_size for group in meta.kv_groups)
-    guarded, slots, lens, _ = step(
-        positions[:, None],
-        meta.block_tables,
-        page_sizes,
-        meta.max_seq_len,
-        advance=0,
-        passes=passes,
-    )
-    of_passes = guarded.view(passes, -1, 1), lens.view(passes, -1)
-    of_groups = [group.view(passes, -1) for group in slots]
-    return [
-        meta.for_rows(positions, tuple(group[i] for group in of_groups), extra_kv, lens)
-        for i, (positions, lens) in enumerate(zip(*of_passes, strict=True))
-    ]
 
 
 def save_step(
