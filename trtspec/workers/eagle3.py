@@ -142,7 +142,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         head = one_layer(model)
         if head is not None and meta.num_contexts and is_text(meta, inputs):
             # Of a prompt one row proposes. The others leave keys and values behind, nothing else.
-            head.write_kv_of(first.ids, meta.position_ids, projected, meta)
+            head.write_kv_of_projected(first.ids, meta.position_ids, projected, meta)
             (projected,) = gather_rows(first.proposing, projected)
             proposing, hidden, _ = _read_proposing_rows(model, meta, first, projected)
         else:

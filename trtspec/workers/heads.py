@@ -33,7 +33,9 @@ def draft_source(inputs: DraftInputs) -> tuple[DraftModel, AttentionMetadata, Te
 
 def one_layer(model: DraftModel) -> OneLayerDraftModel | None:
     """Returns a head whose keys and values can be written alone, else None."""
-    writes_alone = getattr(model, "writes_kv_alone", False) and hasattr(model, "write_kv_of")
+    writes_alone = getattr(model, "writes_kv_alone", False) and hasattr(
+        model, "write_kv_of_projected"
+    )
     return cast(OneLayerDraftModel, model) if writes_alone else None
 
 

@@ -124,7 +124,7 @@ class MaskedEagle3Worker(MaskedWorker):
             positions, states = meta.position_ids[:tokens], hidden[:tokens]
             prompts, embeds = meta.contexts_only(), merged_embeds(inputs)
             if (one := one_layer(model)) is not None:
-                one.write_kv_of(ids, positions, states, prompts, **embeds)
+                one.write_kv_of_projected(ids, positions, states, prompts, **embeds)
             else:
                 model(ids, positions, states, prompts, step=0, **embeds)
         rows, ids, step = self.rows_of_pass(inputs, meta)

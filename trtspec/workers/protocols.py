@@ -75,7 +75,7 @@ class OneLayerDraftModel(DraftModel, Protocol):
 
     writes_kv_alone: bool
 
-    def write_kv_of(
+    def write_kv_of_projected(
         self,
         input_ids: Tensor,
         position_ids: Tensor,

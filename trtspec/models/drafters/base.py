@@ -196,9 +196,9 @@ class DraftHead(nn.Module, ABC):
         if not self.writes_kv_alone:  # a later layer's follow from all that is before it
             self(input_ids, position_ids, hidden, attn_metadata, 0, inputs_embeds)
             return
-        self.write_kv_of(input_ids, position_ids, hidden, attn_metadata, inputs_embeds)
+        self.write_kv_of_projected(input_ids, position_ids, hidden, attn_metadata, inputs_embeds)
 
-    def write_kv_of(
+    def write_kv_of_projected(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
