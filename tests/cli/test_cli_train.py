@@ -80,6 +80,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["mtp", "--self-generate", "3", "--total-variation", "0.5"], "not for mtp"),
         (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),
         (["dspark", "--self-generate", "3", "--unroll", "3"], "not for dspark"),
+        (["mtp", "--self-generate", "3", "--num-layers", "2", "--unroll", "3"], "--unroll 3"),
+        (["mtp", "--self-generate", "3", "--draft-vocab-size", "600"], "not for mtp"),
         (["dspark", "--self-generate", "3", "--selector-rank", "8"], "not for dspark"),
         (["dflash", "--self-generate", "3", "--selector-weight", "1"], "not for dflash"),
         (["mtp", "--self-generate", "3", "--capture-layers", "1"], "not for mtp"),

@@ -122,6 +122,32 @@ def test_a_perfect_draft_model_is_always_accepted(target_dir: Path, k: int, over
         assert output.spec_stats.num_steps == 6
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_model_runs_as_often_as_it_drafts(target_dir: Path, overlap: bool) -> None:
+    """Once at least, for its KV. Drafting for itself, every draft is accepted whatever K was."""
+    llm = LLM(
+        target_dir, DraftTargetDecodingConfig(max_draft_len=4, speculative_model=target_dir),
+        device="cpu", dtype="float32", max_batch_size=2, max_seq_len=256,
+        disable_overlap_scheduler=not overlap,
+    )  # fmt: skip
+    executor, calls = llm.executor, []
+    executor.draft_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    requests = [executor.enqueue(p, params) for p in random_prompts(2)]
+    executor.step()
+    rng, seen = random.Random(1), []
+    while all(len(request.output_token_ids) < 50 for request in requests):
+        executor.runtime_draft_len = rng.randrange(5)
+        calls.clear()
+        executor.step()
+        seen.append((executor.last_draft_len, len(calls)))
+    assert {k for k, _ in seen} == set(range(5))
+    assert all(count == max(1, k) for k, count in seen)
+    for request in requests:
+        accepted = sum(count * steps for count, steps in request.accepted_lens.items())
+        assert accepted == request.num_draft_tokens > 0
+
+
 def test_draft_model_proposals_equal_recomputation(target_dir: Path, drafters: Drafters) -> None:
     """After every step the drafts left in the slot are what the draft model alone, run from
     scratch over the accepted text, would say: its KV survives rejections of every length."""

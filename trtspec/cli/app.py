@@ -192,9 +192,7 @@ def doctor(options: DoctorOptions, output: JsonOptions) -> None:
 @takes_records()
 def inspect_head(
     *,
-    directory: Annotated[
-        Path, typer.Argument(help="Directory of an EAGLE head or MTP layers, or a name.")
-    ],
+    directory: Annotated[Path, typer.Argument(help="A draft head's directory, or a name.")],
     target: Annotated[
         str | None,
         typer.Option("--target", help="Directory (or name) of the model it is to draft for."),

@@ -13,7 +13,6 @@ import typer
 from ..config.engine import ENGINE_ARGUMENTS, KvCacheConfig
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_VOCABULARY = 16384
 
 
 def _engine_option(name: str, *short: str) -> Any:
@@ -49,9 +48,8 @@ class EngineOptions:
         typer.Option(
             "--speculative",
             help="none, ngram, sa (suffixes of this and earlier answers), draft_target, auto, "
-            "eagle3, dflash, dspark, mtp (a layer per draft) or mtp_eagle (one for all). The last "
-            "five draft inside the step; eagle3 is the mode EAGLE3_ONE_MODEL, "
-            "mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
+            "eagle3, dflash, dspark, mtp (a layer per draft) or mtp_eagle (one for all). eagle3 is "
+            "the mode EAGLE3_ONE_MODEL, mtp_eagle MTP_EAGLE_ONE_MODEL: see --two-engine.",
         ),
     ] = "none"
     max_draft_len: Annotated[
@@ -566,8 +564,13 @@ class TrainOptions:
         ),
     ] = None
     draft_vocab_size: Annotated[
-        int, typer.Option("--draft-vocab-size", min=1, help="eagle3: tokens to draft among.")
-    ] = DEFAULT_VOCABULARY
+        int | None,
+        typer.Option(
+            "--draft-vocab-size",
+            min=1,
+            help="eagle3: tokens to draft among. Default: 16384, or all of a smaller vocabulary.",
+        ),
+    ] = None
     length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a packed row.")] = 512
     max_answer: Annotated[
         int, typer.Option("--max-answer", min=1, help="Most tokens of a generated answer.")
@@ -580,7 +583,9 @@ class TrainOptions:
     num_steps: Annotated[
         int | None,
         typer.Option(
-            "--unroll", min=1, help="eagle3, mtp: draft steps trained at each position. Default: 6."
+            "--unroll",
+            min=1,
+            help="eagle3, mtp of one layer: draft steps trained at each position. Default: 6.",
         ),
     ] = None
     optimizer: Annotated[

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..config import MAX_DRAFT_LEN
 from .engine import resolve_model
 from .errors import CliError
-from .options import DEFAULT_VOCABULARY, TrainOptions
+from .options import TrainOptions
 from .render import make_console
 from .status import Progress
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 GENERATED = "text.jsonl"
 HELD_OUT = 0.02
 HELD_OUT_BATCHES = 4
-DEFAULT_BLOCK, DEFAULT_ANCHORS, DEFAULT_STEPS = 8, 64, 6
+DEFAULT_BLOCK, DEFAULT_ANCHORS, DEFAULT_STEPS, DEFAULT_VOCABULARY = 8, 64, 6, 16384
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
     with ExitStack() as stack:
         report = read_head(Path(options.init_head), target, stack)
     size = report.require().draft_vocab_size
-    if options.kind == "eagle3" and options.draft_vocab_size not in (DEFAULT_VOCABULARY, size):
+    if options.kind == "eagle3" and options.draft_vocab_size not in (None, size):
         raise CliError(
             f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
             f"{size} tokens, which stay. Leave the option out."
@@ -210,6 +210,8 @@ def _check_kind(options: TrainOptions) -> None:
     if options.kind == "mtp":
         others["--capture-layers"] = options.capture_layers
         others["--sliding-window"] = options.sliding_window
+    if options.kind != "eagle3":
+        others["--draft-vocab-size"] = options.draft_vocab_size
     if options.kind != "dspark":
         others["--markov-rank"] = options.markov_rank
     if options.kind != "dflash2":
@@ -218,6 +220,11 @@ def _check_kind(options: TrainOptions) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise CliError(f"{given[0]} was given, but is not for {options.kind}: leave it out.")
+    if options.kind == "mtp" and options.num_layers > 1 and options.num_steps is not None:
+        raise CliError(
+            f"--unroll {options.num_steps} with --num-layers {options.num_layers}: several layers "
+            "of mtp have one draft each. Leave --unroll out."
+        )
     if is_block and options.mask_token_id is None:
         raise CliError(
             f"{options.kind} needs --mask-token-id: a token that texts do not have, a reserved one "
@@ -247,7 +254,7 @@ def _check_options(options: TrainOptions, config: DecoderConfig) -> None:
             f"--length {options.length} is above the target's {config.max_position_embeddings} "
             "positions: lower it."
         )
-    if options.kind == "eagle3" and options.draft_vocab_size > config.vocab_size:
+    if (options.draft_vocab_size or 0) > config.vocab_size:
         raise CliError(
             f"--draft-vocab-size {options.draft_vocab_size} is above the target's vocabulary of "
             f"{config.vocab_size}: lower it."
@@ -326,7 +333,7 @@ def _read_rows(
     draft_ids, coverage = None, 1.0
     if options.kind == "eagle3":
         always = [*special_token_ids(tokenizer), *config.eos_token_ids]
-        size = options.draft_vocab_size
+        size = options.draft_vocab_size or min(DEFAULT_VOCABULARY, config.vocab_size)
         if earlier is not None:
             count = earlier.require().draft_vocab_size
             draft_ids = torch.arange(count)

@@ -360,7 +360,8 @@ class DFlashDecodingConfig(HeadDecodingConfig):
     """A DFlash or DFlash2 head drafts a block of tokens in one pass, from the target's states.
 
     Args:
-        max_draft_len: K; 0 is what the head was trained for, its block but for the last token.
+        max_draft_len: K; 0 is what the head was trained for, its block but for the last token. With
+            a head of the package 0 is the most on one GPU, and K chooses itself.
         speculative_model: the head's directory, z-lab's or speculators format.
         target_layer_ids: target layers whose output the head reads, 0-based; None is what the
             head's config says.

@@ -59,8 +59,8 @@ class AutoDraftLen(DraftLen):
         price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
         is_default: K was left open. The choice gives way to `runtime`, where that is set, and
-            leaves steps alone in which it could be told: those with a request whose seeded tokens
-            would change with K, or whose steps are recorded.
+            does not act in steps whose results would show K: those with a request whose seeded
+            tokens would change with K, or whose steps are recorded.
     """
 
     is_exact = True

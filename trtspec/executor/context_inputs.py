@@ -63,9 +63,8 @@ def deal_out(
 ) -> list[list[ContextChunk]]:
     """Deals parts of prompts out to passes that each have a shape, in their order.
 
-    Returns none where one of them has no shape, for then it takes the others along eagerly. Nor
-    does it where one eager pass would take no longer: they are more than `most_worth` rows, or
-    need more than `MAX_PASSES`.
+    Returns [] in three cases: a part fits no shape, the parts have more than `most_worth` rows, or
+    they need more than `MAX_PASSES` passes. One eager pass then serves them all.
     """
     if shape_for(chunks) is not None:
         return [list(chunks)]

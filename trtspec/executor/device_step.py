@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..ops.step.slots import slot_mapping
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
-from ..workers.protocols import DraftModel, LanguageModel
+from ..workers.protocols import DraftModel, KvWriter, LanguageModel
 from .draft_passes import draft_in_passes
 from .forward_step import StepOutputs, forward_step
 from .inputs import EngineShape, StepInputs, assemble
@@ -68,7 +68,7 @@ class DeviceStep:
         """
         state, cache = self.state, self.kv_cache
         assert state.missed is not None
-        write: Any = getattr(self.draft_model, "write_kv", None)
+        head = cast(KvWriter, self.draft_model)
         hidden, tokens, positions = state.missed.take(slot_ids)
         inside, positions = positions >= 0, positions.clamp_min(0)
         rotary = positions
@@ -93,7 +93,7 @@ class DeviceStep:
             slot_mappings=tuple(slots),
             max_seq_len=self.shape.max_seq_len,
         )
-        write(tokens, positions, hidden, meta)
+        head.write_kv(tokens, positions, hidden, meta)
 
     @torch.inference_mode()
     def draft_passes(self, outputs: StepOutputs) -> Iterator[None]:

@@ -26,9 +26,6 @@ def draft_in_passes(
     for _ in range(1, step.draft_len):
         yield
         chain = worker.next_pass(chain)
-    drafts = chain.draft_tokens(worker.max_draft_len)
-    if step.draft_len < worker.max_draft_len:
-        drafts[:, step.draft_len :] = -1
-    state.next_tokens[step.slot_ids, 1:] = drafts
+    state.next_tokens[step.slot_ids, 1:] = chain.draft_tokens(worker.max_draft_len)
     worker.save_chances(step.slot_ids, state.chances)
     yield

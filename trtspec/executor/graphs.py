@@ -116,8 +116,8 @@ class CudaGraphs:
     def run(self, plan: StepPlan) -> StepLaunch | None:
         """Runs one step of generations alone, up to where the host would wait for its tokens.
 
-        Returns None if no graph holds them. What is given to the device comes after the launch
-        before is finished; what the host prepares comes earlier.
+        Returns None if no graph holds them. The host first prepares its rows. It launches nothing
+        until the launch before is complete.
         """
         requests = plan.batch.generations
         bucket = self.bucket(len(requests))

@@ -1,7 +1,7 @@
 """`PyExecutor`: schedule -> run -> read, one step late where the mode allows it.
 
     step():  batch    = scheduler.schedule()            host: upper bounds only
-             launched = runner.run(batch)               device: one function, or its graph
+             launched = runner.run(plan)                device: one function, or its graph
              results  = reader.read(the *previous* one) host: stop rules, trims, frees
 
 Under overlap the host launches step n+1 before it reads step n. If a request stopped in step n, its
@@ -54,7 +54,7 @@ class PyExecutor:
         executor.run_until_done()
         request.output_token_ids
 
-    One thread at a time may call it. A server would call `step` in a thread of its own.
+    One thread at a time may call it. `AsyncLLM` has a thread that calls `step`.
     """
 
     target = property(attrgetter("runner.step.target"))

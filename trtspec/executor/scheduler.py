@@ -134,8 +134,9 @@ class Scheduler:
         """Whether prompts may start now: enough of them wait, or no generation would be delayed.
 
         A step with prompts is slower for all its generations. So a few steps with many prompts
-        each cost less than many steps with one. By "auto" slots stay free for as long, all
-        together, as a pass over prompts of about a step delays the generations.
+        each cost less than many steps with one. With "auto" prompts wait until free slots have
+        idled, together, as many steps as there are generations. A pass over prompts costs the
+        generations about that.
         """
         free, generating = len(self._free_slots), sum(r.is_generation for r in self.running)
         if not generating or self.config.prefill_batch_size != "auto":
@@ -187,7 +188,7 @@ class Scheduler:
         while self.waiting and len(self._free_slots) > len(later) and budget > 0:
             request = self.waiting[0]
             hit = self._find(request)
-            may_wait = len(self._free_slots) >= self._least_free  # or it would long
+            may_wait = len(self._free_slots) >= self._least_free  # else it would wait for long
             if may_wait and self._is_coming(request, hit, coming):
                 later.append(self.waiting.popleft())
                 continue

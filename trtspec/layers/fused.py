@@ -46,8 +46,8 @@ Norms = tuple[RMSNorm, ...]
 LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 """Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
-"""Of small weights; `MAX_TILED_ROWS` with a multiple of `TILE` outputs, and norms if of two
-inputs."""
+"""The most rows for small weights. It is `MAX_TILED_ROWS` where outputs are a multiple of `TILE`.
+Two inputs then need norms."""
 TILE, MAX_TILED_COLUMNS = 16, 16 << 10
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 """Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes

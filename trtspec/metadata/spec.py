@@ -29,8 +29,10 @@ from .step import StepContext, StepSizes
 
 @dataclass(frozen=True)
 class CapturedHiddenStates:
-    """The layers that a drafter reads: the one static buffer into which the target's forward copies
-    them; a copy of its rows where not all are verified."""
+    """Copies of the target layers that a drafter reads.
+
+    The buffer is static. Where not all rows are verified it is a copy with all rows.
+    """
 
     layers: tuple[int, ...]  # 0-based: the residual stream after these layers, in this order
     buffer: Tensor  # [max_num_tokens, len(layers) * D], written by the target's forward

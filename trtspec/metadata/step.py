@@ -22,7 +22,7 @@ from .missed import MissedRows
 from .sampling import SamplingMetadata, SlotSampling
 
 if TYPE_CHECKING:
-    from .spec import CapturedHiddenStates, SpecMetadata
+    from .spec import SpecMetadata
 
 
 class StepSizes(NamedTuple):
@@ -62,7 +62,6 @@ class StepContext:
     sampling: SamplingMetadata  # [R] rows; [0], all greedy, if the loop has no parameters
     state: dict[str, Any]  # per-slot state by name
     logits_state: LogitsState | None = None  # where a request shapes its logits
-    captured: CapturedHiddenStates | None = None  # where the drafter reads captured layers
     next_inputs_embeds: RowEmbeds | None = None  # where a prompt holds embeddings
     reread_embeds: RereadEmbeds | None = None
     missed: MissedRows | None = None  # where the head's work is left for later: one row each
@@ -94,7 +93,6 @@ class StepContext:
             sampling=no_sampling(device) if sampling is None else sampling,
             state=spec.state,
             logits_state=spec.logits_state,
-            captured=spec.captured,
             next_inputs_embeds=spec.next_inputs_embeds,
             reread_embeds=spec.reread_embeds,
             missed=spec.missed,

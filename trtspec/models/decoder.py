@@ -3,8 +3,8 @@
 q, k, v are one matrix and gate, up another; `checkpoints/weights.py` maps the checkpoint's names.
 The residual stream has the model's dtype, as in transformers.
 
-A layer has three products that read what the one before wrote. `layers/fused.py` computes each as
-one kernel, so a norm is not called here but handed down to the product that reads its output:
+A layer has four products. `layers/fused.py` computes each as one kernel where it can, with the norm
+before it. So a norm is not called here but handed down to the product that reads its output:
 
     hidden [T, D] ──┬─► input_layernorm ─► qkv_proj ─► RoPE, cache write ─► attention ─► o_proj ─┐
                     └──────────────────────────── residual ──────────────────────────────────► + ┘
@@ -124,33 +124,36 @@ class Attention(nn.Module):
             residual: None adds nothing.
             in_place: the sum takes the residual's memory.
         """
-        qk_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            qk_norms = self.q_norm, self.k_norm
         if isinstance(meta, DensePass):
-            out = self._attend_densely(inputs, norms, rope, meta, qk_norms)
+            out = self._attend_densely(inputs, norms, rope, meta)
         else:
-            out = self._attend_cached(inputs, norms, rope, meta, qk_norms)
+            out = self._attend_cached(inputs, norms, rope, meta)
         if self.g_proj is not None:
             gate = linear(inputs, self.g_proj, norms)  # [T, Hq]
             out = out.view(-1, self.num_heads, self.head_dim) * gate.sigmoid()[:, :, None]
         out = out.reshape(-1, self.num_heads * self.head_dim)
         return linear((out,), self.o_proj, residual=residual, in_place=in_place)
 
+    @property
+    def qk_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of queries and keys, by head."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
+    def write_heads(self, kv: Tensor, rope: Rope, meta: AttentionMetadata) -> None:
+        """Writes keys and values to the cache: kv [T, 2 * Hkv * D], before norms and RoPE."""
+        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
+        heads = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
+        rope_and_write(heads, rope, 0, to, self.qk_norms, self.norms_values)
+
     def write_kv(self, inputs: Inputs, norms: Norms, rope: Rope, meta: AttentionMetadata) -> None:
         """Writes the keys and values of rows that attend to nothing; arguments as of `forward`."""
-        to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
-        qk_norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            qk_norms = self.q_norm, self.k_norm
         first = self.num_heads * self.head_dim  # behind the queries
         projection = self.qkv_proj.outputs_from(first)
         if projection is None:
             kv = linear(inputs, self.qkv_proj, norms)[:, first:].contiguous()
         else:
             kv = linear(inputs, projection, norms)
-        heads = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim))
-        rope_and_write(heads, rope, 0, to, qk_norms, self.norms_values)
+        self.write_heads(kv, rope, meta)
 
     def _attend_cached(
         self,
@@ -158,11 +161,10 @@ class Attention(nn.Module):
         norms: Norms,
         rope: Rope,
         meta: AttentionMetadata,
-        qk_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> Tensor:
         to = CacheWrite.of(meta, self.kv_group, self.cache_layer, self.sanitize_kv)
         q = qkv_rope_and_write(
-            inputs, self.qkv_proj, norms, rope, self.num_heads, to, qk_norms, self.norms_values
+            inputs, self.qkv_proj, norms, rope, self.num_heads, to, self.qk_norms, self.norms_values
         )
         return attend(
             self.backend,
@@ -183,12 +185,12 @@ class Attention(nn.Module):
         norms: Norms,
         rope: Rope,
         dense: DensePass,
-        qk_norms: tuple[RMSNorm, RMSNorm] | None,
     ) -> Tensor:
         qkv = linear(inputs, self.qkv_proj, norms).view(
             -1, self.num_heads + 2 * self.num_kv_heads, self.head_dim
         )
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        qk_norms = self.qk_norms
         if qk_norms is not None:
             q, k = qk_norms[0](q), qk_norms[1](k)
         if self.norms_values:

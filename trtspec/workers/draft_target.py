@@ -55,7 +55,8 @@ class DraftTargetWorker(SpecWorkerBase):
         last = positions[:, -1:]  # [B, 1], of the bonus
         proposals: list[Tensor] = []
         sampler = self.draft_sampler(inputs)
-        for i in range(self.max_draft_len):
+        # The first pass always runs: it writes the last two tokens' keys and values.
+        for i in range(max(1, inputs.step.draft_len)):
             ids, step = draft_step(meta, tokens, positions, self.max_draft_len + 1, advance=i)
             if i == 0:
                 step = keep_first_rows_of_contexts(step, meta, inputs)

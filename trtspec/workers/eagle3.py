@@ -15,7 +15,8 @@ above. All of them see the target's KV up to p + n - 1 and nothing later, so the
 
 Pass 0 rewrites the KV that drafting wrote from its feedback. So the head's KV is computed from the
 target's hidden state as soon as that is known (docs/architecture.md has a worked trace). A step
-that drafts nothing has no pass: it writes keys and values alone, or leaves them for later.
+that drafts nothing leaves the head's rows for later, or writes their keys and values: those of a
+head with several layers by a pass.
 """
 
 from __future__ import annotations

@@ -70,10 +70,28 @@ def both_outputs(returned: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return (returned, returned) if isinstance(returned, Tensor) else returned
 
 
-class OneLayerDraftModel(DraftModel, Protocol):
-    """A head whose keys and values follow from each row's inputs alone, as with one layer."""
+class KvWriter(DraftModel, Protocol):
+    """A head whose keys and values can be written alone, late, and in any order.
+
+    That is so while `writes_kv_alone`.
+    """
 
     writes_kv_alone: bool
+
+    def write_kv(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> None:
+        """Writes keys and values of pass 0's rows; arguments as of the call, but for hidden_states
+        [T, n * Ht] as captured."""
+
+
+class OneLayerDraftModel(KvWriter, Protocol):
+    """A head of one layer."""
 
     def write_kv_of_projected(
         self,

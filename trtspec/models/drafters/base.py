@@ -171,14 +171,42 @@ class DraftHead(nn.Module, ABC):
         vocab = self.config.decoder.vocab_size
         return embed(input_ids, self.embed_tokens, vocab, merged=inputs_embeds)
 
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden_states: Tensor,
+        attn_metadata: AttentionMetadata | DensePass,
+        step: int,
+        inputs_embeds: RowEmbeds | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft pass over T rows.
+
+        Args:
+            input_ids: [T], the token *after* each row's position.
+            position_ids: [T] int64.
+            hidden_states: [T, H]: at step 0 what `project_target_hidden` returned, later what the
+                previous step fed back.
+            step: 0 … K-1.
+            inputs_embeds: rows of step 0 whose token has no embedding of its own.
+
+        Returns:
+            (what `compute_logits` reads, what the next step reads), each [T, H].
+        """
+
+
+class FeedbackHead(DraftHead):
+    """A head that reads its own output from the second draft on: EAGLE's and MTP's."""
+
     @property
     def writes_kv_alone(self) -> bool:
-        """Whether `write_kv` computes keys and values and nothing else.
+        """Whether keys and values can be written without computing anything else.
 
-        They then follow from each row's inputs alone, as with one layer. So rows may be written
-        late, and in any order.
+        They then follow from each row's inputs alone. So rows may be written late, and in any
+        order.
         """
-        return False
+        return self.num_layers == 1
 
     def write_kv(
         self,
@@ -210,6 +238,7 @@ class DraftHead(nn.Module, ABC):
         (rope,) = self.rope_tables.at(position_ids, attn_metadata)
         self.write_kv_of_layer(input_ids, hidden_states, rope, attn_metadata, inputs_embeds)
 
+    @abstractmethod
     def write_kv_of_layer(
         self,
         input_ids: Tensor,
@@ -219,28 +248,3 @@ class DraftHead(nn.Module, ABC):
         inputs_embeds: RowEmbeds | None,
     ) -> None:
         """Writes keys and values of a head with one layer; hidden [T, H] is projected."""
-        raise NotImplementedError(f"{type(self).__name__} does not write keys and values alone.")
-
-    @abstractmethod
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        hidden_states: Tensor,
-        attn_metadata: AttentionMetadata | DensePass,
-        step: int,
-        inputs_embeds: RowEmbeds | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """One draft pass over T rows.
-
-        Args:
-            input_ids: [T], the token *after* each row's position.
-            position_ids: [T] int64.
-            hidden_states: [T, H]: at step 0 what `project_target_hidden` returned, later what the
-                previous step fed back.
-            step: 0 … K-1.
-            inputs_embeds: rows of step 0 whose token has no embedding of its own.
-
-        Returns:
-            (what `compute_logits` reads, what the next step reads), each [T, H].
-        """

@@ -37,7 +37,7 @@ from ...layers.linear import Linear
 from ...layers.norm import RMSNorm
 from ...metadata.attention import AttentionMetadata
 from ...metadata.embeds import RowEmbeds
-from ...ops.layer.rope import CacheWrite, apply_rope, rope_and_write
+from ...ops.layer.rope import apply_rope
 from ...ops.step.rows import largest_of_rows
 from ..decoder import Attention, DecoderLayer
 from .base import DraftHead, HeadConfig, HeadTarget
@@ -209,15 +209,7 @@ class DFlashHead(DraftHead):
         rows = linear(inputs, self.context_kv, before)
         ropes = self.rope_tables.at(position_ids, meta)
         for i, kv in enumerate(rows.chunk(self.num_layers, dim=-1)):
-            attention = self._attention(i)
-            to = CacheWrite.of(
-                meta, attention.kv_group, attention.cache_layer, attention.sanitize_kv
-            )
-            norms = None
-            if attention.q_norm is not None and attention.k_norm is not None:
-                norms = attention.q_norm, attention.k_norm
-            heads = kv.unflatten(-1, (2 * attention.num_kv_heads, attention.head_dim))
-            rope_and_write(heads, ropes[i], 0, to, norms)
+            self._attention(i).write_heads(kv, ropes[i], meta)
 
     def context_of(
         self, hidden_states: Tensor, position_ids: Tensor, next_tokens: Tensor

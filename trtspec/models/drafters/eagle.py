@@ -27,7 +27,7 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import Rope
 from ..config import DecoderConfig
 from ..decoder import MLP, Attention, DecoderLayer
-from .base import DraftHead, HeadConfig
+from .base import FeedbackHead, HeadConfig
 
 
 class Eagle3Layer(nn.Module):
@@ -66,7 +66,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn.write_kv((embeddings, hidden), norms, rope, meta)
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(FeedbackHead):
     """EAGLE-3 with every flag of its public checkpoints. Layers after the first are plain."""
 
     def __init__(
@@ -98,10 +98,6 @@ class Eagle3Head(DraftHead):
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             hidden_states = torch.cat(normed, dim=-1)
         return linear((hidden_states,), self.fc)
-
-    @property
-    def writes_kv_alone(self) -> bool:
-        return self.num_layers == 1
 
     def write_kv_of_layer(
         self,
@@ -139,7 +135,7 @@ class Eagle3Head(DraftHead):
         return None if self.config.norm_output else self.norm
 
 
-class EagleHead(DraftHead):
+class EagleHead(FeedbackHead):
     """EAGLE-1: the first layer has no input norm, and there is no final norm."""
 
     def __init__(
@@ -151,10 +147,6 @@ class EagleHead(DraftHead):
         layers = [DecoderLayer(decoder, i, backend, kv_group) for i in range(decoder.num_layers)]
         layers[0].input_layernorm = None
         self.layers = nn.ModuleList(layers)
-
-    @property
-    def writes_kv_alone(self) -> bool:
-        return self.num_layers == 1
 
     def write_kv_of_layer(
         self,

@@ -30,7 +30,7 @@ from ...metadata.embeds import RowEmbeds
 from ...ops.layer.rope import Rope
 from ..config import DecoderConfig
 from ..decoder import DecoderLayer
-from .base import DraftHead, HeadConfig, HeadTarget
+from .base import FeedbackHead, HeadConfig, HeadTarget
 
 
 class MTPLayer(DecoderLayer):
@@ -66,7 +66,7 @@ class MTPLayer(DecoderLayer):
         return linear(inputs, self.eh_proj, norms)
 
 
-class MTPHead(DraftHead):
+class MTPHead(FeedbackHead):
     """MTP layers, used once each by draft step ("vanilla") or the first one for all of them."""
 
     def __init__(
@@ -98,10 +98,6 @@ class MTPHead(DraftHead):
         lm_head = self.layer_of_step(step).lm_head
         assert lm_head is not None
         return lm_head
-
-    @property
-    def writes_kv_alone(self) -> bool:
-        return self.num_layers == 1
 
     def write_kv_of_layer(
         self,

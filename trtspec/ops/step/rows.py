@@ -337,7 +337,7 @@ def save_step(
         slot_ids: [G] int64. position_ids: [G*R] int64 of this step's rows. lens: [G] int32.
         new_tokens: [G, K+1] int32.
         past_lens: [S+1] int64, next_tokens: [S+1, K+1] int32: written. The last slot is scratch,
-            whose length stays 0, for rows that fill a graph up would attend to ever more.
+            whose length stays 0: else rows that fill a graph up would attend to more each step.
     """
     rows = position_ids.shape[0] // max(slot_ids.shape[0], 1)
     past = position_ids[:: max(rows, 1)] + lens
