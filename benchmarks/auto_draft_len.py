@@ -179,7 +179,7 @@ def _shape(auto: Any, tally: Tally, temperature: float) -> Any:
     from trtspec.executor.step_costs import StepShape
 
     size = tally.sizes.most_common(1)[0][0]
-    return StepShape(auto._bucket(size), all_greedy=temperature == 0)
+    return StepShape(auto.launches.size_of(size), all_greedy=temperature == 0)
 
 
 def _head(args: argparse.Namespace) -> str:

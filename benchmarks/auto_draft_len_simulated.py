@@ -24,7 +24,7 @@ from typing import Any
 
 from trtspec import NGramDecodingConfig, SamplingParams
 from trtspec.executor import auto_draft_len
-from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.step_costs import StepCosts, StepShape
 
 K, TOKENS = 4, 128
@@ -158,15 +158,20 @@ def _auto(captured: Captured, way: str, capture: float, folder: Path) -> AutoDra
                 seconds = (seconds_of(size, k, kind) + 2e-5) * rng.gauss(1, 0.02)
                 costs.set(StepShape(size, not kind), k, seconds)
 
-    def ready(batch: Any, lengths: list[int]) -> list[int]:
-        facts = bucket_of(len(batch.generations)), batch.num_sampled > 0
-        return [k for k in lengths if way == "any time" or (facts[0], k, facts[1]) in captured]
+    class Simulation(Launches):
+        tries_unknown, price = False, capture
 
+        def size_of(self, count: int) -> int:
+            return bucket_of(count)
+
+        def ready(self, batch: Any, lengths: list[int]) -> list[int]:
+            facts = bucket_of(len(batch.generations)), batch.num_sampled > 0
+            return [k for k in lengths if way == "any time" or (facts[0], k, facts[1]) in captured]
+
+    config = NGramDecodingConfig(max_draft_len=K, draft_len_schedule="auto")
     return AutoDraftLen(
-        K, NGramDecodingConfig(max_draft_len=K, draft_len_schedule="auto"), costs, bucket_of,
-        runs_at_launch=False, tries_unknown=False, ready=ready, price=lambda: capture,
-        rates_path=folder / "rates",
-    )  # fmt: skip
+        K, config, costs, Simulation(), runs_at_launch=False, rates_path=folder / "rates"
+    )
 
 
 def _cell(

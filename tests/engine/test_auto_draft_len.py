@@ -29,7 +29,7 @@ from trtspec import (
 )
 from trtspec.checkpoints.zoo import resolve_head
 from trtspec.executor import auto_draft_len, drafters
-from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.drafters import may_choose
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch
@@ -39,6 +39,13 @@ from trtspec.executor.step_costs import StepCosts, StepShape
 K, HEAD = 6, "smollm2-135m-eagle3"
 GREEDY = StepShape(1, all_greedy=True)
 HOST_SECONDS = 2e-4  # between two calls of `step`, under overlap
+
+
+class OneByOne(Launches):
+    """A step has a size of its own for each number of requests."""
+
+    def size_of(self, count: int) -> int:
+        return count
 
 
 class Engine:
@@ -55,6 +62,7 @@ class Engine:
         costs: StepCosts | None = None,
         *,
         overlap: bool = False,
+        launches: Launches | None = None,
         options: dict[str, Any] | None = None,
         **limits: Any,
     ):
@@ -63,7 +71,7 @@ class Engine:
         monkeypatch.setattr(auto_draft_len, "time", clock)
         config = NGramDecodingConfig(max_draft_len=K, draft_len_schedule="auto", **limits)
         self.auto = AutoDraftLen(
-            K, config, costs or StepCosts(), lambda n: n, runs_at_launch=not overlap,
+            K, config, costs or StepCosts(), launches or OneByOne(), runs_at_launch=not overlap,
             **options or {},
         )  # fmt: skip
         self.rng, self.lengths = random.Random(0), Counter[int]()
@@ -189,8 +197,7 @@ def test_numbers_of_requests_that_change(
 
 def test_numbers_within_a_bucket_are_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """No new start where a request comes or goes, else nothing would ever be tried."""
-    engine, begun = Engine(monkeypatch, of_gpu, known_costs(8)), []
-    engine.auto._bucket = lambda count: 8
+    engine, begun = Engine(monkeypatch, of_gpu, known_costs(8), launches=Launches()), []
     begin = engine.auto._begin
     monkeypatch.setattr(engine.auto, "_begin", lambda shape: (begun.append(shape), begin(shape)))
     engine.run(1500, [0.7] * K, lambda number: 5 + number % 3)
@@ -270,36 +277,35 @@ def test_a_rest_that_hardly_pays_is_tried_sooner(monkeypatch: pytest.MonkeyPatch
     assert steps[0] < steps[1]
 
 
-class Captures:
+class Captures(OneByOne):
     """Graphs that are captured when they are first launched, which takes half a second."""
 
-    def __init__(self, ready: set[int]):
-        self.ready = ready
+    tries_unknown, price = False, 0.5
 
-    def options(self) -> dict[str, Any]:
-        def ready(batch: Any, lengths: list[int]) -> list[int]:
-            return [k for k in lengths if k in self.ready]
+    def __init__(self, captured: set[int]):
+        self.captured = captured
 
-        return {"ready": ready, "price": lambda: 0.5, "tries_unknown": False}
+    def ready(self, batch: Any, lengths: list[int]) -> list[int]:
+        return [k for k in lengths if k in self.captured]
 
 
 def test_a_length_is_captured_once_it_would_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Length 1 has a graph. The best, 4 or more, is a third faster: a step of 0.5 ms loses 0.2."""
     captures = Captures({1})
-    engine = Engine(monkeypatch, of_gpu, known_costs(), options=captures.options())
+    engine = Engine(monkeypatch, of_gpu, known_costs(), launches=captures)
     engine.run(1000, [0.85] * K)
     assert set(engine.lengths) == {1}
     engine.run(3000, [0.85] * K)
     best = max(engine.lengths)
     assert best > 3
-    captures.ready.add(best)
+    captures.captured.add(best)
     engine.run(100, [0.85] * K)
     assert engine.auto.chosen == best
     assert set(engine.lengths) == {1, best}, "no other one would gain its price"
 
 
 def test_the_first_length_is_free_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, of_gpu, known_costs(), options=Captures(set()).options())
+    engine = Engine(monkeypatch, of_gpu, known_costs(), launches=Captures(set()))
     engine.run(20, [0.85] * K)
     assert set(engine.lengths) <= set(range(2, K + 1))
 
@@ -436,8 +442,12 @@ def test_steps_that_were_asked_for_less_say_nothing_of_the_rest() -> None:
 
 def test_a_length_whose_graph_found_no_memory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {0, 4}
-    engine = Engine(monkeypatch, of_gpu)
-    engine.auto._is_lost = lambda shape, k: shape.size == 32 and k in lost
+
+    class Losing(OneByOne):
+        def is_lost(self, shape: StepShape, draft_len: int) -> bool:
+            return shape.size == 32 and draft_len in lost
+
+    engine = Engine(monkeypatch, of_gpu, launches=Losing())
     engine.run(1000, [0.9] * K, 32)
     engine.run(1000, [0.01] * K, 32)
     assert engine.auto.chosen == 1

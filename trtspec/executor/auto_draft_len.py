@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,19 +44,41 @@ class _Probe:
     every: int = FIRST_PROBE
 
 
+class Launches:
+    """What launching a length needs: nothing here, a graph where there are some."""
+
+    tries_unknown = True
+    """Lengths of unknown times are tried at once.
+
+    Where each needs a graph, that would make requests wait. There they are tried with the
+    neighbours, more rarely.
+    """
+
+    def size_of(self, count: int) -> int:
+        """Rounds a number of requests up to the size that a step is run with."""
+        return 1 << (count - 1).bit_length()
+
+    def is_lost(self, shape: StepShape, draft_len: int) -> bool:
+        """Whether a length cannot be used with a shape: its graph found no memory."""
+        return False
+
+    def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
+        """Returns those lengths that can be launched at once. For another one a graph is captured
+        first, while requests wait."""
+        return lengths
+
+    @property
+    def price(self) -> float:
+        """The seconds that a capture takes."""
+        return 0.0
+
+
 class AutoDraftLen(DraftLen):
     """Chooses K for each step, for the whole batch.
 
     Args:
         costs: what steps take, as far as it is known.
-        bucket: rounds a number of requests up to the size that a step is run with.
         runs_at_launch: the host computes a step when it launches it, as on the CPU.
-        tries_unknown: lengths of unknown times are tried at once. Where each needs a graph, that
-            would make requests wait: there they are tried with the neighbours, more rarely.
-        is_lost: whether a length cannot be used with a shape: its graph found no memory.
-        ready: which of some lengths can be launched at once with a batch. For another one a graph
-            is captured first, while requests wait.
-        price: the seconds that a capture takes.
         rates_path: the file that keeps acceptance for the next engine; None keeps nothing.
         is_default: K was left open. The choice gives way to `runtime`, where that is set, and
             does not act in steps whose results would show K: those with a request whose seeded
@@ -70,20 +92,15 @@ class AutoDraftLen(DraftLen):
         max_draft_len: int,
         config: DecodingBaseConfig,
         costs: StepCosts,
-        bucket: Callable[[int], int],
+        launches: Launches,
         *,
         runs_at_launch: bool,
-        tries_unknown: bool = True,
-        is_lost: Callable[[StepShape, int], bool] = lambda shape, draft_len: False,
-        ready: Callable[[ScheduledBatch, list[int]], list[int]] = lambda batch, lengths: lengths,
-        price: Callable[[], float] = lambda: 0.0,
         rates_path: Path | None = None,
         is_default: bool = False,
     ):
         super().__init__(max_draft_len, config)
-        self.costs, self._bucket, self._runs_at_launch = costs, bucket, runs_at_launch
-        self._tries_unknown, self._is_lost = tries_unknown, is_lost
-        self._ready, self._price, self._is_default = ready, price, is_default
+        self.costs, self.launches = costs, launches
+        self._runs_at_launch, self._is_default = runs_at_launch, is_default
         self._seeds_matter = config.acceptance in RULES_OF_K
         self._gives_way = False  # whether the last step was left alone
         self._shapes: dict[tuple[int, bool, bool], StepShape] = {}
@@ -157,7 +174,7 @@ class AutoDraftLen(DraftLen):
         """Returns what a step of these generations is timed as."""
         facts = len(batch.generations), not batch.num_sampled, batch.is_guided
         if facts not in self._shapes:
-            self._shapes[facts] = StepShape(self._bucket(facts[0]), *facts[1:])
+            self._shapes[facts] = StepShape(self.launches.size_of(facts[0]), *facts[1:])
         return self._shapes[facts]
 
     @property
@@ -204,7 +221,7 @@ class AutoDraftLen(DraftLen):
             for acceptance in self._acceptance.values():
                 acceptance.fold()
         is_new = shape != self._shape or most != self._most
-        if is_new or self._steps >= self._until or self._is_lost(shape, self.chosen):
+        if is_new or self._steps >= self._until or self.launches.is_lost(shape, self.chosen):
             self._settle()
             self._share_sampled, self._most = batch.num_sampled / len(batch.generations), most
             self._allowed = self._lengths_for(shape, batch)
@@ -227,15 +244,17 @@ class AutoDraftLen(DraftLen):
         A length without a graph is one of them where none has a graph, or once its graph would
         have saved what it costs.
         """
-        usable = [k for k in self.lengths if k <= self._most and not self._is_lost(shape, k)]
-        ready = self._ready(batch, usable)
+        usable = [
+            k for k in self.lengths if k <= self._most and not self.launches.is_lost(shape, k)
+        ]
+        ready = self.launches.ready(batch, usable)
         missing = [k for k in usable if k not in ready]
         if not (ready and missing):
             return tuple(usable) or (0,)
         fastest, sought = self._fastest(shape, ready), self._fastest(shape, missing)
         speed = self._speeds(shape, (fastest, sought))
         if speed[sought] > BETTER * speed[fastest]:
-            if self._owed.get(shape, 0.0) >= self._price():
+            if self._owed.get(shape, 0.0) >= self.launches.price:
                 self._owed[shape] = 0.0
                 return tuple(sorted([*ready, sought]))
             seconds = self.costs.of(shape, [fastest])[fastest]
@@ -273,7 +292,7 @@ class AutoDraftLen(DraftLen):
         """Returns lengths to try next: unknown ones that matter, or neighbours if it is time."""
         near, known = self._neighbours(shape), self.costs.is_known
         unknown = [k for k in near if (shape, k) not in self._tried and not known(shape, k)]
-        self._is_probe = not (unknown and self._tries_unknown)
+        self._is_probe = not (unknown and self.launches.tries_unknown)
         if not self._is_probe:
             return unknown
         probe = self._probe_of(shape)

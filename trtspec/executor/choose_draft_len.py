@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..utils import cache_dir
-from .auto_draft_len import AutoDraftLen
+from .auto_draft_len import AutoDraftLen, Launches
 from .draft_len import DraftLen
 from .graphs import CudaGraphs
 from .request import ScheduledBatch
@@ -31,12 +31,8 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
         most,
         config,
         StepCosts(path),
-        lambda count: _bucket(runner, count),
+        Launches() if graphs is None else _GraphLaunches(runner),
         runs_at_launch=runner.device.type == "cpu",
-        tries_unknown=graphs is None,
-        is_lost=lambda shape, draft_len: _is_lost(runner, shape, draft_len),
-        ready=lambda batch, lengths: _ready(runner, batch, lengths),
-        price=lambda: 0.0 if runner.graphs is None else runner.graphs.price,
         rates_path=path.with_suffix(".rates"),
         is_default=runner.chooses_by_default,
     )
@@ -48,21 +44,33 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
     return auto
 
 
-def _bucket(runner: StepRunner, count: int) -> int:
-    size = None if runner.graphs is None else runner.graphs.bucket(count)
-    return 1 << (count - 1).bit_length() if size is None else size
+class _GraphLaunches(Launches):
+    """Launches of a runner's graphs, as long as it has them."""
 
+    tries_unknown = False
 
-def _is_lost(runner: StepRunner, shape: StepShape, draft_len: int) -> bool:
-    """Whether there was no memory for the graph of a step."""
-    return runner.graphs is not None and runner.graphs.is_lost(
-        shape.size, draft_len, all_greedy=shape.all_greedy, is_guided=shape.is_guided
-    )
+    def __init__(self, runner: StepRunner):
+        self._runner = runner
 
+    def size_of(self, count: int) -> int:
+        graphs = self._runner.graphs
+        size = None if graphs is None else graphs.bucket(count)
+        return super().size_of(count) if size is None else size
 
-def _ready(runner: StepRunner, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
-    """Returns the lengths that can be launched without a capture."""
-    return lengths if runner.graphs is None else runner.graphs.ready(batch, lengths)
+    def is_lost(self, shape: StepShape, draft_len: int) -> bool:
+        graphs = self._runner.graphs
+        return graphs is not None and graphs.is_lost(
+            shape.size, draft_len, all_greedy=shape.all_greedy, is_guided=shape.is_guided
+        )
+
+    def ready(self, batch: ScheduledBatch, lengths: list[int]) -> list[int]:
+        graphs = self._runner.graphs
+        return lengths if graphs is None else graphs.ready(batch, lengths)
+
+    @property
+    def price(self) -> float:
+        graphs = self._runner.graphs
+        return 0.0 if graphs is None else graphs.price
 
 
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
