@@ -17,6 +17,7 @@ from .eagle3 import Eagle3OneModelWorker
 from .masked import MaskedDraftTargetWorker, MaskedEagle3Worker, MaskedWorker
 from .mtp import MTPEagleWorker, MTPWorker
 from .ngram import NGramWorker
+from .one_pass import OnePassWorker
 from .plain import PlainWorker
 from .protocols import (
     DraftInputs,
@@ -42,7 +43,7 @@ WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[SpecWorkerBase]] = {
     SpeculativeDecodingMode.USER_PROVIDED: UserProvidedWorker,
     SpeculativeDecodingMode.SAVE_HIDDEN_STATES: SaveHiddenStatesWorker,
 }
-MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[MaskedWorker]] = {
+MASKED_WORKER_OF_MODE: dict[SpeculativeDecodingMode, type[OnePassWorker]] = {
     SpeculativeDecodingMode.EAGLE3_ONE_MODEL: MaskedEagle3Worker,
     SpeculativeDecodingMode.DRAFT_TARGET: MaskedDraftTargetWorker,
     SpeculativeDecodingMode.DFLASH: DFlashWorker,

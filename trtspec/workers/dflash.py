@@ -28,16 +28,16 @@ from torch import Tensor
 from ..distributed.logits import whole
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import BlockRows, block_rows, draft_step, finish_drafts, gather_rows
+from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
 from ..ops.tokens.markov_walk import walk_markov
 from ..ops.tokens.probability import best_probabilities, walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
 from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
-from .masked import MaskedWorker
+from .one_pass import OnePassWorker
 from .protocols import BlockDraftModel, DraftInputs, both_outputs
 
 
-class DFlashWorker(MaskedWorker):
+class DFlashWorker(OnePassWorker):
     """Modes DFLASH and DSPARK."""
 
     can_read_late = True
@@ -105,7 +105,7 @@ class DFlashWorker(MaskedWorker):
                 found = walk_probabilities(logits, before, taken, tables)
                 self.add_probabilities(found.flatten(), batch)
             proposals += taken.unbind(0)
-            return self.finish(meta, rows, proposals)
+            return self.finish(meta, rows.last_positions, proposals)
         first = out.view(batch, -1, out.shape[-1])[:, 0]
         state = markov.first_state(first)
         if not head.samples_from_anchor:
@@ -115,7 +115,7 @@ class DFlashWorker(MaskedWorker):
             depth = len(proposals)
             before = self.propose(own + bias, head.d2t, sampler, rows.last_positions, depth)
             proposals.append(before)
-        return self.finish(meta, rows, proposals)
+        return self.finish(meta, rows.last_positions, proposals)
 
     def drafts_of_path(
         self,
@@ -152,11 +152,7 @@ class DFlashWorker(MaskedWorker):
                 drawn_from = nothing.scatter(1, given.ids, scores)
                 before = self.propose(drawn_from, None, sampler, rows.last_positions, depth)
                 proposals.append(before)
-        return self.finish(meta, rows, proposals)
-
-    def finish(self, meta: AttentionMetadata, rows: BlockRows, proposals: list[Tensor]) -> Tensor:
-        """Returns proposals, each [B], as [B, K] int32."""
-        return finish_drafts(proposals, rows.last_positions, meta.max_seq_len, self.max_draft_len)
+        return self.finish(meta, rows.last_positions, proposals)
 
     def rows_of_block(
         self, inputs: DraftInputs, meta: AttentionMetadata, samples_from_anchor: bool

@@ -23,28 +23,22 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from ..config import DecodingBaseConfig
-from ..distributed.logits import ShardedLogits, whole
 from ..errors import ConfigError
 from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
-from ..ops.step.rows import MaskedRows, draft_step, finish_drafts, gather_rows, masked_rows
+from ..ops.step.rows import MaskedRows, draft_step, gather_rows, masked_rows
 from ..utils import renamed
-from .base import SpecWorkerBase, keep_first_rows_of_contexts
+from .base import keep_first_rows_of_contexts
 from .heads import draft_network, draft_source, merged_embeds, one_layer, shifted_input_ids
+from .one_pass import OnePassWorker
 from .protocols import DraftInputs, LanguageModel, MaskedDraftModel, both_outputs
 
 
-class MaskedWorker(SpecWorkerBase):
-    """Builds the pass's rows, and drafts from its logits, for both kinds of masked drafter."""
+class MaskedWorker(OnePassWorker):
+    """Builds the pass's rows, for both kinds of masked drafter."""
 
-    drafts_with_network = drafts_in_one_pass = True
     first_row_offset: ClassVar[int]
     """Position of the pass's first row, less that of the certain row (`accepted_path.py`)."""
-
-    def __init__(self, config: DecodingBaseConfig, mask_token_id: int):
-        super().__init__(config)
-        self.mask_token_id = mask_token_id
 
     @property
     def num_extra_kv_tokens(self) -> int:
@@ -80,25 +74,6 @@ class MaskedWorker(SpecWorkerBase):
         if self.first_row_offset == 0:
             step = keep_first_rows_of_contexts(step, meta, inputs)
         return rows, ids, step
-
-    def drafts(
-        self,
-        inputs: DraftInputs,
-        meta: AttentionMetadata,
-        last_positions: Tensor,
-        logits: Tensor | ShardedLogits,
-        d2t: Tensor | None,
-    ) -> Tensor:
-        """Draws the drafts: last_positions [B], logits [P * B, Vd] -> [B, K] int32."""
-        batch, sampler = last_positions.shape[0], self.draft_sampler(inputs)
-        if sampler is None and inputs.spec_metadata.guided is None:
-            proposals = self.propose(logits, d2t, None, last_positions, 0).split(batch)
-        else:  # noise, memory and grammars follow each draft's depth
-            proposals = tuple(
-                self.propose(part, d2t, sampler, last_positions, depth)
-                for depth, part in enumerate(whole(logits).split(batch))
-            )
-        return finish_drafts(proposals, last_positions, meta.max_seq_len, self.max_draft_len)
 
 
 class MaskedEagle3Worker(MaskedWorker):
