@@ -24,6 +24,7 @@ from trtspec.ops.padded import torch as padded_torch
 from trtspec.ops.padded import triton as padded
 from trtspec.ops.step import triton_drafts, triton_packing, triton_rows
 from trtspec.ops.step.packing import PassRows
+from trtspec.ops.step.rows import ContextLayout
 from trtspec.ops.tokens import (
     triton_bitmask,
     triton_draw,
@@ -139,6 +140,7 @@ def step() -> dict[str, Any]:
     books = Codebooks(*torch.zeros(2, DRAFT_VOCAB, 256, dtype=torch.bfloat16))
     chances = torch.zeros(SLOTS, K)
     rows = PassRows(longs(8), longs(8), (longs(8), longs(8)))
+    layout = ContextLayout(longs(8), longs(8), longs(GENERATIONS), longs(GENERATIONS))
     calls = (
         (triton_packing.save_chances, certain, (torch.zeros(GENERATIONS),) * 2, chances),
         (triton_packing.pack_rows, certain, ints(GENERATIONS, K), chances, rows, 3),
@@ -149,6 +151,9 @@ def step() -> dict[str, Any]:
             *(tables, 16, K + 1, 40),
         ),
         (triton_rows.largest_of_rows, longs(GENERATIONS, K)),
+        (triton_rows.gather_context_inputs, certain, layout, sampling, tables, 16, 40),
+        (triton_drafts.shift_contexts, longs(8), accepted[:, 0], lens, certain),
+        (triton_drafts.shift_contexts, longs(8), accepted[:, 0], None, certain),
         (triton_drafts.shift_for_drafting, accepted, lens, longs(8), K + 1),
         (triton_drafts.last_two_tokens, longs(8), longs(8), accepted, lens, certain),
         (triton_drafts.block_rows, accepted, lens, longs(8), certain, 6, 5, 7),

@@ -510,6 +510,72 @@ def test_draft_step(seed: int, num_seqs: int, rows: int) -> None:
         assert step.kv_lens[b] == step.position_ids[b * rows + rows - 1] + 1
 
 
+@CASES
+@given(SEEDS, st.integers(1, 4), st.integers(0, 3))
+def test_gather_context_inputs(seed: int, num_contexts: int, num_unused: int) -> None:
+    """Contexts of random lengths, rows and contexts behind them that are none."""
+    rng = random.Random(seed)
+    count, max_seq_len = num_contexts + num_unused, rng.randint(4, 24)
+    tables, pages = _tables(rng, count)
+    page, widest = pages[0], min(table.shape[1] for table in tables)
+    owners: list[int] = []
+    positions: list[int] = []
+    ends: list[int] = []
+    last_rows: list[int] = []
+    for context in range(num_contexts):
+        length = rng.randint(1, max(1, min(5, widest * page)))
+        start = rng.randint(0, max(0, widest * page - length))
+        owners += [context] * length
+        positions += range(start, start + length)
+        ends.append(start + length)
+        last_rows.append(len(owners) - 1)
+    padding = rng.randint(num_unused > 0, 3)
+    owners, positions = owners + [-1] * padding, positions + [0] * padding
+    ends, last_rows = ends + [1] * num_unused, last_rows + [len(owners) - 1] * num_unused
+    slots, longs = [rng.randrange(6) for _ in range(count)], torch.int64
+    sampling = SlotSampling(
+        torch.rand(6), torch.randint(9, (6,), dtype=torch.int32), torch.rand(6),
+        torch.randint(2**40, (6,)),
+    )  # fmt: skip
+    layout = step_rows.ContextLayout(
+        ints(positions, longs), ints(owners, longs), ints(ends, longs), ints(last_rows, longs)
+    )
+    got = run(
+        "gather_context_inputs", ints(slots, longs), layout, sampling, tables, page, max_seq_len
+    )
+    for table, own in zip(tables, got.slot_mappings, strict=True):
+        for row, (owner, position) in enumerate(zip(owners, positions, strict=True)):
+            block = NULL_BLOCK if owner < 0 else int(table[owner, position // page])
+            assert own[row] == (-1 if block == NULL_BLOCK else block * page + position % page)
+    assert got.kv_lens.tolist() == [min(end, max_seq_len) for end in ends]
+    assert got.next_positions.tolist() == [positions[row] + 1 for row in last_rows]
+    for column, of_slots in zip(got.sampling, sampling, strict=True):
+        assert column.tolist() == of_slots[slots].tolist()
+
+
+@CASES
+@given(SEEDS, st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 3))
+def test_shift_contexts(seed: int, lens: list[int], num_unused: int) -> None:
+    rng = random.Random(seed)
+    padding = rng.randint(0, 2)
+    ids = [rng.randrange(100) for _ in range(sum(lens) + padding)]
+    ends, expected = [], []
+    accepted = [[rng.randrange(100, 200), -1] for _ in range(len(lens) + num_unused)]
+    known = [rng.choice([-1, rng.randrange(200, 300)]) for _ in accepted]
+    for i, length in enumerate(lens):
+        begin = len(expected)
+        expected += ids[begin + 1 : begin + length]
+        expected.append(accepted[i][0] if known[i] < 0 else known[i])
+        ends.append(len(expected) - 1)
+    # Those that are unused end at the first row of padding, or where the last context does.
+    ends += [min(len(expected), len(ids) - 1)] * num_unused
+    given = ints(ids, torch.int64), ints(accepted)[:, 0]
+    shifted = run("shift_contexts", *given, ints(known), ints(ends, torch.int64))
+    assert shifted[: len(expected)].tolist() == expected
+    sampled = run("shift_contexts", *given, None, ints(ends, torch.int64))
+    assert [int(sampled[row]) for row in ends[: len(lens)]] == [a for a, _ in accepted][: len(lens)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gather_rows(dtype: torch.dtype) -> None:
     states = [torch.randn(9, 3000)[:, :size].to(dtype) for size in (48, 2500)]

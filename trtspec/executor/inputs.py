@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..metadata.attention import NULL_BLOCK, AttentionMetadata, ImageRows, PackedRows
+from ..metadata.attention import AttentionMetadata, ImageRows, PackedRows
 from ..metadata.embeds import RereadEmbeds, RowEmbeds
 from ..metadata.guided import GuidedStep
 from ..metadata.mode import SpeculativeDecodingMode
 from ..metadata.sampling import SamplingMetadata
 from ..metadata.spec import SpecMetadata
 from ..ops.step.packing import PassRows, pack_rows
-from ..ops.step.rows import StepRows, gather_step_inputs
+from ..ops.step.rows import ContextLayout, StepRows, gather_context_inputs, gather_step_inputs
 from ..state.kv_cache import KVCacheManager
 from ..state.slots import SlotState
 from ..utils import rows_to_tensor, to_device
@@ -365,30 +365,16 @@ def _with_contexts(
     """Puts the contexts' rows in front of the generations'. A context has logits at its last
     row."""
     contexts = inputs.contexts
-    slots = inputs.slot_ids[: len(contexts.lens)]
-    positions, last_rows = contexts.positions, contexts.last_rows
-    kv_lens = contexts.ends.clamp(max=max_seq_len).to(torch.int32)
-    return StepRows(
-        input_ids=torch.cat([contexts.ids, step.input_ids]),
-        position_ids=torch.cat([positions, step.position_ids]),
-        slot_mappings=tuple(
-            torch.cat([_context_slots(table, contexts, kv_cache), generations])
-            for table, generations in zip(inputs.block_tables, step.slot_mappings, strict=True)
-        ),
-        kv_lens=torch.cat([kv_lens, step.kv_lens]),
-        gather_ids=torch.cat([last_rows, step.gather_ids]),
-        next_positions=torch.cat([positions[last_rows] + 1, step.next_positions]),
-        sampling=state.sampling.rows(slots).followed_by(step.sampling),
+    layout = ContextLayout(contexts.positions, contexts.owners, contexts.ends, contexts.last_rows)
+    own = gather_context_inputs(
+        inputs.slot_ids[: len(contexts.lens)],
+        layout,
+        state.sampling,
+        inputs.block_tables,
+        kv_cache.page_size,
+        max_seq_len,
     )
-
-
-def _context_slots(table: Tensor, contexts: ContextRows, kv_cache: KVCacheManager) -> Tensor:
-    """Returns KV slots [T_ctx] int64. The host has reserved blocks for all context positions."""
-    owners, positions, page_size = contexts.owners, contexts.positions, kv_cache.page_size
-    block = table[owners, positions // page_size].to(torch.int64)
-    slots = block * page_size + positions % page_size
-    if contexts.is_padded:  # owner -1 looked up the last table, which is harmless
-        slots = torch.where(owners < 0, -1, slots)
-    if kv_cache.has_foreign_requests:
-        slots = torch.where(block == NULL_BLOCK, -1, slots)
-    return slots
+    prompts = StepRows(
+        contexts.ids, contexts.positions, gather_ids=contexts.last_rows, **own._asdict()
+    )
+    return prompts.followed_by(step) if inputs.num_generations else prompts

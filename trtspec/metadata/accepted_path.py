@@ -69,5 +69,7 @@ def certain_rows(meta: AttentionMetadata) -> Tensor:
         end, device = meta.num_generations * meta.rows_per_generation, meta.position_ids.device
         return torch.arange(0, end, meta.rows_per_generation, device=device)
     ends = meta.ends_of_contexts()
+    if not meta.num_generations:
+        return ends
     firsts = torch.arange(meta.num_generations, device=ends.device) * meta.rows_per_generation
     return torch.cat([ends, firsts + meta.num_context_tokens])

@@ -33,7 +33,7 @@ from ..metadata.guided import GuidedStep
 from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, batch_shape, next_positions
 from ..ops.step.packing import save_chances
-from ..ops.step.rows import next_new_tokens
+from ..ops.step.rows import next_new_tokens, shift_contexts
 from ..ops.tokens.greedy import choose_drafts
 from ..ops.tokens.probability import best_probabilities
 from ..utils import renamed, to_device
@@ -498,19 +498,16 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         if not context_lens:
             return input_ids
         following = accepted_tokens.reshape(accepted_tokens.shape[0], -1)[: len(context_lens), 0]
-        if next_prompt_tokens is not None:
-            following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
-        shifted = torch.roll(input_ids, -1)
         if last_rows is None:
             lens = torch.tensor(context_lens)
             (some,) = lens.nonzero(as_tuple=True)  # a context without rows has no last row
             last_rows = to_device((lens.cumsum(0) - 1)[some], input_ids.device)
             if len(some) < len(lens):
-                following = following[to_device(some, input_ids.device)]
-        else:  # what is written to a row is the same for all contexts that end there
-            following = following[torch.searchsorted(last_rows, last_rows)]
-        shifted[last_rows] = following.to(shifted.dtype)
-        return shifted
+                some = to_device(some, input_ids.device)
+                following = following[some]
+                if next_prompt_tokens is not None:
+                    next_prompt_tokens = next_prompt_tokens[some]
+        return shift_contexts(input_ids, following, next_prompt_tokens, last_rows)
 
 
 def keep_first_rows_of_contexts(

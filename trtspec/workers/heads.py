@@ -102,5 +102,5 @@ def shifted_input_ids(
         meta.context_lens,
         inputs.step.next_prompt_tokens,
         **last_rows,
-    )
-    return torch.cat([ids.to(torch.int64), following])
+    ).to(torch.int64)
+    return torch.cat([ids, following]) if meta.num_generations else ids

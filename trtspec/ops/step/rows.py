@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...metadata.attention import AttentionMetadata
+from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.missed import MissedRows
 from ...metadata.sampling import SlotSampling
 from ..launch.dispatch import twin
@@ -34,6 +34,19 @@ class StepRows(NamedTuple):
     gather_ids: Tensor  # [L] int64, rows of the pass that get logits
     next_positions: Tensor  # [L] int64, the position after each of those
     sampling: SlotSampling  # [L] rows
+
+    def followed_by(self, others: StepRows) -> StepRows:
+        """Returns these rows and others behind them."""
+        slots = zip(self.slot_mappings, others.slot_mappings, strict=True)
+        return StepRows(
+            input_ids=torch.cat([self.input_ids, others.input_ids]),
+            position_ids=torch.cat([self.position_ids, others.position_ids]),
+            slot_mappings=tuple(torch.cat(pair) for pair in slots),
+            kv_lens=torch.cat([self.kv_lens, others.kv_lens]),
+            gather_ids=torch.cat([self.gather_ids, others.gather_ids]),
+            next_positions=torch.cat([self.next_positions, others.next_positions]),
+            sampling=self.sampling.followed_by(others.sampling),
+        )
 
 
 @twin(_KERNELS)
@@ -80,6 +93,72 @@ def gather_step_inputs(
         next_positions=positions + 1,
         sampling=sampling.rows(slot_of_row),
     ), tokens[:, 1:]
+
+
+class ContextLayout(NamedTuple):
+    """The T rows of C contexts."""
+
+    positions: Tensor  # [T] int64
+    owners: Tensor  # [T] int64, the context of each row; -1: it belongs to none
+    ends: Tensor  # [C] int64, position after each context's last row
+    last_rows: Tensor  # [C] int64
+
+
+class GatheredContexts(NamedTuple):
+    """What a pass reads of C contexts beside their tokens."""
+
+    slot_mappings: tuple[Tensor, ...]  # per KV group [T] int64, -1: written nowhere
+    kv_lens: Tensor  # [C] int32
+    next_positions: Tensor  # [C] int64, the position after each one's last row
+    sampling: SlotSampling  # [C] rows
+
+
+@twin(_KERNELS)
+def gather_context_inputs(
+    slot_ids: Tensor,
+    layout: ContextLayout,
+    sampling: SlotSampling,
+    block_tables: Sequence[Tensor],
+    page_size: int,
+    max_seq_len: int,
+) -> GatheredContexts:
+    """Gathers what a pass reads of contexts from their slots and block tables.
+
+    Args:
+        slot_ids: [C] int64. sampling: S slots. block_tables: per KV group, C rows or more, int32.
+    """
+    positions, owners = layout.positions, layout.owners
+    slot_mappings = []
+    for table in block_tables:
+        block = table[owners, positions // page_size].to(torch.int64)
+        slots = block * page_size + positions % page_size
+        slot_mappings.append(torch.where((owners < 0) | (block == NULL_BLOCK), -1, slots))
+    return GatheredContexts(
+        slot_mappings=tuple(slot_mappings),
+        kv_lens=layout.ends.clamp(max=max_seq_len).to(torch.int32),
+        next_positions=positions[layout.last_rows] + 1,
+        sampling=sampling.rows(slot_ids),
+    )
+
+
+@twin(_DRAFT_KERNELS)
+def shift_contexts(
+    input_ids: Tensor, following: Tensor, next_prompt_tokens: Tensor | None, last_rows: Tensor
+) -> Tensor:
+    """Shifts contexts' ids left by one, [T] -> [T].
+
+    Args:
+        following: [C] int32, any stride, the token after each context.
+        next_prompt_tokens: [C] int32, in its place where it is not -1; None: nowhere.
+        last_rows: [C] int64, ascending. Of contexts that end at one row the first counts.
+    """
+    if next_prompt_tokens is not None:
+        following = torch.where(next_prompt_tokens >= 0, next_prompt_tokens, following)
+    shifted = torch.roll(input_ids, -1)
+    # What is written to a row is the same for all contexts that end there.
+    following = following[torch.searchsorted(last_rows, last_rows)]
+    shifted[last_rows] = following.to(shifted.dtype)
+    return shifted
 
 
 @twin(_DRAFT_KERNELS)

@@ -272,6 +272,58 @@ def _gather_rows_kernel(
         tl.store(out_ptrs[i] + out_row * sizes[i] + d, x, mask=d < sizes[i])
 
 
+def shift_contexts(
+    input_ids: Tensor, following: Tensor, next_prompt_tokens: Tensor | None, last_rows: Tensor
+) -> Tensor:
+    """Shifts contexts' ids left by one."""
+    num_rows, num_contexts = input_ids.shape[0], last_rows.shape[0]
+    shifted = torch.empty_like(input_ids)
+    _shift_contexts_kernel[(triton.cdiv(num_rows, 32),)](
+        input_ids,
+        following,
+        following.stride(0),
+        next_prompt_tokens,
+        last_rows,
+        shifted,
+        num_rows,
+        num_contexts,
+        CONTEXTS=triton.next_power_of_2(num_contexts),
+        BLOCK=32,
+        **dependent_launch(input_ids),
+    )
+    return shifted
+
+
+@triton.jit
+def _shift_contexts_kernel(
+    id_ptr,
+    following_ptr,
+    following_seq,
+    next_prompt_ptr,
+    last_row_ptr,
+    out_ptr,
+    num_rows,
+    num_contexts,
+    CONTEXTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    after_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    c = tl.arange(0, CONTEXTS)
+    last = tl.load(last_row_ptr + c, mask=c < num_contexts, other=-1)
+    first = tl.min(tl.where(last[None, :] == row[:, None], c[None, :], CONTEXTS), 1)
+    ends = first < CONTEXTS
+    token = tl.load(following_ptr + first * following_seq, mask=ends, other=0).to(tl.int64)
+    if next_prompt_ptr is not None:
+        known = tl.load(next_prompt_ptr + first, mask=ends, other=-1).to(tl.int64)
+        token = tl.where(known >= 0, known, token)
+    after = tl.load(id_ptr + (row + 1) % num_rows, mask=is_row, other=0)
+    token = tl.where(ends, token, after.to(tl.int64))
+    tl.store(out_ptr + row, token.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
 def to_target_ids(tokens: Tensor, d2t: Tensor) -> Tensor:
     """Adds each token's offset to it."""
     count = tokens.shape[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.sampling import SlotSampling
 from ..launch.triton import after_previous, dependent_launch
-from .rows import StepRows
+from .rows import ContextLayout, GatheredContexts, StepRows
 
 _NULL_BLOCK = tl.constexpr(NULL_BLOCK)
 BLOCK = 128
@@ -171,7 +171,8 @@ def _step_kernel(
 
 @triton.jit
 def _store_slots(groups, seq, index, position, inside, mask):
-    """Writes the KV slots of these rows of one request, per group; `position` is guarded."""
+    """Writes the KV slots of these rows of a request, or of one each, per group; `position` is
+    guarded."""
     for i in tl.static_range(len(groups.tables)):
         page_size = groups.page_sizes[i]
         page = position // page_size
@@ -258,6 +259,70 @@ def _gather_kernel(
     _store_slots(groups, seq, index, position, inside, mask)
     for i in tl.static_range(len(sampling)):
         tl.store(out.sampling[i] + index, tl.load(sampling[i] + slot), mask=mask)
+
+
+def gather_context_inputs(
+    slot_ids: Tensor,
+    layout: ContextLayout,
+    sampling: SlotSampling,
+    block_tables: Sequence[Tensor],
+    page_size: int,
+    max_seq_len: int,
+) -> GatheredContexts:
+    """Gathers what a pass reads of contexts."""
+    num_contexts, num_rows = slot_ids.shape[0], layout.positions.shape[0]
+    groups = _KvGroups.of(block_tables, (page_size,) * len(block_tables), num_rows)
+    out = GatheredContexts(
+        slot_mappings=groups.slots,
+        kv_lens=ints(slot_ids, num_contexts, dtype=torch.int32),
+        next_positions=ints(slot_ids, num_contexts),
+        sampling=SlotSampling(*(ints(slot_ids, num_contexts, dtype=c.dtype) for c in sampling)),
+    )
+    _gather_contexts_kernel[(triton.cdiv(max(num_rows, num_contexts), BLOCK),)](
+        slot_ids,
+        layout,
+        sampling,
+        groups,
+        out,
+        num_rows,
+        num_contexts,
+        max_seq_len,
+        BLOCK=BLOCK,
+        **dependent_launch(slot_ids),
+    )
+    return out
+
+
+@triton.jit
+def _gather_contexts_kernel(
+    slot_id_ptr,
+    layout,
+    sampling,
+    groups,
+    out,
+    num_rows,
+    num_contexts,
+    max_seq_len,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK rows, and as many contexts."""
+    after_previous(PDL)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_row = i < num_rows
+    owner = tl.load(layout.owners + i, mask=is_row, other=-1)
+    position = tl.load(layout.positions + i, mask=is_row, other=0)
+    _store_slots(groups, owner, i, position, owner >= 0, is_row)
+    is_context = i < num_contexts
+    end = tl.load(layout.ends + i, mask=is_context, other=0)
+    tl.store(out.kv_lens + i, tl.minimum(end, max_seq_len).to(tl.int32), mask=is_context)
+    last = tl.load(layout.last_rows + i, mask=is_context, other=0)
+    last = tl.load(layout.positions + last, mask=is_context, other=0)
+    tl.store(out.next_positions + i, last + 1, mask=is_context)
+    slot = tl.load(slot_id_ptr + i, mask=is_context, other=0)
+    for j in tl.static_range(len(sampling)):
+        value = tl.load(sampling[j] + slot, mask=is_context)
+        tl.store(out.sampling[j] + i, value, mask=is_context)
 
 
 def largest_of_rows(positions: Tensor) -> Tensor:
