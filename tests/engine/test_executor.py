@@ -512,6 +512,33 @@ def test_bad_drafters_fail_their_request_only(target_dir: Path, oracle: Oracle) 
             assert output.outputs[0].token_ids == oracle.extend(prompts[i], 5)
 
 
+@pytest.mark.parametrize("what", ["generate", "stream", "shutdown"])
+def test_a_drafter_cannot_use_the_engine_it_drafts_for(
+    target_dir: Path, oracle: Oracle, what: str
+) -> None:
+    class Reentering:
+        def draft(self, request_id: int, token_ids: Sequence[int], max_draft_len: int) -> Any:
+            if token_ids[0] == 2:
+                calls[what]()
+            return []
+
+    llm = LLM(
+        target_dir, UserProvidedDecodingConfig(max_draft_len=3, drafter=Reentering()),
+        device="cpu", dtype="float32", max_seq_len=64,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    calls = {
+        "generate": lambda: llm.generate([9, 9], params),
+        "stream": lambda: next(llm.generate_stream([9, 9], params)),
+        "shutdown": llm.shutdown,
+    }
+    wrong, right = llm.generate([[2, 20], [3, 20]], params)
+    assert "draft with another LLM" in (wrong.error or "")
+    assert right.outputs[0].token_ids == oracle.extend([3, 20], 5)
+    (again,) = llm.generate([[3, 20]], params)
+    assert again.outputs[0].token_ids == oracle.extend([3, 20], 5)
+
+
 def test_host_drafting_says_once_that_it_cannot_overlap(
     target_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -354,6 +354,8 @@ def test_the_queue_is_bounded(model_dir: Path) -> None:
         with pytest.raises(QueueFullError):
             await several.start()
         assert (await read(llm, "a", greedy(4))).finished
+        with pytest.raises(RequestError, match=r"7 completions .* at most 6"):  # it would never fit
+            await llm.generate("a", SamplingParams(temperature=1.0, n=7)).start()
 
     run(model_dir, test, queue=2)
     with pytest.raises(ConfigError, match="max_num_requests_in_queue=-1"):
@@ -379,6 +381,9 @@ def test_what_is_refused_leaves_others_alone(model_dir: Path, reference: LLM) ->
                 await anext(llm.generate(prompt, params))
         with pytest.raises(RequestError, match="give SamplingParams"):
             llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+        for empty in ({}, [], 0, ""):
+            with pytest.raises(RequestError, match="give SamplingParams"):
+                llm.generate("a", empty)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="a chat takes text"):
             await anext(llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]))  # type: ignore[list-item]
         assert same(await other, want)

@@ -148,6 +148,8 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"response_format": {"type": "structural_tag", "format": 3}}, "response_format"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"user": 5}, "user"),
+        ({"n": 7, "temperature": 1}, None),  # the queue has six places
+        ({"prompt": ["a"] * 4, "n": 2, "temperature": 1}, None),
     ],
     ids=str,
 )
@@ -162,6 +164,10 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
         ({"messages": []}, "messages"),
         ({"messages": ["a"]}, "messages.0"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages.0"),
+        ({"messages": [{"role": "system", "content": []}, *USER]}, "messages.0"),
+        ({"max_completion_tokens": 5}, "max_tokens"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content.0.type",
@@ -208,6 +214,7 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
         "seed": -1,
     }
     assert served.post(CHAT, body).status_code == 200
+    assert served.post(CHAT, body | {"tools": [], "max_completion_tokens": 4}).status_code == 200
     said = {"role": "user", "content": "a", "type": "text", "annotations": [], "refusal": None}
     assert served.post(CHAT, body | {"messages": [said]}).status_code == 200
     refused(served.post(CHAT, body | {"messages": [said | {"annotations": [1]}]}), 400)

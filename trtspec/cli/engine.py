@@ -108,7 +108,7 @@ def _check_companions(
     if options.head is not None and not reads_head:
         raise CliError(
             f"--head was given, but --speculative {options.speculative} drafts without a head. Say "
-            "with --speculative how it drafts: eagle3, dflash, mtp or mtp_eagle."
+            "with --speculative how it drafts: eagle3, dflash, dspark, mtp or mtp_eagle."
         )
     if options.draft_window is not None and not reads_head:
         raise CliError(

@@ -89,7 +89,7 @@ class EngineOptions:
             "--head",
             help="Directory of the EAGLE, DFlash or DSpark head or MTP layers, or a name: "
             "smollm2-135m-dspark, smollm2-135m-eagle3, smollm2-135m-mtp. Default: for smollm2-135m "
-            "the package's, for other models their own MTP layers.",
+            "the package's, but with mtp; with mtp and mtp_eagle other models' own MTP layers.",
         ),
     ] = None
     draft_window: Annotated[

@@ -649,8 +649,12 @@ def resolve_lookup(config: HeadDecodingConfig | DraftTargetDecodingConfig) -> No
 
 def require_window(config: HeadDecodingConfig) -> None:
     """Raises ConfigError for a `draft_window` in which a block's rows would not see each other."""
-    if config.draft_window is not None and not is_int(config.draft_window, 0, 0):
-        require_int(config, "draft_window", MAX_DRAFT_LEN + 1, None)
+    window, least = config.draft_window, MAX_DRAFT_LEN + 1
+    if window is not None and not is_int(window, 0, 0) and not is_int(window, least, None):
+        raise ConfigError(
+            f"{type(config).__name__}.draft_window={shown(window)}: it must be None, 0 (all "
+            f"tokens) or an int >= {least}."
+        )
 
 
 def require_common(config: DecodingBaseConfig) -> None:

@@ -104,6 +104,7 @@ class PyExecutor:
         self._cancel_later: deque[tuple[int, bool]] = deque()  # (request, whether to return it)
         self._drafts_on_host = self.mode.drafts_on_host()
         self._is_half_done = False  # an exception left a step half done
+        self._drafter_runs = False  # a `Drafter`, within a step
         self._is_shut_down = False
 
     # -- requests ------------------------------------------------------------------------------
@@ -227,6 +228,7 @@ class PyExecutor:
 
         New requests raise RequestError. A second call does nothing.
         """
+        self._check_no_drafter_calls()
         try:
             for request_id in [] if self._is_shut_down else list(self.book.live):
                 self.cancel(request_id)
@@ -240,6 +242,14 @@ class PyExecutor:
             self._pending.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _check_no_drafter_calls(self) -> None:
+        """Raises RequestError where a `Drafter` calls the engine that it drafts for."""
+        if self._drafter_runs:
+            raise RequestError(
+                "A drafter runs within a step of its engine, which cannot step or shut down "
+                "meanwhile. Let it draft with another LLM."
+            )
 
     @property
     def has_work(self) -> bool:
@@ -273,6 +283,7 @@ class PyExecutor:
         After any exception, an interrupt too, the executor can go on. No request is lost: each ends
         with "error" or as it would have ended.
         """
+        self._check_no_drafter_calls()
         if self._is_shut_down:
             return self.book.take_finished()
         if self._is_half_done:
@@ -336,7 +347,7 @@ class PyExecutor:
         self.book.start_over()
         self.runner.start_over()
         self._watch.drop_step()
-        self._is_half_done = False
+        self._is_half_done = self._drafter_runs = False
 
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
@@ -509,7 +520,9 @@ class PyExecutor:
         config = self.worker.config
         assert isinstance(config, UserProvidedDecodingConfig)
         vocab_size = self.target.config.vocab_size
+        self._drafter_runs = True  # until `_start_over`, should it raise
         drafts = draft_on_host(config.drafter, requests, vocab_size, self.book)
+        self._drafter_runs = False
         self.runner.set_drafts(drafts)
         for request in requests:
             if request.grammar is not None and request.slot in drafts:

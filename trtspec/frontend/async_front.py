@@ -211,7 +211,7 @@ class AsyncFront(ABC):
         keep_sources: bool,
     ) -> OutputStream:
         """Returns a stream whose prompt is made when it is first read."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params={shown(params)}: give SamplingParams, or None.")
 
@@ -335,8 +335,9 @@ class AsyncFront(ABC):
         """Takes places in the queue.
 
         Raises:
-            QueueFullError, EngineError: see `generate`.
+            RequestError: there are fewer places. QueueFullError, EngineError: see `generate`.
         """
+        self.check_count(count)
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self.num_live and self._loop is not None and not self._loop.is_closed():
@@ -352,6 +353,14 @@ class AsyncFront(ABC):
                 "later."
             )
         self._num_preparing += count
+
+    def check_count(self, count: int) -> None:
+        """Raises RequestError for more completions at a time than the queue has places."""
+        if count > self.max_live:
+            raise RequestError(
+                f"{count} completions are asked for at once; at most {self.max_live} may run or "
+                "wait. Ask for fewer, or raise max_num_requests_in_queue."
+            )
 
     def release(self, count: int) -> None:
         """Gives back places of requests that are not started."""
@@ -408,6 +417,14 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if not self._feeds:
             raise RequestError("The stream has no request yet: await start() first.")
         return self._feeds[0].request.request_id
+
+    @property
+    def num_completions(self) -> int:
+        return self._n
+
+    def check_count(self, count: int) -> None:
+        """Raises RequestError for more completions, of several streams, than may wait at once."""
+        self._llm.check_count(count)
 
     async def start(self) -> None:
         """Checks and queues the request, which the first `anext()` does otherwise."""

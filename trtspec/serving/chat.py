@@ -107,6 +107,12 @@ class ChatEndpoint:
         markers = self.reasoning
         is_inside = markers is not None and starts_inside(tokens.text or "", markers)
         max_tokens = request.max_completion_tokens
+        if None not in (max_tokens, request.max_tokens) and max_tokens != request.max_tokens:
+            raise refused(
+                "max_tokens",
+                f"'max_tokens' is {request.max_tokens} and 'max_completion_tokens' {max_tokens}, "
+                "which is its newer name: send one of them.",
+            )
         params = make_params(
             request,
             self.config,
@@ -135,7 +141,7 @@ class ChatEndpoint:
 
     def _parser(self, request: ChatRequest) -> ToolCallParser | None:
         """Returns a parser of tool calls, where they are asked for."""
-        if request.tools is None:
+        if not request.tools:
             if request.tool_choice not in (None, "none"):
                 raise refused("tool_choice", "'tool_choice' needs 'tools'.")
             return None

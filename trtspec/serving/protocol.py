@@ -138,6 +138,12 @@ class Message(_Model):
     type: Literal["text"] | None = Field(default=None, exclude=True)
     annotations: list[Any] | None = Field(default=None, max_length=0, exclude=True)
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.role != "assistant" and not self.content and self.content != "":
+            raise ValueError(f"a message of role {self.role!r} needs 'content'")
+        return self
+
 
 class Function(_Model):
     name: str
