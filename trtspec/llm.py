@@ -152,6 +152,10 @@ class LLM:
         iterator early cancels its request. The request is checked and queued at once, not at
         the first `next()`.
         """
+        if prompt and isinstance(prompt, list | tuple) and all(isinstance(p, str) for p in prompt):
+            raise RequestError(
+                f"generate_stream takes one prompt, not {len(prompt)}: open a stream for each."
+            )
         (params,) = _params_per_prompt(sampling_params, 1)
         text, ids = self.inputs.tokenize(prompt)
         params = self.inputs.with_token_ids(params)

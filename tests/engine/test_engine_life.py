@@ -89,6 +89,11 @@ def test_streams_in_many_threads_bring_every_token_and_the_reason(
         assert last.finish_reason == "length" and got[i][-1].finished
 
 
+def test_a_stream_takes_one_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="one prompt, not 2"):
+        llm.generate_stream(["a", "b"])  # type: ignore[arg-type]
+
+
 def test_one_stream_read_by_two_threads_gives_each_token_once(llm: LLM) -> None:
     stream = llm.generate_stream([3, 1], SamplingParams(max_tokens=40, ignore_eos=True))
     snapshots: list[Any] = []
