@@ -123,8 +123,8 @@ def test_padding_changes_no_token(
     llm = _llm(target_dir, config, monkeypatch, max_seq_len=32, **arguments)
     graphs = Uncaptured(llm.executor, (7, 12) if chunked else (7, 18))
     llm.executor.runner.graphs = graphs  # type: ignore[assignment]
-    prompts = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((10, 4, 2, 6, 22))]
-    params = [SamplingParams(max_tokens=3 + i, ignore_eos=True) for i in range(len(prompts))]
+    prompts = [[(7 * i + j * j) % VOCAB for j in range(n)] for i, n in enumerate((9, 4, 2, 5, 19))]
+    params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(len(prompts))]
     outputs = llm.generate(prompts, params)
     oracle = Oracle(target_dir)
     for prompt, output, wanted in zip(prompts, outputs, params, strict=True):

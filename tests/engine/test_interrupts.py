@@ -67,10 +67,10 @@ def _engine(target_dir: Path, mode: str, overlap: bool) -> LLM:
     ]
     if full()
     else [
-        ("ngram", True, 8),
-        ("ngram", False, 17),
-        ("user_provided", False, 17),
-        ("eagle3_rests", True, 29),
+        ("ngram", True, 17),
+        ("ngram", False, 31),
+        ("user_provided", False, 29),
+        ("eagle3_rests", True, 43),
     ],
 )
 def test_an_interrupt_at_any_line_of_a_step_loses_nothing(
