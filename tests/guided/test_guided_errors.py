@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from guided import EOS, VOCAB, of_choice, save_tokenizer, token_texts
 from interrupts import RaiseAtLine
-from matrix import config_of, cpu_engine, make_drafters
+from matrix import config_of, cpu_engine, full, make_drafters
 from tiny import tiny_model_dir
 
 from trtspec import (
@@ -289,7 +289,7 @@ def test_a_dead_end_behind_a_rejected_draft_is_no_error(target: Path) -> None:
 
 
 def test_an_interrupt_anywhere_in_a_grammar(llm: LLM) -> None:
-    """At every line of `guided/grammar.py`: the output is the same afterwards."""
+    """At lines of `guided/grammar.py`, every one with --full: the output is the same afterwards."""
     params = guided(max_tokens=14, regex="([cdef]|ab|xy){40}")
     executor = llm.executor
     expected = executor.enqueue(PROMPT, params)
@@ -299,7 +299,7 @@ def test_an_interrupt_anywhere_in_a_grammar(llm: LLM) -> None:
         executor.run_until_done()
     lines = [place for place in trace.seen if place[0].endswith("grammar.py")]
     assert len(lines) > 25
-    for place in lines:
+    for place in lines[:: 1 if full() else 3]:
         request = executor.enqueue(PROMPT, params)
         with suppress(KeyboardInterrupt), RaiseAtLine(place, KeyboardInterrupt):
             executor.run_until_done()
