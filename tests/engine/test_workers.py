@@ -205,6 +205,9 @@ def test_shifted_context_ids() -> None:
     inside = torch.tensor([-1, 77, -1], dtype=torch.int32)  # the true next prompt token wins
     shifted = worker.prepare_context_input_ids(ids, following, [1, 2, 3], inside)
     assert shifted.tolist() == [2, 11, 77, 21, 22, 23]
+    known = torch.tensor([-1, 70, 80], dtype=torch.int32)  # the second context has no row
+    shifted = worker.prepare_context_input_ids(ids[:3], following, [1, 0, 2], known)
+    assert shifted.tolist() == [2, 11, 80]
     shifted = worker.prepare_context_input_ids(ids[:3], following, [1, 0, 2])
     assert shifted.tolist() == [2, 11, 23]  # one of them has no rows
 

@@ -110,7 +110,7 @@ class ContextInputs:
         tokens, contexts = self.num_tokens, self.num_contexts
         is_cuda = self.device.type == "cuda"
         sent = torch.zeros(self.size, dtype=torch.int32, pin_memory=is_cuda)
-        host = sent.numpy()  # writing small pieces takes less there
+        host = sent.numpy()  # which writes small pieces faster than torch
         ids, positions, rows = host[: 3 * tokens].reshape(3, tokens)
         slots, ends, following, last = host[3 * tokens :][: 4 * contexts].reshape(4, contexts)
         rows.fill(-1)

@@ -186,8 +186,8 @@ async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
         ApiError: with the reason.
     """
     try:
-        for first in streams[:1]:
-            first.check_count(sum(stream.num_completions for stream in streams))
+        if streams:
+            streams[0].check_count(sum(stream.num_completions for stream in streams))
         for stream in streams:
             await stream.start()
         _check_size(streams, config)

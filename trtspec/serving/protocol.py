@@ -140,7 +140,7 @@ class Message(_Model):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.role != "assistant" and not self.content and self.content != "":
+        if self.role != "assistant" and self.content in (None, []):
             raise ValueError(f"a message of role {self.role!r} needs 'content'")
         return self
 

@@ -96,7 +96,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             read_undrafted(self, inputs)
 
     def first_pass(self, inputs: DraftInputs) -> DraftChain:
-        """Runs pass 0 over every row of the target's pass. The last accepted row proposes."""
+        """Runs pass 0, which reads the target's rows. The last accepted one proposes."""
         model, meta, _ = draft_source(inputs)
         if getattr(model, "mask_hidden", None) is not None:
             raise ConfigError(

@@ -97,16 +97,6 @@ class GemmaAssistant(DraftHead):
     def kv_group_specs(self, dtype: torch.dtype) -> list[KVGroupSpec]:
         return []
 
-    def write_kv(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        hidden_states: Tensor,
-        attn_metadata: AttentionMetadata,
-        inputs_embeds: RowEmbeds | None = None,
-    ) -> None:
-        """Does nothing: it keeps no keys and values."""
-
     def embed(self, input_ids: Tensor, inputs_embeds: RowEmbeds | None = None) -> Tensor:
         vocab_size = self.config.decoder.vocab_size
         return embed(input_ids, self.embed_tokens, vocab_size, self.embedding_scale, inputs_embeds)
