@@ -3,4 +3,4 @@
 template cudaError_t trtspec::launch_attend_shares<trtspec::bf16>(const AttendParams&, int,
                                                                   cudaStream_t);
 template cudaError_t trtspec::launch_attend_clusters<trtspec::bf16>(const AttendParams&, int, int,
-                                                                  cudaStream_t);
+                                                                    int, cudaStream_t);

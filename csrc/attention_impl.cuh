@@ -21,31 +21,64 @@ cudaError_t launch_attend_shares(const AttendParams& p, int shares, cudaStream_t
                                  : launch_shares_as<T, 2>(p, shares, stream);
 }
 
-template <typename T, int kDim, int kTiles, int kSize>
+// Whether this GPU has room for a cluster of `size`: for more than 8 blocks not all have.
+template <typename... Params>
+bool fits(void (*kernel)(Params...), int size, int threads, size_t shared) {
+  cudaLaunchAttribute of_cluster = {};
+  of_cluster.id = cudaLaunchAttributeClusterDimension;
+  of_cluster.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(size), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.attrs = &of_cluster, config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t asked = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (asked != cudaSuccess) cudaGetLastError();  // it is no error of what comes
+  return asked == cudaSuccess && clusters > 0;
+}
+
+template <typename T, int kDim, int kTiles, int kSize, int kWarps>
 cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
-  const auto kernel = cluster_attention<T, kDim, kTiles, kSize>;
-  constexpr int shared = attend_shared_bytes<kDim, kTiles, kClusterStages>();
-  const cudaError_t raised =
+  const auto kernel = cluster_attention<T, kDim, kTiles, kSize, kWarps>;
+  constexpr int shared = attend_shared_bytes<kDim, kTiles, kClusterStages, kWarps>();
+  cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
-  return launch_clusters(kernel, dim3(p.requests * p.kv_heads * kSize), kSize,
-                         dim3(kAttendWarps * 32), shared, stream, p);
+  if constexpr (kSize > 8) {
+    raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (raised != cudaSuccess) return raised;
+    static const bool has_room = fits(kernel, kSize, kWarps * 32, shared);
+    if (!has_room) return launch_clusters_as<T, kDim, kTiles, 8, 8>(p, stream);
+  }
+  return launch_clusters(kernel, dim3(p.requests * p.kv_heads * kSize), kSize, dim3(kWarps * 32),
+                         shared, stream, p);
 }
 
 template <typename T, int kDim, int kTiles>
-cudaError_t launch_clusters_of(const AttendParams& p, int size, cudaStream_t stream) {
-  return size == 2 ? launch_clusters_as<T, kDim, kTiles, 2>(p, stream)
-                   : launch_clusters_as<T, kDim, kTiles, 4>(p, stream);
+cudaError_t launch_clusters_of(const AttendParams& p, int size, int warps, cudaStream_t stream) {
+  if (warps == 4) {
+    if constexpr (kDim == 64) {
+      if (size == 16) return launch_clusters_as<T, kDim, kTiles, 16, 4>(p, stream);
+      if (size == 2) return launch_clusters_as<T, kDim, kTiles, 2, 4>(p, stream);
+    }
+    return size == 1 ? launch_clusters_as<T, kDim, kTiles, 1, 4>(p, stream)
+                     : cudaErrorInvalidValue;
+  }
+  return size == 1   ? launch_clusters_as<T, kDim, kTiles, 1, 8>(p, stream)
+         : size == 2 ? launch_clusters_as<T, kDim, kTiles, 2, 8>(p, stream)
+         : size == 4 ? launch_clusters_as<T, kDim, kTiles, 4, 8>(p, stream)
+         : size == 8 ? launch_clusters_as<T, kDim, kTiles, 8, 8>(p, stream)
+                     : cudaErrorInvalidValue;
 }
 
 template <typename T>
-cudaError_t launch_attend_clusters(const AttendParams& p, int dim, int size, cudaStream_t stream) {
+cudaError_t launch_attend_clusters(const AttendParams& p, int dim, int size, int warps,
+                                   cudaStream_t stream) {
   if (p.rows * p.per_kv <= 16) {
-    return dim == 64 ? launch_clusters_of<T, 64, 1>(p, size, stream)
-                     : launch_clusters_of<T, 128, 1>(p, size, stream);
+    return dim == 64 ? launch_clusters_of<T, 64, 1>(p, size, warps, stream)
+                     : launch_clusters_of<T, 128, 1>(p, size, warps, stream);
   }
-  return dim == 64 ? launch_clusters_of<T, 64, 2>(p, size, stream)
-                   : launch_clusters_of<T, 128, 2>(p, size, stream);
+  return dim == 64 ? launch_clusters_of<T, 64, 2>(p, size, warps, stream)
+                   : launch_clusters_of<T, 128, 2>(p, size, warps, stream);
 }
 
 }  // namespace trtspec

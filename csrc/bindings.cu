@@ -297,8 +297,8 @@ trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const 
   trtspec::AttendParams p = {};
   p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
-  p.k = k.data_ptr(), p.k_row = k.stride(0), p.k_head = k.stride(1);
-  p.v = v.data_ptr(), p.v_row = v.stride(0), p.v_head = v.stride(1);
+  p.k = k.data_ptr(), p.k_row = static_cast<int>(k.stride(0)), p.k_head = k.stride(1);
+  p.v = v.data_ptr(), p.v_row = static_cast<int>(v.stride(0)), p.v_head = v.stride(1);
   p.tables = static_cast<const int*>(tables.data_ptr()), p.table_row = tables.stride(0);
   p.table_width = static_cast<int>(tables.size(1)), p.page_size = static_cast<int>(page_size);
   p.positions = static_cast<const int64_t*>(positions.data_ptr());
@@ -306,7 +306,8 @@ trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const 
   p.requests = static_cast<int>(tables.size(0)), p.rows = static_cast<int>(rows);
   p.kv_heads = static_cast<int>(k.size(1));
   p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
-  p.scale = static_cast<float>(scale);
+  p.scale = static_cast<float>(scale), p.kv_inverse = 65536 / p.per_kv + 1;
+  check(scale > 0, "a positive scale");
   check(q.size(2) == 64 || q.size(2) == 128, "heads of 64 or 128");
   check(p.rows * p.per_kv <= trtspec::kMaxPairs, "at most 32 pairs of a row and a head");
   check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
@@ -343,18 +344,20 @@ void attend_shares(TensorView q, TensorView k, TensorView v, TensorView tables,
   });
 }
 
-// As of `attention`. size: thread blocks for each request and KV head, 2 or 4.
+// As of `attention`. size: thread blocks for each request and KV head; warps of each, 4 or 8. With 8
+// size is 1, 2, 4 or 8; with 4 it is 1, and of heads of 64 also 2 or 16.
 void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
                      TensorView positions, Optional<TensorView> starts, int64_t rows,
-                     int64_t page_size, int64_t window, double scale, int64_t size,
+                     int64_t page_size, int64_t window, double scale, int64_t size, int64_t warps,
                      TensorView out) {
   const trtspec::AttendParams p =
       attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
-  check(size == 2 || size == 4, "clusters of 2 or 4");
+  check(warps == 4 || warps == 8, "4 or 8 warps");
   if (p.requests == 0) return;
   by_half_type(q, [&](auto type) {
-    return trtspec::launch_attend_clusters<decltype(type)>(p, static_cast<int>(q.size(2)),
-                                                           static_cast<int>(size), stream_of(q));
+    return trtspec::launch_attend_clusters<decltype(type)>(
+        p, static_cast<int>(q.size(2)), static_cast<int>(size), static_cast<int>(warps),
+        stream_of(q));
   });
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from trtspec import native
 from trtspec.attention import csrc_kernels, paged
 from trtspec.attention.base import CachedLayer
+from trtspec.attention.csrc_kernels import Cluster
 from trtspec.attention.split_kv import Tables
 from trtspec.layers import fused
 from trtspec.layers.linear import Linear
@@ -37,13 +38,23 @@ class Way(NamedTuple):
     """How keys are cut."""
 
     dim: int
-    cluster: int  # thread blocks; 0: equal shares
+    cluster: Cluster | None = None  # None: equal shares
 
 
-WAYS = [Way(128, 0), Way(64, 2), Way(64, 4), Way(128, 2), Way(128, 4)]
+SIZES = [Cluster(1, 4), Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)]
+WAYS = [
+    Way(128),
+    *(Way(dim, cluster) for dim in (64, 128) for cluster in SIZES),
+    Way(64, Cluster(2, 4)),
+    Way(64, Cluster(16, 4)),
+]
 
 
-@pytest.fixture(params=WAYS, ids=lambda way: f"{way.dim}-{way.cluster or 'shares'}")
+def name_of(way: Way) -> str:
+    return f"{way.dim}-{'shares' if way.cluster is None else 'x'.join(map(str, way.cluster))}"
+
+
+@pytest.fixture(params=WAYS, ids=name_of)
 def way(request: pytest.FixtureRequest) -> Way:
     return request.param
 
@@ -105,10 +116,10 @@ def attend(case: Case, way: Way) -> Tensor:
     layer, queries = paged._arguments(q, cached, out)
     assert layer.dim == way.dim
     args = native.kernels(q), queries, cached.k_slots, cached.v_slots, tables, layer, rows
-    if way.cluster:
-        csrc_kernels.attend_clusters(*args, way.cluster)
-    else:
+    if way.cluster is None:
         csrc_kernels.attend_shares(*args)
+    else:
+        csrc_kernels.attend_clusters(*args, way.cluster)
     return out
 
 
@@ -148,7 +159,7 @@ def test_one_long_request_beside_many_short_ones(way: Way) -> None:
 
 
 def test_shares_of_more_than_32_blocks() -> None:
-    check(make([8000] * 17, 2, kv_heads=8, page_size=16), Way(128, 0))
+    check(make([8000] * 17, 2, kv_heads=8, page_size=16), Way(128))
 
 
 def test_rows_that_are_all_at_the_last_position(way: Way) -> None:
@@ -223,48 +234,57 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "rows", "requests"),
+    ("dim", "cluster", "rows", "requests"),
     [
-        (Way(128, 4), 1, 16), (Way(128, 2), 4, 24), (Way(128, 2), 1, 95), (Way(128, 0), 1, 96),
-        (Way(128, 0), 4, 255), (Way(64, 4), 1, 12), (Way(64, 4), 4, 48), (Way(64, 2), 4, 49),
-        (Way(64, 4), 8, 32), (Way(64, 2), 8, 33), (Way(64, 2), 1, 33),
+        (64, (16, 4), 1, 1), (64, (16, 4), 8, 4), (64, (4, 8), 1, 5), (64, (4, 8), 4, 18),
+        (64, (2, 8), 1, 35), (64, (1, 8), 1, 36), (64, (2, 4), 2, 36), (64, (2, 4), 8, 79),
+        (64, (1, 8), 4, 80), (64, (1, 8), 1, 128), (64, (1, 4), 1, 129),
+        (128, (8, 8), 1, 4), (128, (4, 8), 8, 5), (128, (4, 8), 1, 12), (128, (2, 8), 4, 32),
+        (128, (1, 8), 1, 33), (128, (1, 8), 4, 80), (128, (1, 4), 8, 81),
     ],
 )  # fmt: skip
 def test_each_is_used_where_it_pays(
-    of: Way, rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, cluster: tuple[int, int], rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, calls = make(lengths(requests, 100), rows, dim=of.dim), list[int]()
-    expected = attend(case, of)
-    clusters, by_shares = csrc_kernels.attend_clusters, csrc_kernels.attend_shares
+    case, calls = make(lengths(requests, 100), rows, dim=dim), list[Cluster]()
+    expected = attend(case, Way(dim, Cluster(*cluster)))
+    clusters = csrc_kernels.attend_clusters
     monkeypatch.setattr(
         csrc_kernels, "attend_clusters", lambda *args: (calls.append(args[-1]), clusters(*args))
     )
-    monkeypatch.setattr(
-        csrc_kernels, "attend_shares", lambda *args: (calls.append(0), by_shares(*args))
-    )
     assert torch.equal(paged.paged_attention(*case), expected)
-    assert calls == [of.cluster]
+    assert calls == [cluster]
 
 
 @pytest.mark.parametrize(
-    ("dim", "rows", "requests"),
-    [(128, 1, 15), (128, 5, 64), (128, 2, 256), (64, 1, 11), (64, 9, 20)],
+    ("dim", "longest", "requests", "cluster"),
+    [
+        (64, 8_000, 36, (1, 8)), (64, 8_300, 36, (2, 8)), (64, 20_000, 31, (4, 8)),
+        (64, 40_000, 31, (8, 8)), (128, 4_000, 90, (1, 4)), (128, 4_300, 90, (1, 8)),
+        (128, 16_000, 34, (2, 8)), (128, 20_000, 34, None), (128, 40_000, 4, (8, 8)),
+    ],
+)  # fmt: skip
+def test_longer_texts_have_more_thread_blocks(
+    dim: int, longest: int, requests: int, cluster: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    case, calls = make([*[40] * (requests - 1), longest], 1, dim=dim), list[object]()
+    monkeypatch.setattr(csrc_kernels, "attend_clusters", lambda *args: calls.append(args[-1]))
+    monkeypatch.setattr(csrc_kernels, "attend_shares", lambda *args: calls.append(None))
+    paged.paged_attention(*case)
+    assert calls == [cluster]
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "lengths"),
+    [(128, 9, [90] * 20), (64, 9, [90]), (64, 1, [40, 66_000]), (64, 1, [*[40] * 40, 20_000])],
 )
-def test_few_requests_and_many_rows_are_left_to_triton(
-    dim: int, rows: int, requests: int, monkeypatch: pytest.MonkeyPatch
+def test_many_rows_and_very_long_texts_are_left_to_triton(
+    dim: int, rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
     monkeypatch.setattr(csrc_kernels, "attend_shares", None)
-    paged.paged_attention(*make(lengths(requests, 100), rows, dim=dim))
-
-
-@pytest.mark.parametrize(("dim", "longest"), [(64, 8300), (128, 16_500)])
-def test_texts_much_longer_than_a_cluster_reads_are_left_to_others(
-    dim: int, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
-    count = 33 if dim == 64 else 16
-    paged.paged_attention(*make([*[40] * count, longest], 1, dim=dim))
+    paged.paged_attention(*make(lengths, rows, dim=dim))
 
 
 @pytest.mark.parametrize("change", ["softcap", "sinks", "firsts", "float32", "page_size"])

@@ -7,7 +7,7 @@ in equal shares (share_attention.cuh). Triton's kernel (`paged.py`) serves what 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,32 @@ from ..ops.launch.machine import MULTIPROCESSORS
 from ..ops.launch.tickets import tickets
 from .split_kv import Layer, Queries, Tables
 
-TILE_KEYS, TILE_PAIRS = 16, 16
-MAX_PAIRS = {64: 32, 128: 16}
-"""By head size: pairs of a row and a query head, for each KV head."""
+TILE_KEYS = 16
+MAX_PAIRS = 32
+"""Of a row and a query head, for each KV head."""
 SHARES = 2 * MULTIPROCESSORS  # thread blocks that shared memory has room for at once
 GROUPS, GROUPS_OF_DRAFTS = range(64, 2**31), range(128, 512)
 """Groups with heads of 128 for which equal shares are faster than Triton, with one row of each
 request and with several (decision 027)."""
-MAX_KEYS = 4096
-"""That a request's block table has room for, for each block of a cluster: with more, one long
-request would end last. A graph's tables have room for the engine's longest text."""
+
+
+class Cluster(NamedTuple):
+    """Thread blocks of a group, and the warps of each."""
+
+    size: int
+    warps: int
+
+    @property
+    def most_keys(self) -> int:
+        """That a request's block table may have room for: with more, one long request ends last.
+
+        A graph's tables have room for the engine's longest text.
+        """
+        return self.size * self.warps * 1024
+
+
+MANY_GROUPS = 64  # so many have clusters of two blocks at most: with more, others are faster
+LARGER = Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)
 
 
 def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> bool:
@@ -43,36 +59,38 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
     if module is None:
         return False
     groups = tables.blocks.shape[0] * layer.kv_heads
-    size = cluster_size(layer, groups, rows)
-    if size and tables.blocks.shape[1] * layer.page_size <= size * MAX_KEYS:
-        attend_clusters(module, queries, k, v, tables, layer, rows, size)
-        return True
+    keys = tables.blocks.shape[1] * layer.page_size
+    for cluster in (best_cluster(layer, groups, rows), *LARGER):
+        if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
+            attend_clusters(module, queries, k, v, tables, layer, rows, cluster)
+            return True
     if layer.dim == 128 and groups in (GROUPS if rows == 1 else GROUPS_OF_DRAFTS):
         attend_shares(module, queries, k, v, tables, layer, rows)
         return True
     return False
 
 
-def cluster_size(layer: Layer, groups: int, rows: int) -> int:
-    """Returns the thread blocks of a cluster; 0: other kernels are faster.
-
-    By measurement (decision 029).
+def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
+    """Returns what is fastest for texts of up to some thousand tokens (decision 029).
 
     Args:
         groups: requests times KV heads.
         rows: of each request, at most.
     """
-    if layer.dim == 64:
-        most_of_4 = 96 if rows > 1 and rows * layer.per_kv <= TILE_PAIRS else 64
-        return 0 if groups < 24 else 4 if groups <= most_of_4 else 2
-    return 4 if 32 <= groups < 48 else 2 if 48 <= groups < 192 else 0
+    if layer.dim == 64 and groups <= 8:
+        return Cluster(16, 4)
+    if layer.dim == 64 and rows > 1 and 72 <= groups < 160:
+        return Cluster(2, 4)
+    most_of = {8: 0, 4: 36, 2: 71, 1: 256} if layer.dim == 64 else {8: 8, 4: 24, 2: 64, 1: 160}
+    sizes = (Cluster(size, 8) for size, most in most_of.items() if groups <= most)
+    return next(sizes, Cluster(1, 4))
 
 
 def _module(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> Any:
     """Returns the module with the kernels if they can read these, else None."""
     q = queries.q
     is_plain = layer.cap == 0 and queries.sinks is None and tables.firsts is None
-    fits = rows * layer.per_kv <= MAX_PAIRS.get(layer.dim, 0)
+    fits = layer.dim in (64, 128) and rows * layer.per_kv <= MAX_PAIRS and queries.scale > 0
     if not (is_plain and fits and layer.page_size % TILE_KEYS == 0 and q.is_cuda):
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:
@@ -102,10 +120,10 @@ def attend_shares(
 
 def attend_clusters(
     module: Any, queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int,
-    size: int,
+    cluster: Cluster,
 ) -> None:  # fmt: skip
-    """`attend`, by clusters of `size` thread blocks."""
+    """`attend`, by a cluster of thread blocks for each group."""
     module.attend_clusters(
         queries.q, k, v, tables.blocks, tables.positions, tables.starts, rows, layer.page_size,
-        layer.window, queries.scale, size, queries.out,
+        layer.window, queries.scale, cluster.size, cluster.warps, queries.out,
     )  # fmt: skip

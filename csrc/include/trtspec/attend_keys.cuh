@@ -24,13 +24,15 @@ struct AttendParams {
   void* out;  // the same shape
   int64_t out_row, out_head;
   const void *k, *v;  // [slots, KV heads, kDim]
-  int64_t k_row, k_head, v_row, v_head;
+  int k_row, v_row;
+  int64_t k_head, v_head;
   const int* tables;  // [requests, table_width]
   int64_t table_row;
   int table_width, page_size;
   const int64_t* positions;  // [rows of all]
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
   int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
+  int kv_inverse;  // 65536 / per_kv + 1
   float scale;   // of scores in base 2
   // Of equal shares alone.
   float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
@@ -68,10 +70,10 @@ __device__ inline Seen seen_by(const AttendParams& p, int request) {
 }
 
 // Shared memory: the warps' places for keys and values, where their sums go at a group's end.
-template <int kDim, int kTiles, int kStages>
+template <int kDim, int kTiles, int kStages, int kWarps = kAttendWarps>
 __host__ __device__ constexpr int attend_shared_bytes() {
-  constexpr int ring = kAttendWarps * kStages * 2 * kTileKeys * kDim * 2;
-  constexpr int sums = kAttendWarps * kTiles * 16 * (kDim + 4) * 4;
+  constexpr int ring = kWarps * kStages * 2 * kTileKeys * kDim * 2;
+  constexpr int sums = kWarps * kTiles * 16 * (kDim + 4) * 4;
   return ring > sums ? ring : sums;
 }
 
@@ -87,52 +89,99 @@ struct Keys {
   int first, apart, end;
 };
 
-// Lane i has the page of the warp's i-th tile.
-__device__ inline int pages_of_tiles(const AttendParams& p, const Segment& s, const Keys& keys,
+// Lane i has the first slot of the warp's i-th tile.
+__device__ inline int slots_of_tiles(const AttendParams& p, const Segment& s, const Keys& keys,
                                      int from = 0) {
   const int key = keys.first + (from + static_cast<int>(threadIdx.x % 32)) * keys.apart;
-  return key < keys.end ? __ldcg(p.tables + s.request * p.table_row + key / p.page_size) : 0;
+  if (key >= keys.end) return 0;
+  const int page = key / p.page_size, in_page = key - page * p.page_size;
+  return __ldcg(p.tables + s.request * p.table_row + page) * p.page_size + in_page;
 }
+
+// The row of a pair of a row and a head, of those that read one KV head: pair / per_kv.
+__device__ inline int row_of(const AttendParams& p, int pair) { return pair * p.kv_inverse >> 16; }
+
+__device__ inline float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float inverse_of(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The larger of two scores, NaN where one is: a NaN must reach the output.
+__device__ inline float better(float score, float than) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(score), "f"(than));
+  return y;
+}
+
+// What scores are compared with: not the lowest one itself where there is no key.
+__device__ inline float base_of(float best) { return best == -INFINITY ? 0.0f : best; }
 
 // Adds what a warp reads of its keys. The first call waits for the previous kernel.
 //
 // kTiles: of 16 pairs of a row and a head that read one KV head. kStages: tiles ahead.
-// pages: as of pages_of_tiles.
+// slots: as of slots_of_tiles.
 template <typename T, int kDim, int kTiles, int kStages>
 __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
-                                   const Keys& own, int pages, char* ring, bool& has_waited,
+                                   const Keys& own, int slots, char* ring, bool& has_waited,
                                    WarpSums<kDim, kTiles>& sums) {
   constexpr int kPieces = kDim / 8;                 // of 16 bytes in a key
+  constexpr int kRows = 32 / kPieces;               // keys that the lanes copy a piece of at once
   constexpr int kTileBytes = kTileKeys * kDim * 2;  // of keys or of values
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int key_end = own.end;
   const int tiles = own.first < key_end ? (key_end - own.first + own.apart - 1) / own.apart : 0;
-  const T* const k = static_cast<const T*>(p.k) + s.head * p.k_head;
-  const T* const v = static_cast<const T*>(p.v) + s.head * p.v_head;
+  const int my_row = lane / kPieces, my_piece = lane % kPieces;
+  const T* const k = static_cast<const T*>(p.k) + s.head * p.k_head + my_row * p.k_row + my_piece * 8;
+  const T* const v = static_cast<const T*>(p.v) + s.head * p.v_head + my_row * p.v_row + my_piece * 8;
 
-  int pages_from = 0;
+  int slots_from = 0;
   auto fetch = [&](int i) {
     if (i < tiles) {
-      if (i >= pages_from + 32) {
-        pages_from = i;
-        pages = pages_of_tiles(p, s, own, i);
+      if (i >= slots_from + 32) {
+        slots_from = i;
+        slots = slots_of_tiles(p, s, own, i);
       }
-      const int key = own.first + i * own.apart;
-      const int64_t page = __shfl_sync(0xffffffffu, pages, i - pages_from);
-      const int64_t slot = page * p.page_size + key % p.page_size;
+      const int slot = __shfl_sync(0xffffffffu, slots, i - slots_from);
+      const int left = key_end - own.first - i * own.apart - my_row;
+      const T* from_k = k + static_cast<int64_t>(slot) * p.k_row;
+      const T* from_v = v + static_cast<int64_t>(slot) * p.v_row;
       char* const place = ring + i % kStages * 2 * kTileBytes;
 #pragma unroll
-      for (int j = 0; j < kTileKeys * kPieces / 32; ++j) {
-        const int row = (j * 32 + lane) / kPieces, piece = (j * 32 + lane) % kPieces;
-        const int to = row * kDim * 2 + (piece ^ (row & 7)) * 16;
-        const bool is_there = key + row < key_end;
-        copy_16_if(place + to, k + (slot + row) * p.k_row + piece * 8, is_there);
-        copy_16_if(place + kTileBytes + to, v + (slot + row) * p.v_row + piece * 8, is_there);
+      for (int j = 0; j < kTileKeys / kRows; ++j) {
+        const int row = my_row + j * kRows;
+        const int to = row * kDim * 2 + (my_piece ^ (row & 7)) * 16;
+        copy_16_if(place + to, from_k, j * kRows < left);
+        copy_16_if(place + kTileBytes + to, from_v, j * kRows < left);
+        from_k += kRows * p.k_row, from_v += kRows * p.v_row;
       }
     }
     copies_commit();
   };
 
+  // Pairs g and g + 8 of each tile: where their rows are, and their queries.
+  int position_of[kTiles][2];
+  const T* query_of[kTiles][2];
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int pair = m * 16 + half * 8 + g, row = row_of(p, pair);
+      const bool is_pair = row < s.rows;
+      const int64_t at = s.row + row;
+      position_of[m][half] =
+          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : s.position + s.rows;
+      query_of[m][half] = is_pair ? static_cast<const T*>(p.q) + at * p.q_row +
+                                        (s.head * p.per_kv + pair - row * p.per_kv) * p.q_head + t * 2
+                                  : nullptr;
+    }
+  }
   int fetched = 0;
   if (!has_waited) {
     const int old = s.position - kNewKeys;  // keys before it are older than the previous kernel
@@ -143,30 +192,21 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
     let_next_start();
     has_waited = true;
   }
-  for (; fetched < kStages; ++fetched) fetch(fetched);
-
-  // Pairs g and g + 8 of each tile: where their rows are, and their queries.
   uint32_t q[kTiles][kDim / 16][4];
-  int position_of[kTiles][2];
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int pair = m * 16 + half * 8 + g, row = pair / p.per_kv;
-      const bool is_pair = row < s.rows;
-      const int64_t at = s.row + row;
-      position_of[m][half] =
-          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : s.position + s.rows;
-      const T* from = static_cast<const T*>(p.q) + at * p.q_row +
-                      (s.head * p.per_kv + pair % p.per_kv) * p.q_head + t * 2;
+      const T* const from = query_of[m][half];
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
-        q[m][step][half] = is_pair ? *reinterpret_cast<const uint32_t*>(from + step * 16) : 0;
-        q[m][step][2 + half] =
-            is_pair ? *reinterpret_cast<const uint32_t*>(from + step * 16 + 8) : 0;
+        q[m][step][half] = from ? *reinterpret_cast<const uint32_t*>(from + step * 16) : 0;
+        q[m][step][2 + half] = from ? *reinterpret_cast<const uint32_t*>(from + step * 16 + 8) : 0;
       }
     }
   }
+  for (; fetched < kStages; ++fetched) fetch(fetched);
+
   // Keys that all rows see: from `clear_from` to before `clear_to`.
   int lowest = position_of[0][0], highest = lowest;
 #pragma unroll
@@ -213,32 +253,29 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
     uint32_t weights[kTiles][4];
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      float highest_of[2] = {-INFINITY, -INFINITY};
+      if (!is_clear) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const int half = c % 4 / 2;
-        float& score = scores[m][c / 4][c % 4];
-        score *= p.scale;
-        if (!is_clear) {
-          const int n = key + c / 4 * 8 + t * 2 + c % 2, at = position_of[m][half];
-          if (n > at || n >= key_end || (p.window > 0 && n <= at - p.window)) score = -INFINITY;
+        for (int c = 0; c < 8; ++c) {
+          const int n = key + c / 4 * 8 + t * 2 + c % 2, at = position_of[m][c % 4 / 2];
+          if (n > at || n >= key_end || (p.window > 0 && n <= at - p.window)) {
+            scores[m][c / 4][c % 4] = -INFINITY;
+          }
         }
-        // Not fmaxf, which drops NaN: a NaN must reach the output.
-        highest_of[half] = score <= highest_of[half] ? highest_of[half] : score;
       }
       bool is_same = true;
       float keep[2], base[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& highest_here = highest_of[half];
+        const float(&of)[2][4] = scores[m];
+        float now = better(better(of[0][half * 2], of[0][half * 2 + 1]),
+                           better(of[1][half * 2], of[1][half * 2 + 1]));
 #pragma unroll
         for (int mask = 1; mask < 4; mask *= 2) {
-          const float other = __shfl_xor_sync(0xffffffffu, highest_here, mask);
-          highest_here = other <= highest_here ? highest_here : other;
+          now = better(now, __shfl_xor_sync(0xffffffffu, now, mask));
         }
-        const float now = highest_here <= best[m][half] ? best[m][half] : highest_here;
-        base[half] = now == -INFINITY ? 0.0f : now;
-        keep[half] = exp2f(best[m][half] - base[half]);
+        now = better(now * p.scale, best[m][half]);
+        base[half] = base_of(now);
+        keep[half] = exp2_of(best[m][half] - base[half]);
         is_same &= now == best[m][half];
         best[m][half] = now;
       }
@@ -256,7 +293,7 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         float& score = scores[m][c / 4][c % 4];
-        score = exp2f(score - base[c % 4 / 2]);
+        score = exp2_of(fmaf(score, p.scale, -base[c % 4 / 2]));
         total[m][c % 4 / 2] += score;
       }
       weights[m][0] = pack(scores[m][0][0], scores[m][0][1], T());
@@ -284,7 +321,7 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
 
 // Leaves a warp's sums in the thread block's shared memory: [warps, pairs, kDim + 4], and stats.
 template <int kDim, int kTiles>
-__device__ inline void leave_sums(WarpSums<kDim, kTiles>& sums, float* at,
+__device__ inline void leave_sums(WarpSums<kDim, kTiles>& sums, int pairs, float* at,
                                   float2 (*stats)[kTiles * 16]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -295,6 +332,7 @@ __device__ inline void leave_sums(WarpSums<kDim, kTiles>& sums, float* at,
       float total = sums.total[m][half];
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
+      if (pair >= pairs) continue;
       if (t == 0) stats[warp][pair] = {sums.best[m][half], total};
       float* const to = at + (warp * kTiles * 16 + pair) * (kDim + 4) + t * 2;
 #pragma unroll
@@ -310,9 +348,6 @@ __device__ inline void add_weighted(float4& sum, float4 other, float weight) {
   sum.z = fmaf(other.z, weight, sum.z), sum.w = fmaf(other.w, weight, sum.w);
 }
 
-// The larger of two scores. Where one was NaN its sums are, too, so that a NaN reaches the output.
-__device__ inline float better(float score, float than) { return score <= than ? than : score; }
-
 // Softmax sums of four columns of a pair.
 struct Joined {
   float best, total;
@@ -320,16 +355,16 @@ struct Joined {
 };
 
 // Joins what the warps of a thread block have left, as of leave_sums.
-template <int kDim, int kTiles>
+template <int kDim, int kTiles, int kWarps = kAttendWarps>
 __device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTiles * 16], int pair,
                                     int column) {
   Joined joined = {-INFINITY, 0.0f, {}};
 #pragma unroll
-  for (int w = 0; w < kAttendWarps; ++w) joined.best = better(stats[w][pair].x, joined.best);
-  const float base = joined.best == -INFINITY ? 0.0f : joined.best;
+  for (int w = 0; w < kWarps; ++w) joined.best = better(stats[w][pair].x, joined.best);
+  const float base = base_of(joined.best);
 #pragma unroll
-  for (int w = 0; w < kAttendWarps; ++w) {
-    const float weight = exp2f(stats[w][pair].x - base);
+  for (int w = 0; w < kWarps; ++w) {
+    const float weight = exp2_of(stats[w][pair].x - base);
     const float* from = sums + (w * kTiles * 16 + pair) * (kDim + 4) + column;
     add_weighted(joined.sum, *reinterpret_cast<const float4*>(from), weight);
     joined.total = fmaf(stats[w][pair].y, weight, joined.total);
@@ -341,10 +376,11 @@ __device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTi
 template <typename T>
 __device__ inline void write_attention(const AttendParams& p, const Segment& s, int pair, int column,
                                        float4 sum, float total) {
-  const float scale = total > 0.0f ? 1.0f / total : total == 0.0f ? 1.0f : total;
-  const int64_t row = s.row + pair / p.per_kv;
-  T* to = static_cast<T*>(p.out) + row * p.out_row +
-          (s.head * p.per_kv + pair % p.per_kv) * p.out_head + column;
+  // Without keys the sums are zeros; where the total is NaN all is.
+  const float scale = total == 0.0f ? 1.0f : inverse_of(total);
+  const int row = row_of(p, pair);
+  T* to = static_cast<T*>(p.out) + (s.row + row) * p.out_row +
+          (s.head * p.per_kv + pair - row * p.per_kv) * p.out_head + column;
   *reinterpret_cast<uint2*>(to) = {pack(sum.x * scale, sum.y * scale, T()),
                                    pack(sum.z * scale, sum.w * scale, T())};
 }

@@ -1,7 +1,7 @@
 // Attention of a step's few query rows: a cluster of thread blocks for each group, a request and a KV
-// head. The warps of a cluster take turns at its tiles of 16 keys. Their softmax sums are joined
-// through shared memory, a thread block's first, then the cluster's. Blocks that a group with few keys
-// does not need return at once.
+// head, or one block alone. The warps of a cluster take turns at its tiles of 16 keys. Their softmax
+// sums are joined through shared memory, a thread block's first, then the cluster's. Blocks that a
+// group with few keys does not need return at once.
 //
 // No thread block looks for its keys, and nothing goes through global memory. But a group that is much
 // longer than the others ends last.
@@ -15,52 +15,69 @@ namespace trtspec {
 
 constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
 
-// kSize: thread blocks of a cluster.
-template <typename T, int kDim, int kTiles, int kSize>
-__global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ? 4 : 2)
+// Thread blocks of a group, and their warps.
+template <int kSize, int kWarps>
+struct Cluster {
+  // Blocks of 64 keys for each thread block: with more, another one joins in.
+  static constexpr int kAlone = kSize == 16 ? 1 : kSize > 2 ? 2 : kWarps == 8 ? 4 : 3;
+  // So few that joining takes longer than reading them alone.
+  static constexpr int kFew = kWarps == 8 ? 4 : kAlone;
+
+  __device__ static int active(int blocks) {
+    return blocks <= kFew ? 1 : min((blocks + kAlone - 1) / kAlone, kSize);
+  }
+
+  // Thread blocks that must find room on a multiprocessor: what registers allow.
+  template <int kDim, int kTiles>
+  static constexpr int at_once() {
+    return (kWarps == 4 ? 2 : 1) * (kDim == 64 && kTiles == 1 ? 2 : 1);
+  }
+};
+
+template <typename T, int kDim, int kTiles, int kSize, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, (Cluster<kSize, kWarps>::template at_once<kDim, kTiles>()))
     cluster_attention(const __grid_constant__ AttendParams p) {
   constexpr int kPairs = kTiles * 16, kColumns = kDim / 4;
-  constexpr int kBlocksAlone = kSize == 2 ? 5 : 4;  // of 64 keys; with more another one joins in
   extern __shared__ __align__(128) char shared[];
-  __shared__ float2 stats_of[kAttendWarps][kPairs], stats[kPairs];
-  __shared__ float4 joined[kPairs][kColumns];
+  __shared__ float2 stats_of[kWarps][kPairs], stats[kPairs];
+  __shared__ float4 joined[kSize > 1 ? kPairs : 1][kColumns];
   const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, group = blockIdx.x / kSize;
   const Seen seen = seen_by(p, group / p.kv_heads);
   const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first, seen.blocks, 0,
                      seen.row, seen.rows, seen.position};
-  const int active = max(min((s.blocks + kBlocksAlone - 1) / kBlocksAlone, kSize), 1);
+  const int active = Cluster<kSize, kWarps>::active(s.blocks);
   // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then.
   if (rank >= active) return;
-  const Keys keys = {s.first * kBlockKeys + (rank * kAttendWarps + warp) * kTileKeys,
-                     active * kBlockKeys,
+  const Keys keys = {s.first * kBlockKeys + (rank * kWarps + warp) * kTileKeys,
+                     active * kWarps * kTileKeys,
                      min(s.position + s.rows, p.table_width * p.page_size)};
   bool has_waited = false;
   WarpSums<kDim, kTiles> sums;
   char* const ring = shared + warp * kClusterStages * 2 * kTileKeys * kDim * 2;
-  const int pages = pages_of_tiles(p, s, keys);
-  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, pages, ring, has_waited, sums);
+  const int slots = slots_of_tiles(p, s, keys);
+  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, slots, ring, has_waited, sums);
   __syncthreads();  // all warps are done with their rings
   float* const sums_of = reinterpret_cast<float*>(shared);
-  leave_sums(sums, sums_of, stats_of);
+  leave_sums(sums, s.rows * p.per_kv, sums_of, stats_of);
   __syncthreads();
 
   const int items = s.rows * p.per_kv * kColumns;
-  for (int i = threadIdx.x; i < items; i += kAttendWarps * 32) {
+  for (int i = threadIdx.x; i < items; i += kWarps * 32) {
     const int pair = i / kColumns, column = i % kColumns;
-    const auto [best, total, sum] = join_warps<kDim, kTiles>(sums_of, stats_of, pair, column * 4);
+    const auto [best, total, sum] =
+        join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, pair, column * 4);
     if (active == 1) {
       write_attention<T>(p, s, pair, column * 4, sum, total);
-    } else {
+    } else if constexpr (kSize > 1) {
       joined[pair][column] = sum;
       if (column == 0) stats[pair] = {best, total};
     }
   }
   if (active == 1) return;
   const auto cluster = cooperative_groups::this_cluster();
-  cluster.sync();  // of those that have not returned
   const int each = (items + active - 1) / active;
-  for (int i = rank * each + threadIdx.x; i < min((rank + 1) * each, items);
-       i += kAttendWarps * 32) {
+  cluster.sync();  // of those that have not returned
+  for (int i = rank * each + threadIdx.x; i < min((rank + 1) * each, items); i += kWarps * 32) {
     const int pair = i / kColumns, column = i % kColumns;
     float2 of[kSize];
     float4 part[kSize];
@@ -69,16 +86,16 @@ __global__ void __launch_bounds__(kAttendWarps * 32, kDim == 64 && kTiles == 1 ?
       of[r] = {-INFINITY, 0.0f}, part[r] = {};
       if (r >= active) continue;
       of[r] = *cluster.map_shared_rank(&stats[pair], r);
-      part[r] = *cluster.map_shared_rank(&joined[pair][column], r);
+      part[r] = *cluster.map_shared_rank(&joined[kSize > 1 ? pair : 0][column], r);
     }
     float best = -INFINITY, total = 0.0f;
 #pragma unroll
     for (int r = 0; r < kSize; ++r) best = better(of[r].x, best);
-    const float base = best == -INFINITY ? 0.0f : best;
+    const float base = base_of(best);
     float4 sum = {};
 #pragma unroll
     for (int r = 0; r < kSize; ++r) {
-      const float weight = exp2f(of[r].x - base);
+      const float weight = exp2_of(of[r].x - base);
       add_weighted(sum, part[r], weight);
       total = fmaf(of[r].y, weight, total);
     }

@@ -47,9 +47,10 @@ constexpr int kMaxPairs = 32;
 template <typename T>
 cudaError_t launch_attend_shares(const AttendParams& params, int shares, cudaStream_t stream);
 
-// Likewise, of heads of 64 too. Each request and KV head has a cluster of `size` thread blocks, 2 or 4.
+// Likewise, of heads of 64 too. Each request and KV head has a cluster of `size` thread blocks of
+// `warps` warps.
 template <typename T>
-cudaError_t launch_attend_clusters(const AttendParams& params, int dim, int size,
+cudaError_t launch_attend_clusters(const AttendParams& params, int dim, int size, int warps,
                                    cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);

@@ -86,24 +86,24 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
   };
   int line = blockIdx.x * share;
   Segment next = find_segment(p, mine, line, lane);
-  int next_pages = line < line_end ? pages_of_tiles(p, next, keys_from(next, line)) : 0;
+  int next_slots = line < line_end ? slots_of_tiles(p, next, keys_from(next, line)) : 0;
   while (line < line_end) {
     const Segment s = next;
     const int end_block = min(s.blocks, line_end - s.line);
     WarpSums<kDim, kTiles> sums;
-    attend_keys<T, kDim, kTiles, kShareStages>(p, s, keys_from(s, line), next_pages, ring,
+    attend_keys<T, kDim, kTiles, kShareStages>(p, s, keys_from(s, line), next_slots, ring,
                                                has_waited, sums);
 
     line = s.line + end_block;
     if (line < line_end) {
       next = find_segment(p, mine, line, lane);
-      next_pages = pages_of_tiles(p, next, keys_from(next, line));
+      next_slots = slots_of_tiles(p, next, keys_from(next, line));
     }
 
     // The warps' sums, through shared memory.
     __syncthreads();  // all warps are done with their rings
     float* const sums_of = reinterpret_cast<float*>(shared);
-    leave_sums(sums, sums_of, stats_of);
+    leave_sums(sums, s.rows * p.per_kv, sums_of, stats_of);
     __syncthreads();
 
     // Columns of a pair for each thread: of this share, or of all shares of the group.
@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(kAttendWarps * 32, 2)
             for (int j = 0; j < kItems; ++j) {
               const float other = stats[u][j].x;
               const float now = better(other, best_sum[j]);
-              const float base = now == -INFINITY ? 0.0f : now;
-              const float keep = exp2f(best_sum[j] - base), weight = exp2f(other - base);
+              const float base = base_of(now);
+              const float keep = exp2_of(best_sum[j] - base), weight = exp2_of(other - base);
               sum[j].x *= keep, sum[j].y *= keep, sum[j].z *= keep, sum[j].w *= keep;
               total_sum[j] = fmaf(stats[u][j].y, weight, total_sum[j] * keep);
               add_weighted(sum[j], others[u][j], weight);
