@@ -5,22 +5,6 @@
 
 namespace trtspec {
 
-template <typename T, int kTiles>
-cudaError_t launch_shares_as(const AttendParams& p, int shares, cudaStream_t stream) {
-  const auto kernel = share_attention<T, kTiles>;
-  constexpr int shared = attend_shared_bytes<kShareDim, kTiles, kShareStages>();
-  const cudaError_t raised =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (raised != cudaSuccess) return raised;
-  return launch(kernel, dim3(shares), dim3(kAttendWarps * 32), shared, stream, p);
-}
-
-template <typename T>
-cudaError_t launch_attend_shares(const AttendParams& p, int shares, cudaStream_t stream) {
-  return p.rows * p.per_kv <= 16 ? launch_shares_as<T, 1>(p, shares, stream)
-                                 : launch_shares_as<T, 2>(p, shares, stream);
-}
-
 // Whether this GPU has room for a cluster of `size`: for more than 8 blocks not all have.
 template <typename... Params>
 bool fits(void (*kernel)(Params...), int size, int threads, size_t shared) {
@@ -43,6 +27,7 @@ cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
   cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
+  if constexpr (kSize <= 2) keep_shared_memory(kernel);
   if constexpr (kSize > 8) {
     raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (raised != cudaSuccess) return raised;
@@ -54,7 +39,8 @@ cudaError_t launch_clusters_as(const AttendParams& p, cudaStream_t stream) {
 }
 
 template <typename T, int kDim, int kTiles>
-cudaError_t launch_clusters_of(const AttendParams& p, int size, int warps, cudaStream_t stream) {
+cudaError_t launch_clusters_of(const AttendParams& p, ClusterShape shape, cudaStream_t stream) {
+  const auto [size, warps] = shape;
   if (warps == 4) {
     if constexpr (kDim == 64) {
       if (size == 16) return launch_clusters_as<T, kDim, kTiles, 16, 4>(p, stream);
@@ -71,14 +57,14 @@ cudaError_t launch_clusters_of(const AttendParams& p, int size, int warps, cudaS
 }
 
 template <typename T>
-cudaError_t launch_attend_clusters(const AttendParams& p, int dim, int size, int warps,
+cudaError_t launch_attend_clusters(const AttendParams& p, int dim, ClusterShape shape,
                                    cudaStream_t stream) {
   if (p.rows * p.per_kv <= 16) {
-    return dim == 64 ? launch_clusters_of<T, 64, 1>(p, size, warps, stream)
-                     : launch_clusters_of<T, 128, 1>(p, size, warps, stream);
+    return dim == 64 ? launch_clusters_of<T, 64, 1>(p, shape, stream)
+                     : launch_clusters_of<T, 128, 1>(p, shape, stream);
   }
-  return dim == 64 ? launch_clusters_of<T, 64, 2>(p, size, warps, stream)
-                   : launch_clusters_of<T, 128, 2>(p, size, warps, stream);
+  return dim == 64 ? launch_clusters_of<T, 64, 2>(p, shape, stream)
+                   : launch_clusters_of<T, 128, 2>(p, shape, stream);
 }
 
 }  // namespace trtspec

@@ -289,11 +289,11 @@ void walk_markov(TensorView logits, TensorView before, TensorView w1, TensorView
 }
 
 // q, out [T, Hq, D], of each request `rows` rows, or with starts, [B+1] int32, at most so many; k, v
-// [slots, Hkv, D]; tables [B, M] int32, positions [T] int64.
-trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const TensorView& v,
-                                const TensorView& tables, const TensorView& positions,
-                                const Optional<TensorView>& starts, int64_t rows, int64_t page_size,
-                                int64_t window, double scale, const TensorView& out) {
+// [slots, Hkv, D]; tables [B, M] int32, positions [T] int64. size, warps: as of ClusterShape.
+void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
+                     TensorView positions, Optional<TensorView> starts, int64_t rows,
+                     int64_t page_size, int64_t window, double scale, int64_t size, int64_t warps,
+                     TensorView out) {
   trtspec::AttendParams p = {};
   p.q = q.data_ptr(), p.q_row = q.stride(0), p.q_head = q.stride(1);
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
@@ -312,6 +312,7 @@ trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const 
   check(p.rows * p.per_kv <= trtspec::kMaxPairs, "at most 32 pairs of a row and a head");
   check(page_size % trtspec::kTileKeys == 0, "pages must be multiples of 16 keys");
   check(positions.size(0) == q.size(0) && is_dense(positions), "a position for each row");
+  check(warps == 4 || warps == 8, "4 or 8 warps");
   if (starts.has_value()) {
     const TensorView& of = starts.value();
     check(is_dense(of) && of.size(0) == p.requests + 1, "the first row of each request");
@@ -319,45 +320,11 @@ trtspec::AttendParams attention(const TensorView& q, const TensorView& k, const 
     check(q.size(0) == p.requests * rows, "rows of each request");
   }
   check(is_dense(q, 2) && is_dense(k, 2) && is_dense(v, 2) && is_dense(out, 2), "heads in one piece");
-  return p;
-}
-
-// As of `attention`. sums [2 * shares, pairs, D] and stats [2 * shares, pairs, 2] float32; tickets
-// [>= B * Hkv] int32, zeros.
-void attend_shares(TensorView q, TensorView k, TensorView v, TensorView tables,
-                   TensorView positions, Optional<TensorView> starts, int64_t rows,
-                   int64_t page_size, int64_t window, double scale, TensorView sums,
-                   TensorView stats, TensorView tickets, TensorView out) {
-  trtspec::AttendParams p =
-      attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
-  p.sums = static_cast<float*>(sums.data_ptr()), p.stats = static_cast<float*>(stats.data_ptr());
-  p.tickets = static_cast<int*>(tickets.data_ptr());
-  const int pairs = p.rows * p.per_kv;
-  check(q.size(2) == trtspec::kShareDim, "heads of 128");
-  check(is_dense(sums) && is_dense(stats) && sums.size(1) == pairs && stats.size(1) == pairs &&
-            sums.size(2) == trtspec::kShareDim, "room for the sums");
-  check(tickets.size(0) >= static_cast<int64_t>(p.requests) * p.kv_heads, "a ticket per group");
-  const int shares = static_cast<int>(sums.size(0)) / 2;
   if (p.requests == 0) return;
+  const trtspec::ClusterShape shape = {static_cast<int>(size), static_cast<int>(warps)};
   by_half_type(q, [&](auto type) {
-    return trtspec::launch_attend_shares<decltype(type)>(p, shares, stream_of(q));
-  });
-}
-
-// As of `attention`. size: thread blocks for each request and KV head; warps of each, 4 or 8. With 8
-// size is 1, 2, 4 or 8; with 4 it is 1, and of heads of 64 also 2 or 16.
-void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables,
-                     TensorView positions, Optional<TensorView> starts, int64_t rows,
-                     int64_t page_size, int64_t window, double scale, int64_t size, int64_t warps,
-                     TensorView out) {
-  const trtspec::AttendParams p =
-      attention(q, k, v, tables, positions, starts, rows, page_size, window, scale, out);
-  check(warps == 4 || warps == 8, "4 or 8 warps");
-  if (p.requests == 0) return;
-  by_half_type(q, [&](auto type) {
-    return trtspec::launch_attend_clusters<decltype(type)>(
-        p, static_cast<int>(q.size(2)), static_cast<int>(size), static_cast<int>(warps),
-        stream_of(q));
+    return trtspec::launch_attend_clusters<decltype(type)>(p, static_cast<int>(q.size(2)), shape,
+                                                           stream_of(q));
   });
 }
 
@@ -383,7 +350,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_reduce, all_reduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_shares, attend_shares);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_clusters, attend_clusters);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

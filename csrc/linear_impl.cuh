@@ -63,6 +63,7 @@ cudaError_t launch_tile(const LinearParams& p, cudaStream_t stream) {
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
+  if constexpr (kBlocks == 2) keep_shared_memory(kernel);
   const int across = (p.n + kOuts - 1) / kOuts, down = (p.rows + Sizes::kRows - 1) / Sizes::kRows;
   return launch_clusters(kernel, dim3(across * kSplit, down), kSplit, dim3(kTileWarps * 32), shared,
                          stream, p);

@@ -38,12 +38,11 @@ class Way(NamedTuple):
     """How keys are cut."""
 
     dim: int
-    cluster: Cluster | None = None  # None: equal shares
+    cluster: Cluster
 
 
 SIZES = [Cluster(1, 4), Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)]
 WAYS = [
-    Way(128),
     *(Way(dim, cluster) for dim in (64, 128) for cluster in SIZES),
     Way(64, Cluster(2, 4)),
     Way(64, Cluster(16, 4)),
@@ -51,7 +50,7 @@ WAYS = [
 
 
 def name_of(way: Way) -> str:
-    return f"{way.dim}-{'shares' if way.cluster is None else 'x'.join(map(str, way.cluster))}"
+    return "-".join(map(str, (way.dim, *way.cluster)))
 
 
 @pytest.fixture(params=WAYS, ids=name_of)
@@ -116,10 +115,7 @@ def attend(case: Case, way: Way) -> Tensor:
     layer, queries = paged._arguments(q, cached, out)
     assert layer.dim == way.dim
     args = native.kernels(q), queries, cached.k_slots, cached.v_slots, tables, layer, rows
-    if way.cluster is None:
-        csrc_kernels.attend_shares(*args)
-    else:
-        csrc_kernels.attend_clusters(*args, way.cluster)
+    csrc_kernels.attend_clusters(*args, way.cluster)
     return out
 
 
@@ -147,19 +143,20 @@ def test_equals_float64(
     check(case, of)
 
 
-@pytest.mark.parametrize("length", [16, 17, 63, 64, 65, 128, 1000, 40_000])
+@pytest.mark.parametrize("length", [16, 17, 63, 64, 65, 128, 255, 1000])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_every_length(length: int, rows: int, way: Way) -> None:
     check(make([length], rows, dim=way.dim), way)
     check(make([length, 16, length], rows, per_kv=3, dim=way.dim), way)
 
 
+@pytest.mark.parametrize("way", [Way(64, Cluster(16, 4)), Way(128, Cluster(8, 8))], ids=name_of)
+def test_very_long_texts(way: Way) -> None:
+    check(make([40_000, 16, 39_999], 4, per_kv=3, dim=way.dim), way)
+
+
 def test_one_long_request_beside_many_short_ones(way: Way) -> None:
     check(make([9000, *[40] * 40], 4, dim=way.dim), way)
-
-
-def test_shares_of_more_than_32_blocks() -> None:
-    check(make([8000] * 17, 2, kv_heads=8, page_size=16), Way(128))
 
 
 def test_rows_that_are_all_at_the_last_position(way: Way) -> None:
@@ -237,7 +234,8 @@ def test_a_graph_reads_what_the_kernel_before_it_wrote(way: Way) -> None:
     ("dim", "cluster", "rows", "requests"),
     [
         (64, (16, 4), 1, 1), (64, (16, 4), 8, 4), (64, (4, 8), 1, 5), (64, (4, 8), 4, 18),
-        (64, (2, 8), 1, 35), (64, (1, 8), 1, 36), (64, (2, 4), 2, 36), (64, (2, 4), 8, 79),
+        (64, (2, 8), 1, 35), (64, (1, 8), 1, 36), (64, (1, 8), 4, 36),
+        (64, (2, 4), 5, 36), (64, (2, 4), 8, 79),
         (64, (1, 8), 4, 80), (64, (1, 8), 1, 128), (64, (1, 4), 1, 129),
         (128, (8, 8), 1, 4), (128, (4, 8), 8, 5), (128, (4, 8), 1, 12), (128, (2, 8), 4, 32),
         (128, (1, 8), 1, 33), (128, (1, 8), 4, 80), (128, (1, 4), 8, 81),
@@ -261,29 +259,33 @@ def test_each_is_used_where_it_pays(
     [
         (64, 8_000, 36, (1, 8)), (64, 8_300, 36, (2, 8)), (64, 20_000, 31, (4, 8)),
         (64, 40_000, 31, (8, 8)), (128, 4_000, 90, (1, 4)), (128, 4_300, 90, (1, 8)),
-        (128, 16_000, 34, (2, 8)), (128, 20_000, 34, None), (128, 40_000, 4, (8, 8)),
+        (128, 16_000, 34, (2, 8)), (128, 40_000, 4, (8, 8)),
     ],
 )  # fmt: skip
 def test_longer_texts_have_more_thread_blocks(
-    dim: int, longest: int, requests: int, cluster: tuple[int, int] | None,
+    dim: int, longest: int, requests: int, cluster: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     case, calls = make([*[40] * (requests - 1), longest], 1, dim=dim), list[object]()
     monkeypatch.setattr(csrc_kernels, "attend_clusters", lambda *args: calls.append(args[-1]))
-    monkeypatch.setattr(csrc_kernels, "attend_shares", lambda *args: calls.append(None))
     paged.paged_attention(*case)
     assert calls == [cluster]
 
 
 @pytest.mark.parametrize(
     ("dim", "rows", "lengths"),
-    [(128, 9, [90] * 20), (64, 9, [90]), (64, 1, [40, 66_000]), (64, 1, [*[40] * 40, 20_000])],
+    [
+        (128, 9, [90] * 20),
+        (64, 9, [90]),
+        (64, 1, [40, 66_000]),
+        (64, 1, [*[40] * 40, 20_000]),
+        (128, 1, [*[40] * 33, 20_000]),
+    ],
 )
 def test_many_rows_and_very_long_texts_are_left_to_triton(
     dim: int, rows: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
-    monkeypatch.setattr(csrc_kernels, "attend_shares", None)
     paged.paged_attention(*make(lengths, rows, dim=dim))
 
 
@@ -292,7 +294,6 @@ def test_many_rows_and_very_long_texts_are_left_to_triton(
 def test_the_rest_is_left_to_triton(change: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cached, tables, rows = make(lengths(40, 100), 1, page_size=32, dim=dim)
     monkeypatch.setattr(csrc_kernels, "attend_clusters", None)
-    monkeypatch.setattr(csrc_kernels, "attend_shares", None)
     if change == "softcap":
         cached = cached._replace(softcap=30.0)
     elif change == "sinks":

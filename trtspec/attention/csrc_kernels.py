@@ -1,8 +1,7 @@
-"""Attention of generations by the CUDA C++ kernels of `csrc/`.
+"""Attention of generations by the CUDA C++ kernel of `csrc/`.
 
-A group is a request and a KV head, whose keys several thread blocks read. There are two ways to cut
-them: a cluster of blocks for each group (csrc/include/trtspec/cluster_attention.cuh), or all keys
-in equal shares (share_attention.cuh). Triton's kernel (`paged.py`) serves what these do not.
+A group is a request and a KV head, whose keys a cluster of thread blocks reads, or one block alone
+(csrc/include/trtspec/cluster_attention.cuh). Triton's kernel (`paged.py`) serves what it does not.
 """
 
 from __future__ import annotations
@@ -13,17 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..ops.launch.machine import MULTIPROCESSORS
-from ..ops.launch.tickets import tickets
 from .split_kv import Layer, Queries, Tables
 
 TILE_KEYS = 16
-MAX_PAIRS = 32
+FEW_PAIRS, MAX_PAIRS = 16, 32
 """Of a row and a query head, for each KV head."""
-SHARES = 2 * MULTIPROCESSORS  # thread blocks that shared memory has room for at once
-GROUPS, GROUPS_OF_DRAFTS = range(64, 2**31), range(128, 512)
-"""Groups with heads of 128 for which equal shares are faster than Triton, with one row of each
-request and with several (decision 027)."""
 
 
 class Cluster(NamedTuple):
@@ -41,19 +34,19 @@ class Cluster(NamedTuple):
         return self.size * self.warps * 1024
 
 
-MANY_GROUPS = 64  # so many have clusters of two blocks at most: with more, others are faster
+MANY_GROUPS = 64  # these have two blocks each at most: with more, Triton's kernels are faster
 LARGER = Cluster(1, 8), Cluster(2, 8), Cluster(4, 8), Cluster(8, 8)
 
 
 def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int) -> bool:
-    """Writes the attention of generations' rows into `queries.out` if a kernel here serves them.
+    """Writes the attention of generations' rows into `queries.out` if the kernel serves them.
 
     Args:
         k, v: [slots, Hkv, D].
         rows: of each request, or at most where the tables have `starts`.
 
     Returns:
-        Whether one does.
+        Whether it does.
     """
     module = _module(queries, k, v, tables, layer, rows)
     if module is None:
@@ -64,14 +57,13 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
         if keys <= cluster.most_keys and (groups < MANY_GROUPS or cluster.size <= 2):
             attend_clusters(module, queries, k, v, tables, layer, rows, cluster)
             return True
-    if layer.dim == 128 and groups in (GROUPS if rows == 1 else GROUPS_OF_DRAFTS):
-        attend_shares(module, queries, k, v, tables, layer, rows)
-        return True
     return False
 
 
 def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
     """Returns what is fastest for texts of up to some thousand tokens (decision 029).
+
+    One row and a few have the same cluster, so that a row's bits are the same among drafts.
 
     Args:
         groups: requests times KV heads.
@@ -79,7 +71,7 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
     """
     if layer.dim == 64 and groups <= 8:
         return Cluster(16, 4)
-    if layer.dim == 64 and rows > 1 and 72 <= groups < 160:
+    if layer.dim == 64 and rows * layer.per_kv > FEW_PAIRS and 72 <= groups < 160:
         return Cluster(2, 4)
     most_of = {8: 0, 4: 36, 2: 71, 1: 256} if layer.dim == 64 else {8: 8, 4: 24, 2: 64, 1: 160}
     sizes = (Cluster(size, 8) for size, most in most_of.items() if groups <= most)
@@ -102,20 +94,6 @@ def _is_readable(x: Tensor) -> bool:
     """Whether every head begins at 16 bytes and is in one piece."""
     starts = x.data_ptr() // x.element_size(), x.stride(0), x.stride(1)
     return x.stride(2) == 1 and all(start % 8 == 0 for start in starts)
-
-
-def attend_shares(
-    module: Any, queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer, rows: int
-) -> None:
-    """`attend`, by equal shares of all keys."""
-    q, pairs = queries.q, rows * layer.per_kv
-    sums = torch.empty((2 * SHARES, pairs, layer.dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((2 * SHARES, pairs, 2), dtype=torch.float32, device=q.device)
-    groups = tables.blocks.shape[0] * layer.kv_heads
-    module.attend_shares(
-        q, k, v, tables.blocks, tables.positions, tables.starts, rows, layer.page_size,
-        layer.window, queries.scale, sums, stats, tickets(q.device, groups), queries.out,
-    )  # fmt: skip
 
 
 def attend_clusters(

@@ -1,7 +1,6 @@
 // Attention over a paged cache of a step's few query rows, by one warp: reading keys and values, and
-// softmax sums of 16 keys at a time with tensor cores. The kernels that cut a group's keys (a group is
-// a request and a KV head) among warps and thread blocks are share_attention.cuh and
-// cluster_attention.cuh.
+// softmax sums of 16 keys at a time with tensor cores. cluster_attention.cuh cuts a group's keys (a
+// group is a request and a KV head) among warps and thread blocks.
 //
 // A warp reads every so many tiles of 16 keys and their values into its own places in shared memory,
 // some tiles ahead. Nothing is shared by warps until the end.
@@ -14,8 +13,8 @@
 
 namespace trtspec {
 
-constexpr int kTileKeys = 16, kAttendWarps = 4;
-constexpr int kBlockKeys = kTileKeys * kAttendWarps;
+constexpr int kTileKeys = 16;
+constexpr int kBlockKeys = 64;  // that groups are measured in
 constexpr int kNewKeys = 64;  // so far before a request's first row keys may just be being written
 
 struct AttendParams {
@@ -33,18 +32,13 @@ struct AttendParams {
   const int* starts;         // [requests + 1], their first rows; null: `rows` each
   int requests, rows, kv_heads, per_kv, window;  // rows: of a request, with starts at most
   int kv_inverse;  // 65536 / per_kv + 1
-  float scale;   // of scores in base 2
-  // Of equal shares alone.
-  float* sums;   // [2 * shares, pairs, kDim], of the groups at a share's start and end
-  float* stats;  // [2 * shares, pairs, 2]
-  int* tickets;  // [requests * KV heads], zeros before and after
+  float scale;  // of scores in base 2, positive
 };
 
 // Keys of one group.
 struct Segment {
   int request, head;
-  int first, blocks;  // of the group: its first block's number among its own keys, and how many
-  int line;           // where the group begins among all blocks
+  int first, blocks;  // of keys: its first block's number, and how many
   int row, rows;      // the request's first row, and how many it has
   int position;       // of that row
 };
@@ -70,7 +64,7 @@ __device__ inline Seen seen_by(const AttendParams& p, int request) {
 }
 
 // Shared memory: the warps' places for keys and values, where their sums go at a group's end.
-template <int kDim, int kTiles, int kStages, int kWarps = kAttendWarps>
+template <int kDim, int kTiles, int kStages, int kWarps>
 __host__ __device__ constexpr int attend_shared_bytes() {
   constexpr int ring = kWarps * kStages * 2 * kTileKeys * kDim * 2;
   constexpr int sums = kWarps * kTiles * 16 * (kDim + 4) * 4;
@@ -123,13 +117,13 @@ __device__ inline float better(float score, float than) {
 // What scores are compared with: not the lowest one itself where there is no key.
 __device__ inline float base_of(float best) { return best == -INFINITY ? 0.0f : best; }
 
-// Adds what a warp reads of its keys. The first call waits for the previous kernel.
+// Adds what a warp reads of its keys. It waits for the previous kernel.
 //
 // kTiles: of 16 pairs of a row and a head that read one KV head. kStages: tiles ahead.
 // slots: as of slots_of_tiles.
 template <typename T, int kDim, int kTiles, int kStages>
 __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
-                                   const Keys& own, int slots, char* ring, bool& has_waited,
+                                   const Keys& own, int slots, char* ring,
                                    WarpSums<kDim, kTiles>& sums) {
   constexpr int kPieces = kDim / 8;                 // of 16 bytes in a key
   constexpr int kRows = 32 / kPieces;               // keys that the lanes copy a piece of at once
@@ -183,15 +177,10 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
     }
   }
   int fetched = 0;
-  if (!has_waited) {
-    const int old = s.position - kNewKeys;  // keys before it are older than the previous kernel
-    while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) {
-      fetch(fetched++);
-    }
-    wait_for_previous();
-    let_next_start();
-    has_waited = true;
-  }
+  const int old = s.position - kNewKeys;  // keys before it are older than the previous kernel
+  while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) fetch(fetched++);
+  wait_for_previous();
+  let_next_start();
   uint32_t q[kTiles][kDim / 16][4];
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
@@ -355,7 +344,7 @@ struct Joined {
 };
 
 // Joins what the warps of a thread block have left, as of leave_sums.
-template <int kDim, int kTiles, int kWarps = kAttendWarps>
+template <int kDim, int kTiles, int kWarps>
 __device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTiles * 16], int pair,
                                     int column) {
   Joined joined = {-INFINITY, 0.0f, {}};

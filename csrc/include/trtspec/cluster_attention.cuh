@@ -35,7 +35,8 @@ struct Cluster {
 };
 
 template <typename T, int kDim, int kTiles, int kSize, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, (Cluster<kSize, kWarps>::template at_once<kDim, kTiles>()))
+__global__ void __launch_bounds__(
+    kWarps * 32, (Cluster<kSize, kWarps>::template at_once<kDim, kTiles>()))
     cluster_attention(const __grid_constant__ AttendParams p) {
   constexpr int kPairs = kTiles * 16, kColumns = kDim / 4;
   extern __shared__ __align__(128) char shared[];
@@ -43,19 +44,18 @@ __global__ void __launch_bounds__(kWarps * 32, (Cluster<kSize, kWarps>::template
   __shared__ float4 joined[kSize > 1 ? kPairs : 1][kColumns];
   const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, group = blockIdx.x / kSize;
   const Seen seen = seen_by(p, group / p.kv_heads);
-  const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first, seen.blocks, 0,
-                     seen.row, seen.rows, seen.position};
+  const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first,   seen.blocks,
+                     seen.row,           seen.rows,          seen.position};
   const int active = Cluster<kSize, kWarps>::active(s.blocks);
   // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then.
   if (rank >= active) return;
   const Keys keys = {s.first * kBlockKeys + (rank * kWarps + warp) * kTileKeys,
                      active * kWarps * kTileKeys,
                      min(s.position + s.rows, p.table_width * p.page_size)};
-  bool has_waited = false;
   WarpSums<kDim, kTiles> sums;
   char* const ring = shared + warp * kClusterStages * 2 * kTileKeys * kDim * 2;
   const int slots = slots_of_tiles(p, s, keys);
-  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, slots, ring, has_waited, sums);
+  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, slots, ring, sums);
   __syncthreads();  // all warps are done with their rings
   float* const sums_of = reinterpret_cast<float*>(shared);
   leave_sums(sums, s.rows * p.per_kv, sums_of, stats_of);

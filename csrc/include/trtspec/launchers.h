@@ -7,7 +7,6 @@
 #include "choose.cuh"
 #include "cluster_attention.cuh"
 #include "markov_walk.cuh"
-#include "share_attention.cuh"
 #include "skinny_linear.cuh"
 
 namespace trtspec {
@@ -41,16 +40,16 @@ template <typename T>
 cudaError_t launch_all_reduce(const CollectiveParams& params, cudaStream_t stream);
 cudaError_t launch_all_gather(const CollectiveParams& params, cudaStream_t stream);
 
-// Heads of kShareDim, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. `shares` thread
-// blocks cut the keys among them.
+// Thread blocks for each request and KV head, and the warps of each.
+struct ClusterShape {
+  int size, warps;
+};
+
+// Heads of 64 or 128, rows * per_kv up to kMaxPairs, pages a multiple of kTileKeys. With 8 warps a
+// cluster has 1, 2, 4 or 8 blocks; with 4 it has 1, and for heads of 64 also 2 or 16.
 constexpr int kMaxPairs = 32;
 template <typename T>
-cudaError_t launch_attend_shares(const AttendParams& params, int shares, cudaStream_t stream);
-
-// Likewise, of heads of 64 too. Each request and KV head has a cluster of `size` thread blocks of
-// `warps` warps.
-template <typename T>
-cudaError_t launch_attend_clusters(const AttendParams& params, int dim, int size, int warps,
+cudaError_t launch_attend_clusters(const AttendParams& params, int dim, ClusterShape shape,
                                    cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);

@@ -1,0 +1,30 @@
+"""Which thread blocks attention gets in csrc (tests/gpu/test_gpu_attention.py runs them)."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtspec.attention.csrc_kernels import FEW_PAIRS, LARGER, MAX_PAIRS, Cluster, best_cluster
+from trtspec.attention.split_kv import Layer
+
+COMPILED = {
+    64: {Cluster(16, 4), Cluster(2, 4), Cluster(1, 4), *LARGER},
+    128: {Cluster(1, 4), *LARGER},
+}
+"""By head size, as csrc/attention_impl.cuh has them."""
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("per_kv", [1, 3, 4, 8])
+def test_one_row_and_a_few_have_the_same_cluster(dim: int, per_kv: int) -> None:
+    layer = Layer(kv_heads=1, per_kv=per_kv, dim=dim, page_size=32)
+    for groups in range(1, 600):
+        of_rows = {best_cluster(layer, groups, rows) for rows in range(1, FEW_PAIRS // per_kv + 1)}
+        assert len(of_rows) == 1
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_cluster_is_compiled(dim: int) -> None:
+    layer = Layer(kv_heads=1, per_kv=1, dim=dim, page_size=32)
+    chosen = {best_cluster(layer, n, rows) for n in range(1, 600) for rows in (1, MAX_PAIRS)}
+    assert chosen <= COMPILED[dim]
