@@ -5,7 +5,7 @@
 
 namespace trtspec {
 
-// Whether this GPU has room for a cluster of `size`: for more than 8 blocks not all have.
+// Whether this GPU has room for a cluster of `size`: not every GPU has room for more than 8 blocks.
 template <typename... Params>
 bool fits(void (*kernel)(Params...), int size, int threads, size_t shared) {
   cudaLaunchAttribute of_cluster = {};

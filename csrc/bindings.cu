@@ -306,7 +306,9 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   p.requests = static_cast<int>(tables.size(0)), p.rows = static_cast<int>(rows);
   p.kv_heads = static_cast<int>(k.size(1));
   p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
-  p.scale = static_cast<float>(scale), p.kv_inverse = 65536 / p.per_kv + 1;
+  p.scale = static_cast<float>(scale);
+  check(p.per_kv > 0, "at least as many query heads as KV heads");
+  p.kv_inverse = 65536 / p.per_kv + 1;
   check(scale > 0, "a positive scale");
   check(q.size(2) == 64 || q.size(2) == 128, "heads of 64 or 128");
   check(p.rows * p.per_kv <= trtspec::kMaxPairs, "at most 32 pairs of a row and a head");

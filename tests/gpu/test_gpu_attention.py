@@ -1,4 +1,4 @@
-"""The attention kernels of csrc against float64, for all that they serve."""
+"""The attention kernel of csrc against float64, for all that it serves."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def reference(case: Case) -> Tensor:
 
 
 def attend(case: Case, way: Way) -> Tensor:
-    """By one of the kernels, however few the keys."""
+    """By the kernel with that cluster, whatever `attend` would choose."""
     q, cached, tables, rows = case
     out = torch.empty_like(q)
     layer, queries = paged._arguments(q, cached, out)

@@ -27,9 +27,8 @@ class Cluster(NamedTuple):
 
     @property
     def most_keys(self) -> int:
-        """That a request's block table may have room for: with more, one long request ends last.
-
-        A graph's tables have room for the engine's longest text.
+        """The keys that a request's block table may have room for. With more, a long request would
+        end last. A graph's tables have room for the engine's longest text.
         """
         return self.size * self.warps * 1024
 
@@ -61,9 +60,9 @@ def attend(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer,
 
 
 def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
-    """Returns what is fastest for texts of up to some thousand tokens (decision 029).
+    """Returns what is fastest for up to a few thousand tokens, with exceptions (decision 029).
 
-    One row and a few have the same cluster, so that a row's bits are the same among drafts.
+    One row and a few have the same cluster: so most rows have the same bits alone and among drafts.
 
     Args:
         groups: requests times KV heads.
@@ -73,7 +72,7 @@ def best_cluster(layer: Layer, groups: int, rows: int) -> Cluster:
         return Cluster(16, 4)
     if layer.dim == 64 and rows * layer.per_kv > FEW_PAIRS and 72 <= groups < 160:
         return Cluster(2, 4)
-    most_of = {8: 0, 4: 36, 2: 71, 1: 256} if layer.dim == 64 else {8: 8, 4: 24, 2: 64, 1: 160}
+    most_of = {4: 36, 2: 71, 1: 256} if layer.dim == 64 else {8: 8, 4: 24, 2: 64, 1: 160}
     sizes = (Cluster(size, 8) for size, most in most_of.items() if groups <= most)
     return next(sizes, Cluster(1, 4))
 

@@ -1,8 +1,7 @@
 """Paged attention in Triton: lengths and block tables come from the device.
 
 Generations are split over their keys (`split_kv.py`). All query rows of a request that share a KV
-head are one tile. Many requests go to kernels of `csrc/`
-(`csrc_kernels.py`).
+head are one tile. On Hopper a kernel of `csrc/` serves most of them (`csrc_kernels.py`).
 
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are

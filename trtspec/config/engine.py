@@ -171,7 +171,7 @@ class EngineConfig:
         disable_overlap_scheduler: None overlaps the host's work with the device's on CUDA and not
             on CPU, where there is nothing to overlap; True and False decide.
         cuda_graph_config: on CUDA a generation step is one graph; None runs it eagerly.
-        attn_backend: "auto" (Triton's kernel on CUDA, else torch's operations), "torch" or, on
+        attn_backend: "auto" ("triton" on CUDA, else torch's operations), "torch" or, on
             CUDA, "triton" or "flashinfer". The last compiles a kernel when a shape is first used,
             for which it needs nvcc.
         tensor_parallel_size: GPUs that the model is cut over, one process each

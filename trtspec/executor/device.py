@@ -74,7 +74,7 @@ def resolve_dtype(
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
     """Returns the backend of a name in `ATTENTION_BACKENDS`.
 
-    "auto" is Triton's kernel on CUDA, where triton is installed, else torch's operations.
+    "auto" is "triton" on CUDA, where triton is installed, else torch's operations.
 
     Raises:
         ConfigError: it cannot run here.

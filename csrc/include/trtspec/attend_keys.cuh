@@ -14,7 +14,7 @@
 namespace trtspec {
 
 constexpr int kTileKeys = 16;
-constexpr int kBlockKeys = 64;  // that groups are measured in
+constexpr int kBlockKeys = 64;  // of a block of keys: a group's length is counted in these
 constexpr int kNewKeys = 64;  // so far before a request's first row keys may just be being written
 
 struct AttendParams {

@@ -13,7 +13,7 @@
 
 namespace trtspec {
 
-constexpr int kClusterStages = 2;  // tiles ahead: with little shared memory it starts early
+constexpr int kClusterStages = 2;  // tiles ahead; three and four were mostly slower
 
 // Thread blocks of a group, and their warps.
 template <int kSize, int kWarps>

@@ -71,8 +71,8 @@ __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Asks for as much of a multiprocessor's memory as can be as shared memory, as the kernels before and
-// after do. Another division can only be made when nothing runs there: the kernel could not start early.
+// Asks for as much of a multiprocessor's memory as can be as shared memory, as other kernels of
+// many rows do. Another division can only be made when nothing runs there: the kernel could not start early.
 template <typename... Params>
 void keep_shared_memory(void (*kernel)(Params...)) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
