@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +167,29 @@ def test_dealing_prompts_out() -> None:
     """In passes of at most 10 tokens."""
     request: Any = None
 
-    def dealt(*lens: int, most_worth: int = 100) -> list[list[int]]:
-        chunks = [ContextChunk(request, [0] * count, 5, 5 + count) for count in lens]
+    def dealt(*lens: int, most_worth: int = 100, most: int = 10) -> list[list[int]]:
+        starts = [100 * i for i in range(len(lens))]
+        chunks = [
+            ContextChunk(request, range(start, start + count), start, start + count)
+            for start, count in zip(starts, lens, strict=True)
+        ]
 
         def shape_for(some: Sequence[ContextChunk]) -> Any:
-            return "a shape" if sum(c.end - c.start for c in some) <= 10 else None
+            return "a shape" if sum(c.end - c.start for c in some) <= most else None
 
         passes = deal_out(chunks, shape_for, most_worth)
-        assert [c for some in passes for c in some] == (chunks if passes else [])
+        pieces = [piece for some in passes for piece in some]
+        ids = [token for piece in pieces for token in piece.token_ids]
+        assert ids == ([token for chunk in chunks for token in chunk.token_ids] if passes else [])
+        for before, after in pairwise(pieces):  # in order, within their request and after it
+            assert after.start in (before.end, 100 * (before.start // 100 + 1))
         return [[c.end - c.start for c in some] for some in passes]
 
     assert dealt(3, 4, 3) == [[3, 4, 3]]
     assert dealt(3, 4, 4, 10, 1, 9) == [[3, 4], [4], [10], [1, 9]]
-    assert dealt(3, 11, 3) == []  # one has no shape
+    assert dealt(3, 11, 3) == [[3], [10], [1, 3]]  # one is cut
+    assert dealt(25) == [[10], [10], [5]]
+    assert dealt(3, 8, most=0) == []  # there is no shape
     assert dealt(10, 5, most_worth=14) == []
     assert dealt(10, most_worth=5) == [[10]]  # asked for
     assert len(dealt(*[10] * 8)) == 8 and dealt(*[10] * 9) == []
@@ -310,10 +321,12 @@ def test_where_prompts_have_no_graphs_it_is_said(
 
 def test_default_sizes() -> None:
     most = 10_000
-    sizes = [8, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
+    sizes = [8, 64, *range(128, 1024, 128), *range(1024, 2048, 256), 2048, 3072, 4096, 6144, 8192]
     assert CudaGraphConfig().context_sizes(8192, most) == sizes
-    assert CudaGraphConfig().context_sizes(8192, 700) == sizes[:6]
-    assert CudaGraphConfig().context_sizes(300, most) == [8, 64, 128, 256]
+    assert CudaGraphConfig().context_sizes(20_000, most) == sizes
+    assert CudaGraphConfig().context_sizes(8192, 700) == sizes[:7]
+    assert CudaGraphConfig().context_sizes(300, most) == [8, 64, 128, 256, 300]
+    assert CudaGraphConfig().context_sizes(300, 299) == [8, 64, 128, 256]
     assert CudaGraphConfig().context_sizes(20, most) == [8, 20]
     assert CudaGraphConfig().context_sizes(6, most) == [6]
     assert CudaGraphConfig().context_sizes(20, 40) == [8, 20]

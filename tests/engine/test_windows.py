@@ -91,7 +91,7 @@ def test_what_nobody_looked_at_is_zeroed_before_another_gets_it() -> None:
 
 
 # -- how many blocks there are -----------------------------------------------------------------
-def _needs(max_num_tokens: int | None = 64, batch: int = 4, seq_len: int = 4096) -> CacheNeeds:
+def _needs(max_num_tokens: int = 64, batch: int = 4, seq_len: int = 4096) -> CacheNeeds:
     return CacheNeeds(batch, seq_len, max_num_tokens, rows=4, extra_kv=2, rewritten=2, page_size=8)
 
 

@@ -302,6 +302,30 @@ def test_graphs_of_prompts_say_the_same(
     assert captured & {32, 96} and 0 in captured
 
 
+@pytest.mark.parametrize("mode", ["none", "ngram", "eagle3", "mtp_eagle", "draft_target", *MASKED])
+def test_a_prompt_longer_than_any_graph_takes_several(
+    target_dir: Path, drafters: Drafters, mode: str
+) -> None:
+    """In one step, beside a generation."""
+    llm = LLM(
+        target_dir, config_of(mode, 3, drafters), device="cuda", dtype="float32", max_batch_size=3,
+        max_seq_len=128, cuda_graph_config=CudaGraphConfig(context_tokens=(32,)),
+        kv_cache_config=KvCacheConfig(max_tokens=1024),
+    )  # fmt: skip
+    executor, params = llm.executor, SamplingParams(max_tokens=20, ignore_eos=True)
+    prompts = [[(7 * i + j * j) % VOCAB for j in range(count)] for i, count in enumerate((9, 75))]
+    requests = [executor.enqueue(prompts[0], params)]
+    executor.step()
+    requests.append(executor.enqueue(prompts[1], params))
+    executor.step()
+    assert requests[1].num_computed == 75  # 32, 32 and 11
+    executor.run_until_done()
+    oracle = Oracle(target_dir)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_token_ids == oracle.extend(prompt, 20)
+    assert {key.context_tokens for key in executor.graphs._graphs} == {0, 32}
+
+
 @pytest.mark.parametrize("rule", ["exact_match", "rejection", "block"])
 @pytest.mark.parametrize("mode", ["draft_target", "eagle3", "mtp", "mtp_eagle", *MASKED])
 def test_sampled_rules_in_a_graph_say_what_the_cpu_does(

@@ -72,8 +72,13 @@ class KvCacheConfig:
             )
 
 
-DEFAULT_CONTEXT_TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Beside 8 and 64. Between powers of two, for what fills a shape up is computed."""
+DEFAULT_CONTEXT_TOKENS = (
+    *(8, 64),  # 8: a prompt that the prefix cache knows leaves its last token alone
+    *range(128, 1024, 128),
+    *range(1024, 2048, 256),
+    *(2048, 3072, 4096, 6144, 8192),
+)
+"""What fills a shape up is computed, so there are many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +93,12 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use. A
             draft length that chooses itself has most of its graphs captured at start anyway.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
-            generations' graph. Prompts that fit none run eagerly, with the generations. () is none.
-            None is 8, 64, 128, 256, 384, … 2048, up to the engine's max_num_tokens. It ends where
-            an H200 computes a layer for longer than a host launches it: for 8 B parameters at 768
-            tokens in bf16, 2048 in FP8. Such graphs need attention in Triton. They need a mode that
-            drafts inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES.
+            generations' graph. A longer prompt takes several passes. () is none: prompts run
+            eagerly, with the generations. None is 8, 64, 128, 256, … 1024, 1280, … 2048, 3072, …
+            8192, up to the engine's max_num_tokens. It ends where an H200 computes a layer for
+            longer than a host launches it: for 8 B parameters at 768 tokens in bf16, 2048 in FP8.
+            Longer prompts run eagerly there. Such graphs need attention in Triton. They need a mode
+            that drafts inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES.
         enable_autotuner: measure which of cuBLASLt's algorithms is the fastest for each large
             product of up to 128 rows in a captured step. That is done on first use, once, in under
             a second for a batch size. The choice is kept in the cache directory. In bf16 and fp16 a
@@ -133,10 +139,9 @@ class CudaGraphConfig:
         `most_worth`."""
         sizes = self.context_tokens
         if sizes is None:
-            # 8: a prompt that the prefix cache knows leaves its last token alone.
-            small = {min(8, max_num_tokens), min(64, max_num_tokens)}
-            sizes = sorted({*small, *DEFAULT_CONTEXT_TOKENS})
-            return [n for n in sizes if n <= min(max_num_tokens, most_worth)]
+            sizes = DEFAULT_CONTEXT_TOKENS
+            largest = min(max_num_tokens, sizes[-1])
+            return sorted(n for n in {*sizes, largest} if n <= min(largest, most_worth))
         return sorted({min(n, max_num_tokens) for n in sizes})
 
 
@@ -159,7 +164,8 @@ class EngineConfig:
             row, as they are loaded; FP8 weights stay as they are. On the CPU they are floats with
             FP8's values. None leaves all weights as the checkpoint has them.
         max_batch_size: requests that run at the same time.
-        max_num_tokens: token rows in one pass; default: one full sequence, or a full batch.
+        max_num_tokens: token rows in one pass; default: one full sequence, or a full batch. On
+            CUDA at least 8192.
         max_seq_len: prompt and output together; default: the model's, at most 8192.
         kv_cache_config: size of the KV cache.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.

@@ -55,6 +55,7 @@ from .saving import HiddenStatesSaver
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
+LEAST_DEFAULT_ROWS = 8192  # of a pass on CUDA, where many short prompts cost little more than one
 
 __all__ = ["build_executor", "resolve_device", "resolve_dtype"]
 
@@ -236,11 +237,18 @@ def _load(
     drafter = loader.load(target)
     reads_next = getattr(drafter.model, "reads_next_tokens", False)
     worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
+    rows = worker.max_draft_len + 1
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,
-        max_num_tokens=engine.max_num_tokens if is_int(engine.max_num_tokens) else None,
-        rows=worker.max_draft_len + 1,
+        max_num_tokens=(
+            engine.max_num_tokens
+            if is_int(engine.max_num_tokens)
+            else _default_num_tokens(
+                seq_len, engine.max_batch_size * rows, is_cuda=device.type == "cuda"
+            )
+        ),
+        rows=rows,
         extra_kv=worker.num_extra_kv_tokens,
         rewritten=worker.num_rewritten_tokens,
         page_size=engine.kv_cache.tokens_per_block,
@@ -359,7 +367,7 @@ def _executor_config(
     """
     least, max_num_tokens = engine.max_batch_size * rows, engine.max_num_tokens
     if max_num_tokens is None:
-        max_num_tokens = max(max_seq_len, least)
+        max_num_tokens = _default_num_tokens(max_seq_len, least, is_cuda=is_cuda)
     if not isinstance(max_num_tokens, int) or max_num_tokens < least:
         raise ConfigError(
             f"max_num_tokens={shown(max_num_tokens)} is below max_batch_size * (K + 1) = "
@@ -380,6 +388,15 @@ def _executor_config(
         guided_masked_drafts=engine.guided_masked_drafts,
         cuda_graph=cuda_graph,
     )
+
+
+def _default_num_tokens(max_seq_len: int, least: int, *, is_cuda: bool) -> int:
+    """Returns the rows of a pass where the config leaves them open.
+
+    Args:
+        least: rows of a full batch that verifies.
+    """
+    return max(max_seq_len, least, LEAST_DEFAULT_ROWS if is_cuda else 0)
 
 
 def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:

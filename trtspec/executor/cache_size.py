@@ -25,7 +25,7 @@ class CacheNeeds:
 
     max_batch_size: int
     max_seq_len: int
-    max_num_tokens: int | None  # None: a pass takes a whole sequence
+    max_num_tokens: int
     rows: int  # K + 1, of a verification pass
     extra_kv: int  # rows that drafting writes past those
     rewritten: int  # rows that drafting computes again, before those
@@ -39,8 +39,7 @@ class CacheNeeds:
         Parts of prompts share one pass.
         """
         each = window + self.rewritten + 2 * self.rows + self.extra_kv + 2 * self.page_size
-        a_pass = self.max_num_tokens or max(self.max_seq_len, self.max_batch_size * self.rows)
-        return self._blocks(num_requests * each + a_pass)
+        return self._blocks(num_requests * each + self.max_num_tokens)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -7,6 +7,7 @@ between passes is one device tensor, which the host sends in one copy.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,15 +57,17 @@ def most_worth_capturing(target: Decoder) -> int:
     return int(launching / seconds)
 
 
+ShapeFor = Callable[[Sequence[ContextChunk]], "ContextInputs | None"]
+
+
 def deal_out(
-    chunks: Sequence[ContextChunk],
-    shape_for: Callable[[Sequence[ContextChunk]], ContextInputs | None],
-    most_worth: int,
+    chunks: Sequence[ContextChunk], shape_for: ShapeFor, most_worth: int
 ) -> list[list[ContextChunk]]:
     """Deals parts of prompts out to passes that each have a shape, in their order.
 
-    Returns [] in three cases: a part fits no shape, the parts have more than `most_worth` rows, or
-    they need more than `MAX_PASSES` passes. One eager pass then serves them all.
+    A part that is longer than every shape is cut. Returns [] where one eager pass serves them all:
+    they have more than `most_worth` rows, or need more than `MAX_PASSES` passes, or there is no
+    shape.
     """
     if shape_for(chunks) is not None:
         return [list(chunks)]
@@ -72,12 +75,30 @@ def deal_out(
         return []
     passes: list[list[ContextChunk]] = []
     for chunk in chunks:
-        if shape_for([chunk]) is None:
+        pieces = _cut(chunk, shape_for)
+        if not pieces:
             return []
-        if not passes or shape_for([*passes[-1], chunk]) is None:
-            passes.append([])
-        passes[-1].append(chunk)
+        for piece in pieces:
+            if not passes or shape_for([*passes[-1], piece]) is None:
+                passes.append([])
+            passes[-1].append(piece)
     return passes if len(passes) <= MAX_PASSES else []
+
+
+def _cut(chunk: ContextChunk, shape_for: ShapeFor) -> list[ContextChunk]:
+    """Cuts a part into pieces that each have a shape, as long as can be; [] if there is no shape."""
+    pieces: list[ContextChunk] = []
+    while shape_for([chunk]) is None:
+        longest = bisect_left(
+            range(1, chunk.end - chunk.start),
+            True,
+            key=lambda count: shape_for([chunk.cut(count)[0]]) is None,
+        )
+        if longest == 0:
+            return []
+        piece, chunk = chunk.cut(longest)
+        pieces.append(piece)
+    return [*pieces, chunk]
 
 
 class ContextInputs:

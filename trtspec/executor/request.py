@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
@@ -211,6 +211,12 @@ class ContextChunk:
         if self.request.sampling_params.prompt_logprobs is None:
             return 0
         return max(0, min(self.end, len(self.request.prompt_token_ids) - 1) - self.start)
+
+    def cut(self, count: int) -> tuple[ContextChunk, ContextChunk]:
+        """Returns its first `count` tokens, and the others."""
+        middle, ids = self.start + count, self.token_ids
+        first = replace(self, token_ids=ids[:count], end=middle)
+        return first, replace(self, token_ids=ids[count:], start=middle)
 
     def next_prompt_ids(self, count: int) -> list[int]:
         """Returns the prompt's tokens after the first `count` rows, -1 where embeddings stand."""

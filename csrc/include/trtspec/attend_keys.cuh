@@ -35,32 +35,24 @@ struct AttendParams {
   float scale;  // of scores in base 2, positive
 };
 
-// Keys of one group.
-struct Segment {
+// A request and a KV head.
+struct Group {
   int request, head;
-  int first, blocks;  // of keys: its first block's number, and how many
-  int row, rows;      // the request's first row, and how many it has
-  int position;       // of that row
+  int row, rows;   // the request's first row, and how many it has
+  int position;    // of that row
+  int first, end;  // the keys that its rows see: from the start of a block of keys to before `end`
 };
 
-// What a request's rows see.
-struct Seen {
-  int row, rows;      // the first one, and how many
-  int position;       // of the first row
-  int first, blocks;  // of keys: the first block's number, and how many
-};
-
-__device__ inline Seen seen_by(const AttendParams& p, int request) {
-  if (request >= p.requests) return {};
+__device__ inline Group group_of(const AttendParams& p, int request, int head) {
   int row = request * p.rows, rows = p.rows;
   if (p.starts != nullptr) {
     row = __ldcg(p.starts + request);
     rows = __ldcg(p.starts + request + 1) - row;
   }
   const int position = static_cast<int>(__ldcg(p.positions + row));
-  const int first = p.window > 0 ? max(position - p.window + 1, 0) / kBlockKeys : 0;
+  const int seen_from = p.window > 0 ? max(position - p.window + 1, 0) : 0;
   const int end = min(position + rows, p.table_width * p.page_size);
-  return {row, rows, position, first, (end + kBlockKeys - 1) / kBlockKeys - first};
+  return {request, head, row, rows, position, seen_from / kBlockKeys * kBlockKeys, end};
 }
 
 // Shared memory: the warps' places for keys and values, where their sums go at a group's end.
@@ -84,12 +76,12 @@ struct Keys {
 };
 
 // Lane i has the first slot of the warp's i-th tile.
-__device__ inline int slots_of_tiles(const AttendParams& p, const Segment& s, const Keys& keys,
+__device__ inline int slots_of_tiles(const AttendParams& p, const Group& group, const Keys& keys,
                                      int from = 0) {
   const int key = keys.first + (from + static_cast<int>(threadIdx.x % 32)) * keys.apart;
   if (key >= keys.end) return 0;
   const int page = key / p.page_size, in_page = key - page * p.page_size;
-  return __ldcg(p.tables + s.request * p.table_row + page) * p.page_size + in_page;
+  return __ldcg(p.tables + group.request * p.table_row + page) * p.page_size + in_page;
 }
 
 // The row of a pair of a row and a head, of those that read one KV head: pair / per_kv.
@@ -122,9 +114,8 @@ __device__ inline float base_of(float best) { return best == -INFINITY ? 0.0f : 
 // kTiles: of 16 pairs of a row and a head that read one KV head. kStages: tiles ahead.
 // slots: as of slots_of_tiles.
 template <typename T, int kDim, int kTiles, int kStages>
-__device__ inline void attend_keys(const AttendParams& p, const Segment& s,
-                                   const Keys& own, int slots, char* ring,
-                                   WarpSums<kDim, kTiles>& sums) {
+__device__ inline void attend_keys(const AttendParams& p, const Group& group, const Keys& own,
+                                   int slots, char* ring, WarpSums<kDim, kTiles>& sums) {
   constexpr int kPieces = kDim / 8;                 // of 16 bytes in a key
   constexpr int kRows = 32 / kPieces;               // keys that the lanes copy a piece of at once
   constexpr int kTileBytes = kTileKeys * kDim * 2;  // of keys or of values
@@ -132,15 +123,16 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
   const int key_end = own.end;
   const int tiles = own.first < key_end ? (key_end - own.first + own.apart - 1) / own.apart : 0;
   const int my_row = lane / kPieces, my_piece = lane % kPieces;
-  const T* const k = static_cast<const T*>(p.k) + s.head * p.k_head + my_row * p.k_row + my_piece * 8;
-  const T* const v = static_cast<const T*>(p.v) + s.head * p.v_head + my_row * p.v_row + my_piece * 8;
+  const int my_k = my_row * p.k_row + my_piece * 8, my_v = my_row * p.v_row + my_piece * 8;
+  const T* const k = static_cast<const T*>(p.k) + group.head * p.k_head + my_k;
+  const T* const v = static_cast<const T*>(p.v) + group.head * p.v_head + my_v;
 
   int slots_from = 0;
   auto fetch = [&](int i) {
     if (i < tiles) {
       if (i >= slots_from + 32) {
         slots_from = i;
-        slots = slots_of_tiles(p, s, own, i);
+        slots = slots_of_tiles(p, group, own, i);
       }
       const int slot = __shfl_sync(0xffffffffu, slots, i - slots_from);
       const int left = key_end - own.first - i * own.apart - my_row;
@@ -167,17 +159,17 @@ __device__ inline void attend_keys(const AttendParams& p, const Segment& s,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int pair = m * 16 + half * 8 + g, row = row_of(p, pair);
-      const bool is_pair = row < s.rows;
-      const int64_t at = s.row + row;
+      const bool is_pair = row < group.rows;
+      const int64_t at = group.row + row;
       position_of[m][half] =
-          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : s.position + s.rows;
-      query_of[m][half] = is_pair ? static_cast<const T*>(p.q) + at * p.q_row +
-                                        (s.head * p.per_kv + pair - row * p.per_kv) * p.q_head + t * 2
-                                  : nullptr;
+          is_pair ? static_cast<int>(__ldcg(p.positions + at)) : group.position + group.rows;
+      const int head = group.head * p.per_kv + pair - row * p.per_kv;
+      query_of[m][half] =
+          is_pair ? static_cast<const T*>(p.q) + at * p.q_row + head * p.q_head + t * 2 : nullptr;
     }
   }
   int fetched = 0;
-  const int old = s.position - kNewKeys;  // keys before it are older than the previous kernel
+  const int old = group.position - kNewKeys;  // keys before it are older than the previous kernel
   while (fetched < kStages && own.first + fetched * own.apart + kTileKeys <= old) fetch(fetched++);
   wait_for_previous();
   let_next_start();
@@ -363,13 +355,12 @@ __device__ inline Joined join_warps(const float* sums, const float2 (*stats)[kTi
 
 // Four columns of a pair's attention, of sums over all keys that it sees.
 template <typename T>
-__device__ inline void write_attention(const AttendParams& p, const Segment& s, int pair, int column,
-                                       float4 sum, float total) {
+__device__ inline void write_attention(const AttendParams& p, const Group& group, int pair,
+                                       int column, float4 sum, float total) {
   // Without keys the sums are zeros; where the total is NaN all is.
   const float scale = total == 0.0f ? 1.0f : inverse_of(total);
-  const int row = row_of(p, pair);
-  T* to = static_cast<T*>(p.out) + (s.row + row) * p.out_row +
-          (s.head * p.per_kv + pair - row * p.per_kv) * p.out_head + column;
+  const int row = row_of(p, pair), head = group.head * p.per_kv + pair - row * p.per_kv;
+  T* to = static_cast<T*>(p.out) + (group.row + row) * p.out_row + head * p.out_head + column;
   *reinterpret_cast<uint2*>(to) = {pack(sum.x * scale, sum.y * scale, T()),
                                    pack(sum.z * scale, sum.w * scale, T())};
 }

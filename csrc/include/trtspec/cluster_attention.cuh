@@ -42,32 +42,30 @@ __global__ void __launch_bounds__(
   extern __shared__ __align__(128) char shared[];
   __shared__ float2 stats_of[kWarps][kPairs], stats[kPairs];
   __shared__ float4 joined[kSize > 1 ? kPairs : 1][kColumns];
-  const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, group = blockIdx.x / kSize;
-  const Seen seen = seen_by(p, group / p.kv_heads);
-  const Segment s = {group / p.kv_heads, group % p.kv_heads, seen.first,   seen.blocks,
-                     seen.row,           seen.rows,          seen.position};
-  const int active = Cluster<kSize, kWarps>::active(s.blocks);
+  const int warp = threadIdx.x / 32, rank = blockIdx.x % kSize, number = blockIdx.x / kSize;
+  const Group group = group_of(p, number / p.kv_heads, number % p.kv_heads);
+  const int blocks = (group.end - group.first + kBlockKeys - 1) / kBlockKeys;
+  const int active = Cluster<kSize, kWarps>::active(blocks);
   // The next kernel starts when all blocks have let it or are gone: rank 0 has waited by then.
   if (rank >= active) return;
-  const Keys keys = {s.first * kBlockKeys + (rank * kWarps + warp) * kTileKeys,
-                     active * kWarps * kTileKeys,
-                     min(s.position + s.rows, p.table_width * p.page_size)};
+  const Keys keys = {group.first + (rank * kWarps + warp) * kTileKeys, active * kWarps * kTileKeys,
+                     group.end};
   WarpSums<kDim, kTiles> sums;
   char* const ring = shared + warp * kClusterStages * 2 * kTileKeys * kDim * 2;
-  const int slots = slots_of_tiles(p, s, keys);
-  attend_keys<T, kDim, kTiles, kClusterStages>(p, s, keys, slots, ring, sums);
+  const int slots = slots_of_tiles(p, group, keys);
+  attend_keys<T, kDim, kTiles, kClusterStages>(p, group, keys, slots, ring, sums);
   __syncthreads();  // all warps are done with their rings
   float* const sums_of = reinterpret_cast<float*>(shared);
-  leave_sums(sums, s.rows * p.per_kv, sums_of, stats_of);
+  leave_sums(sums, group.rows * p.per_kv, sums_of, stats_of);
   __syncthreads();
 
-  const int items = s.rows * p.per_kv * kColumns;
+  const int items = group.rows * p.per_kv * kColumns;
   for (int i = threadIdx.x; i < items; i += kWarps * 32) {
     const int pair = i / kColumns, column = i % kColumns;
     const auto [best, total, sum] =
         join_warps<kDim, kTiles, kWarps>(sums_of, stats_of, pair, column * 4);
     if (active == 1) {
-      write_attention<T>(p, s, pair, column * 4, sum, total);
+      write_attention<T>(p, group, pair, column * 4, sum, total);
     } else if constexpr (kSize > 1) {
       joined[pair][column] = sum;
       if (column == 0) stats[pair] = {best, total};
@@ -99,7 +97,7 @@ __global__ void __launch_bounds__(
       add_weighted(sum, part[r], weight);
       total = fmaf(of[r].y, weight, total);
     }
-    write_attention<T>(p, s, pair, column * 4, sum, total);
+    write_attention<T>(p, group, pair, column * 4, sum, total);
   }
   cluster.sync();  // others may still be reading this block's shared memory
 }
