@@ -96,7 +96,7 @@ class CudaGraphConfig:
             generations' graph. A longer prompt takes several passes. () is none: prompts run
             eagerly, with the generations. None is 8, 64, 128, 256, … 1024, 1280, … 2048, 3072, …
             8192, up to the engine's max_num_tokens. It ends where an H200 computes a layer for
-            longer than a host launches it: for 8 B parameters at 768 tokens in bf16, 2048 in FP8.
+            longer than a host launches it: for 8 B parameters at 1024 tokens in bf16, 2048 in FP8.
             Longer prompts run eagerly there. Such graphs need attention in Triton. They need a mode
             that drafts inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES.
         enable_autotuner: measure which of cuBLASLt's algorithms is the fastest for each large
