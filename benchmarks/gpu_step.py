@@ -55,6 +55,7 @@ from trtspec import (
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     TrtspecError,
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR as FORCE
@@ -71,6 +72,7 @@ DRAFTERS = {
     "dflash": "dflash",
     "dflash2": "dflash2",
     "ngram": "",
+    "sa": "",
 }
 """mode -> the kind of its draft layers."""
 
@@ -156,6 +158,8 @@ def _engine(
             use_mtp_vanilla=mode == "mtp",
             mtp_eagle_one_model=mode != "mtp_eagle",
         )
+    elif mode == "sa":
+        config = SADecodingConfig(max_draft_len=k)
     elif mode == "ngram":
         config = NGramDecodingConfig(max_draft_len=k)
     num_mtp_layers = {"mtp": k, "mtp_eagle": 1, "mtp_eagle_one_model": 1}.get(mode, 0)

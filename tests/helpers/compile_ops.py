@@ -32,10 +32,13 @@ from trtspec.ops.tokens import (
     triton_judge,
     triton_markov_walk,
     triton_probability,
+    triton_ring,
     triton_suffix,
     triton_walk,
 )
+from trtspec.ops.tokens.lookup import Earlier, Lookup
 from trtspec.ops.tokens.markov_walk import MarkovTables
+from trtspec.ops.tokens.ring import Ring
 from trtspec.ops.tokens.walk import Codebooks, PathCandidates
 
 MODULES = (
@@ -50,6 +53,7 @@ MODULES = (
     "tokens.triton_judge",
     "tokens.triton_markov_walk",
     "tokens.triton_probability",
+    "tokens.triton_ring",
     "tokens.triton_stats",
     "tokens.triton_suffix",
     "tokens.triton_walk",
@@ -141,6 +145,9 @@ def step() -> dict[str, Any]:
     chances = torch.zeros(SLOTS, K)
     rows = PassRows(longs(8), longs(8), (longs(8), longs(8)))
     layout = ContextLayout(longs(8), longs(8), longs(GENERATIONS), longs(GENERATIONS))
+    lookup = Lookup(32, 1, 16, 8, K, 1.0, 0.1)
+    ring = Ring(ints(64), longs(2, 2), ints(3, 257), ints(3, 64), longs(1))
+    earlier = Earlier(ring, longs(GENERATIONS, 2))
     calls = (
         (triton_packing.save_chances, certain, (torch.zeros(GENERATIONS),) * 2, chances),
         (triton_packing.pack_rows, certain, ints(GENERATIONS, K), chances, rows, 3),
@@ -166,12 +173,11 @@ def step() -> dict[str, Any]:
         (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
         (triton_handover.write_to_host, accepted, ints(8, K + 1)),
-        (
-            triton_suffix.match_lens,
-            ints(GENERATIONS, 700),
-            longs(GENERATIONS),
-            ints(GENERATIONS, 8),
-        ),
+        (triton_ring.add_to_ring, ring, longs(40), longs(2), 0),
+        (triton_suffix.append_tokens, ints(SLOTS, 40), longs(SLOTS), certain, accepted, lens),
+        (triton_suffix.propose_ngrams, ints(GENERATIONS, 700), longs(GENERATIONS), K, 4, 2, True),
+        (triton_suffix.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), None, lookup),
+        (triton_suffix.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), earlier, lookup),
         (triton_walk.walk_candidates, candidates, lens, books),
         (triton_markov_walk.walk_by_draft, drafts_logits, lens, markov),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),

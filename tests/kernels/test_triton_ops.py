@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +25,15 @@ from trtspec.ops.layer.triton_convolution import convolve_blocks  # noqa: E402
 from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
     bitmask,
     handover,
+    history,
+    lookup,
     markov_walk,
-    suffix,
+    ngram,
+    ring,
     triton_bitmask,
     triton_handover,
     triton_markov_walk,
+    triton_ring,
     triton_suffix,
     triton_walk,
     walk,
@@ -311,12 +316,93 @@ def test_handing_over(module: Any, shape: tuple[int, ...]) -> None:
     assert there.cpu().equal(here[: shape[0]])
 
 
-@pytest.mark.parametrize(("rows", "size", "longest"), [(3, 20, 5), (2, 1100, 9), (2, 12, 16)])
-def test_match_lens(rows: int, size: int, longest: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    history = torch.randint(0, 2, (rows, size), generator=generator, dtype=torch.int32).to(DEVICE)
-    lens = torch.randint(size // 2, size + 1, (rows,), generator=generator).to(DEVICE)
-    last = suffix.suffixes(history, lens, longest)
-    expected = suffix.match_lens.__wrapped__(history, lens, last)  # type: ignore[attr-defined]
-    assert torch.equal(triton_suffix.match_lens(history, lens, last), expected)
-    assert expected.max() > 1
+def _texts(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three texts of few different tokens, some of several blocks of positions."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (6, 40, 700, 1400)[seed % 4]
+    history = torch.randint(0, 2 + seed % 5, (3, size), generator=generator, dtype=torch.int32)
+    lens = torch.randint(1, size + 1, (3,), generator=generator)
+    lens[0] = size
+    return history.to(DEVICE), lens.to(DEVICE)
+
+
+def test_append_tokens() -> None:
+    """Slots at their end, and beyond it; and slots of no step."""
+    histories = torch.zeros(2, 5, 12, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([3, 0, 9, 11, 4], device=DEVICE).repeat(2, 1)
+    slots = torch.tensor([2, 0, 3], device=DEVICE)
+    tokens = torch.arange(12, dtype=torch.int32, device=DEVICE).view(3, 4) + 1
+    counts = torch.tensor([4, 2, 1], dtype=torch.int32, device=DEVICE)
+    append = history.append_tokens.__wrapped__  # type: ignore[attr-defined]
+    arguments = slots, tokens, counts
+    after = append(histories[0], lens[0], *arguments)
+    assert torch.equal(triton_suffix.append_tokens(histories[1], lens[1], *arguments), after)
+    assert torch.equal(histories[0, :, :11], histories[1, :, :11])  # the last column is scratch
+    assert torch.equal(lens[0], lens[1]) and lens[0].tolist() == [5, 0, 11, 11, 4]
+
+
+@pytest.mark.parametrize("prefer_oldest", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_propose_ngrams(seed: int, prefer_oldest: bool) -> None:
+    arguments = *_texts(seed), 5, 4, 1 + seed % 3, prefer_oldest
+    expected = ngram.propose_ngrams.__wrapped__(*arguments)  # type: ignore[attr-defined]
+    assert torch.equal(triton_suffix.propose_ngrams(*arguments), expected)
+
+
+RING_PAGES, BUCKETS = 8, 64  # few hashes share a bucket, and texts overwrite each other
+
+
+def _empty_ring() -> ring.Ring:
+    size, count = RING_PAGES * ring.PAGE, len(ring.SIZES)
+    return ring.Ring(
+        tokens=torch.zeros(size, dtype=torch.int32, device=DEVICE),
+        owners=torch.zeros(RING_PAGES, ring.OWNER_WORDS, dtype=torch.int64, device=DEVICE),
+        newest=torch.zeros(count, BUCKETS + 1, dtype=torch.int32, device=DEVICE),
+        before=torch.zeros(count, size, dtype=torch.int32, device=DEVICE),
+        end=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+    )
+
+
+OWNERS = torch.tensor([[5, 7], [-5, 8]])
+
+
+def _ring_texts(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Eight texts with their owners, and where in a ring they go."""
+    generator = torch.Generator().manual_seed(seed)
+    start = 0
+    for number in range(8):
+        count = int(torch.randint(3, (RING_PAGES - 1) * ring.PAGE, (1,), generator=generator))
+        text = torch.randint(0, 2 + seed % 5, (count,), generator=generator).to(DEVICE)
+        if seed % 2:  # a part of what is looked up
+            text = _texts(seed)[0][0, :count].long()
+        yield text, OWNERS[number % 2 if seed % 3 else 0].to(DEVICE), start
+        start = (start + ring.ring_pages(len(text)) * ring.PAGE) % (RING_PAGES * ring.PAGE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_add_to_ring(seed: int) -> None:
+    rings = _empty_ring(), _empty_ring()
+    for text, owner, start in _ring_texts(seed):
+        ring.add_to_ring.__wrapped__(rings[0], text, owner, start)  # type: ignore[attr-defined]
+        triton_ring.add_to_ring(rings[1], text, owner, start)
+        for name, expected, ours in zip(ring.Ring._fields, *rings, strict=True):
+            if name == "newest":  # whose last column is scratch
+                expected, ours = expected[:, :-1], ours[:, :-1]
+            assert torch.equal(expected, ours), name
+
+
+@pytest.mark.parametrize("has_ring", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_look_up(seed: int, has_ring: bool) -> None:
+    """In texts of their own, and in those of a ring, of which half are another owner's."""
+    texts, lens = _texts(seed)
+    filled = _empty_ring()
+    for text, owner, start in _ring_texts(seed):
+        ring.add_to_ring(filled, text, owner, start)
+    wanted = lookup.Lookup(16, 1 + seed % 3, 16, 8, 7, 1.0, 0.1)
+    given = lookup.Earlier(filled, OWNERS[[0, 0, 1]].to(DEVICE)) if has_ring else None
+    expected = lookup.look_up.__wrapped__(texts, lens, given, wanted)  # type: ignore[attr-defined]
+    found = triton_suffix.look_up(texts, lens, given, wanted)
+    torch.testing.assert_close(found.worth, expected.worth, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.match_lens, expected.match_lens)

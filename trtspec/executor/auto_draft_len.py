@@ -33,7 +33,7 @@ BETTER = 1.02  # a longer one must be that much faster to be taken
 SAVE_EVERY = 60.0  # seconds, at most
 START = 3
 RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64)
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass

@@ -86,7 +86,7 @@ def deal_out(
 
 
 def _cut(chunk: ContextChunk, shape_for: ShapeFor) -> list[ContextChunk]:
-    """Cuts a part into pieces that each have a shape, as long as can be; [] if there is no shape."""
+    """Cuts a part into the longest pieces that have a shape each; [] if there is no shape."""
     pieces: list[ContextChunk] = []
     while shape_for([chunk]) is None:
         longest = bisect_left(

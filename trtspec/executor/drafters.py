@@ -30,6 +30,7 @@ from ..config import (
     DraftTargetDecodingConfig,
     HeadDecodingConfig,
     MTPDecodingConfig,
+    SADecodingConfig,
     SaveHiddenStatesDecodingConfig,
 )
 from ..data.hidden_states import HiddenStatesWriter
@@ -206,6 +207,18 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
                 )
 
 
+class SuffixLoader(DrafterLoader[SADecodingConfig]):
+    """Loads a suffix lookup, whose K of the config's default is a limit on a GPU."""
+
+    def load(self, target: LoadedTarget) -> LoadedDrafter:
+        is_open = self.spec.max_draft_len == SADecodingConfig.max_draft_len
+        chooses, drafter = is_open and times_lengths(self.spec, target), super().load(target)
+        if not chooses:
+            return drafter
+        config = replace(self.spec, draft_len_schedule="auto")
+        return replace(drafter, config=config, chooses_by_default=True)
+
+
 class DraftTargetLoader(DrafterLoader[DraftTargetDecodingConfig]):
     """Loads a second language model after checking that its tokens are the target's."""
 
@@ -335,6 +348,7 @@ LOADERS: dict[type, type[DrafterLoader]] = {
     DecodingBaseConfig: DrafterLoader,
     HeadDecodingConfig: HeadLoader,
     MTPDecodingConfig: MTPLoader,
+    SADecodingConfig: SuffixLoader,
     DraftTargetDecodingConfig: DraftTargetLoader,
     SaveHiddenStatesDecodingConfig: SaveHiddenStatesLoader,
 }
@@ -351,17 +365,24 @@ def drafter_loader(spec: DecodingBaseConfig | None) -> DrafterLoader:
 
 
 def may_choose(spec: HeadDecodingConfig, directory: Path, target: LoadedTarget) -> bool:
-    """Whether draft lengths choose themselves where K was left open (decision 019).
+    """Whether a head's draft lengths choose themselves where K was left open (decision 019).
 
-    That is for heads of the package on one GPU, which times steps well. Other settings of lengths,
-    forced acceptance and passes outside of the step keep K.
+    That is for heads of the package, which were measured.
+    """
+    return times_lengths(spec, target) and is_of_package(directory)
+
+
+def times_lengths(spec: DecodingBaseConfig, target: LoadedTarget) -> bool:
+    """Whether draft lengths may choose themselves: on one GPU, which times steps well.
+
+    Other settings of lengths, forced acceptance and passes outside of the step keep K.
     """
     settings = spec.draft_len_schedule, spec.max_concurrency, spec.max_verified_drafts
     is_open = all(setting is None for setting in settings)
     is_alone = target.device.type == "cuda" and target.config.parallel.size == 1
     is_inside = not spec.spec_dec_mode.drafts_in_passes()
     is_free = get_force_num_accepted_tokens() == 0
-    return is_open and is_alone and is_inside and is_free and is_of_package(directory)
+    return is_open and is_alone and is_inside and is_free
 
 
 def _check_draft_len(spec: HeadDecodingConfig, head: DraftHead) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..config import SAEnhancerConfig, SuffixSearchConfig
 from ..config.suffix import LONGEST
 from ..metadata.draft_memory import DraftMemory
+from ..ops.tokens.lookup import Earlier, Lookup, look_up
 from ..ops.tokens.ring import (
     BUCKETS_PER_TOKEN,
     OWNER_WORDS,
@@ -22,10 +23,9 @@ from ..ops.tokens.ring import (
     SIZES,
     Ring,
     add_to_ring,
-    matches_in_ring,
     ring_pages,
 )
-from ..ops.tokens.suffix import Continuation, Matches, Search, matches_in_text, suffixes, vote
+from ..ops.tokens.suffix import Continuation
 from ..utils import rows_to_tensor, untouched_zeros
 from . import texts
 from .protocols import DraftInputs, EndedText
@@ -63,6 +63,9 @@ class SuffixLookup:
                 num_slots + 1, OWNER_WORDS, dtype=torch.int64, device=device
             )
             ring = _empty_ring(self.config.global_pool_tokens // PAGE * PAGE, device)
+            if device.type == "cuda":  # compiles the kernel now; nobody owns this text
+                nobody = torch.zeros(OWNER_WORDS, dtype=torch.int64, device=device)
+                add_to_ring(ring, torch.zeros(SIZES[0] + 1, dtype=torch.int64), nobody, 0)
             state |= {f"ring_{name}": tensor for name, tensor in ring._asdict().items()}
             self._ring_end = 0
         return state
@@ -101,25 +104,28 @@ class SuffixLookup:
         history, lens = texts.add_accepted(inputs, self.max_draft_len)
         if inputs.step.draft_len == 0:
             return None
-        sources = [matches_in_text(history, lens, self._search(COUNT_IN_TEXT))]
+        earlier, state = None, inputs.step.state
         if self.remembers_texts:
-            sources.append(self._matches_in_ring(inputs, suffixes(history, lens, self._longest)))
-        return vote(tuple(sources), self.config.match_decay, self.config.min_token_prob)
+            earlier = Earlier(_ring_of(state), state["owners"][inputs.step.slot_ids])
+        return look_up(history, lens, earlier, self._lookup)
 
-    def _matches_in_ring(self, inputs: DraftInputs, last: Tensor) -> Matches:
-        state = inputs.step.state
-        owners = state["owners"][inputs.step.slot_ids]
-        return matches_in_ring(_ring_of(state), last, owners, self._search(COUNT_IN_RING))
+    @property
+    def _lookup(self) -> Lookup:
+        return Lookup(
+            longest=self._longest,
+            shortest=self.config.min_matching_ngram_size,
+            num_in_text=COUNT_IN_TEXT,
+            num_in_ring=COUNT_IN_RING,
+            max_draft_len=self.max_draft_len,
+            decay=self.config.match_decay,
+            least=self.config.min_token_prob,
+        )
 
     @property
     def _longest(self) -> int:
         """Tokens of a match that are counted."""
         asked = self.config.max_matching_ngram_size
         return LONGEST if asked == -1 else asked
-
-    def _search(self, count: int) -> Search:
-        shortest = self.config.min_matching_ngram_size
-        return Search(self._longest, shortest, count, self.max_draft_len)
 
 
 class LookupBesideNetwork(SuffixLookup):

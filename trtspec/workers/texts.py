@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ops.tokens.history import append_tokens
 from ..utils import rows_to_tensor
 from .protocols import DraftInputs
 
@@ -42,21 +43,17 @@ def add_accepted(inputs: DraftInputs, max_draft_len: int) -> tuple[Tensor, Tenso
         int64, at most L.
     """
     step, slots = inputs.step, inputs.step.slot_ids
-    history, history_lens = step.state["history"], step.state["history_lens"]
-    lens = history_lens[slots]
-    added = step.output_lens(inputs.num_accepted_tokens).to(torch.int64)
-    tokens = inputs.accepted_tokens  # [B, K+1]
-    trash = history.shape[1] - 1
-    offsets = torch.arange(tokens.shape[1], device=tokens.device)
-    columns = torch.where(offsets < added[:, None], lens[:, None] + offsets, trash)
-    columns = columns.clamp(max=trash)
-    history[slots[:, None], columns] = tokens
-    lens = (lens + added).clamp(max=trash)
-    history_lens[slots] = lens
-
+    history = step.state["history"]
+    lens = append_tokens(
+        history,
+        step.state["history_lens"],
+        slots,
+        inputs.accepted_tokens,
+        step.output_lens(inputs.num_accepted_tokens),
+    )
     # The host's bound of the lengths, so that a short history is not searched at full width. A
     # context's history holds its whole prompt, of which this pass may have read a part only.
-    meta, width = inputs.attn_metadata, trash
+    meta, width = inputs.attn_metadata, history.shape[1] - 1
     if meta is not None and meta.num_contexts == 0:
-        width = min(meta.max_kv_len + max_draft_len + 2, trash)
+        width = min(meta.max_kv_len + max_draft_len + 2, width)
     return history[slots, :width], lens

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launch.dispatch import twin
 
+
+@twin("tokens.triton_suffix")
 def propose_ngrams(
     history: Tensor,
     lens: Tensor,

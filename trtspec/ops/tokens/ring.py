@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..launch.dispatch import twin
 from .suffix import Matches, Search
 
 PAGE = 32
@@ -26,7 +27,7 @@ BUCKETS_PER_TOKEN = 4
 """Of the index, so that few n-grams share one: what shares it hides the older positions."""
 OWNER_WORDS = 2
 """int64 words that name an owner. All zero is no owner."""
-_FACTOR = 0x5851F42D4C957F2D
+HASH_FACTOR, HASH_SHIFT, HASH_MASK = 0x5851F42D4C957F2D, 29, 2**62 - 1
 
 
 class Ring(NamedTuple):
@@ -44,6 +45,7 @@ def ring_pages(num_tokens: int) -> int:
     return num_tokens // PAGE + 1
 
 
+@twin("tokens.triton_ring")
 def add_to_ring(ring: Ring, text: Tensor, owner: Tensor, start: int) -> None:
     """Writes a text over the oldest ones.
 
@@ -89,9 +91,9 @@ def _hashes(grams: Tensor, owner: Tensor) -> Tensor:
     """Hashes n-grams [..., n] of an owner [..., OWNER_WORDS] -> [...] int64, >= 0."""
     hashed = owner[..., 0]
     for j in range(grams.shape[-1]):
-        hashed = (hashed ^ grams[..., j]) * _FACTOR
-        hashed = hashed ^ (hashed >> 29)
-    return hashed & (2**62 - 1)
+        hashed = (hashed ^ grams[..., j]) * HASH_FACTOR
+        hashed = hashed ^ (hashed >> HASH_SHIFT)
+    return hashed & HASH_MASK
 
 
 def matches_in_ring(ring: Ring, last: Tensor, owners: Tensor, search: Search) -> Matches:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..launch.dispatch import twin
-
 
 class Matches(NamedTuple):
     """C matches of each of B texts."""
@@ -41,7 +39,6 @@ def suffixes(history: Tensor, lens: Tensor, count: int) -> Tensor:
     return history.gather(1, back.clamp_min(0)).masked_fill(back < 0, -1)
 
 
-@twin("tokens.triton_suffix")
 def match_lens(history: Tensor, lens: Tensor, last: Tensor) -> Tensor:
     """Returns how many of a text's last tokens agree with those that end at each position.
 
