@@ -63,9 +63,9 @@ class SuffixLookup:
                 num_slots + 1, OWNER_WORDS, dtype=torch.int64, device=device
             )
             ring = _empty_ring(self.config.global_pool_tokens // PAGE * PAGE, device)
-            if device.type == "cuda":  # compiles the kernel now; nobody owns this text
-                nobody = torch.zeros(OWNER_WORDS, dtype=torch.int64, device=device)
-                add_to_ring(ring, torch.zeros(SIZES[0] + 1, dtype=torch.int64), nobody, 0)
+            if device.type == "cuda":  # compiles the kernel now; what has no owner is not found
+                zeros = torch.zeros(SIZES[-1], dtype=torch.int64, device=device)
+                add_to_ring(ring, zeros, zeros[:OWNER_WORDS], 0)
             state |= {f"ring_{name}": tensor for name, tensor in ring._asdict().items()}
             self._ring_end = 0
         return state
