@@ -25,12 +25,13 @@ from trtspec import (
     KvCacheConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    SADecodingConfig,
     SamplingParams,
 )
 from trtspec.checkpoints.zoo import resolve_head
 from trtspec.executor import auto_draft_len, drafters
 from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
-from trtspec.executor.drafters import may_choose
+from trtspec.executor.drafters import LoadedDrafter, may_choose
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch
 from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
@@ -393,6 +394,31 @@ def test_it_is_the_default_where_that_is_safe(monkeypatch: pytest.MonkeyPatch) -
         assert not chooses(replace(eagle, **fields)), fields
     monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "2")
     assert not chooses(eagle)
+
+
+def test_a_suffix_lookup_chooses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its K is the default, 16, on one GPU."""
+
+    def load(config: SADecodingConfig, device: str = "cuda", size: int = 1) -> LoadedDrafter:
+        parallel = SimpleNamespace(size=size)
+        target: Any = SimpleNamespace(
+            device=torch.device(device), config=SimpleNamespace(parallel=parallel, vocab_size=9)
+        )
+        return drafters.drafter_loader(config).load(target)
+
+    chosen = load(SADecodingConfig(match_decay=0.5))
+    assert chosen.chooses_by_default and chosen.config is not None
+    assert chosen.config == SADecodingConfig(match_decay=0.5, draft_len_schedule="auto")
+    monkeypatch.setenv("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "0")
+    for config, device, size in (
+        (SADecodingConfig(max_draft_len=8), "cuda", 1),
+        (SADecodingConfig(draft_len_schedule={4: 2}), "cuda", 1),
+        (SADecodingConfig(max_verified_drafts=8), "cuda", 1),
+        (SADecodingConfig(), "cpu", 1),
+        (SADecodingConfig(), "cuda", 2),
+    ):
+        kept = load(config, device, size)
+        assert kept.config == config and not kept.chooses_by_default
 
 
 def test_it_follows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

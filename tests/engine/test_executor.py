@@ -847,6 +847,24 @@ def test_when_prompts_start_by_default(given: Any, is_cuda: bool, expected: Any)
     assert config.prefill_batch_size == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "max_seq_len", "is_cuda", "expected"),
+    [
+        (None, 300, False, 320), (None, 300, True, 8192), (None, 20_000, True, 20_000),
+        (None, 30, True, 64 * 35), (None, 30, False, 64 * 5), (700, 300, True, 700),
+    ],
+)  # fmt: skip
+def test_rows_of_a_pass_by_default(
+    given: int | None, max_seq_len: int, is_cuda: bool, expected: int
+) -> None:
+    """A whole sequence or a full batch; on a GPU many prompts too, but no more than ever run."""
+    engine = EngineConfig("model", max_batch_size=64, max_num_tokens=given)
+    config = _executor_config(
+        engine, max_seq_len=max_seq_len, rows=5, is_cuda=is_cuda, cuda_graph=None
+    )
+    assert config.max_num_tokens == expected
+
+
 def _engine_of_16(target_dir: Path, size: int | str) -> LLM:
     return LLM(
         target_dir, device="cpu", dtype="float32", max_batch_size=16, max_seq_len=64,
