@@ -350,6 +350,9 @@ def test_a_client_that_does_not_read(served: Served) -> None:
     connection.connect(("127.0.0.1", served.port))
     body = LONG | {"stream": True, "logprobs": 20, "n": 2, "temperature": 1}
     connection.sendall(raw_post(TEXT, json.dumps(body).encode()))
+    deadline = time.monotonic() + 15
+    while not served.engine.num_live and time.monotonic() < deadline:
+        time.sleep(0.002)  # else nothing may have begun yet
     served.wait_for_rest()
     time.sleep(1.2)
     text = read_all(connection)

@@ -92,7 +92,7 @@ class SweepCommand:
         options = replace(self.engine, max_batch_size=concurrency)
         if column in ("plain", "sa"):
             options = options.with_plain("none" if column == "plain" else "sa")
-        if column in ("auto", "sa"):
+        if column == "auto":
             options = replace(options, draft_len_schedule="auto")
         return replace(options, sa=True) if column == "both" else options
 
