@@ -163,6 +163,29 @@ def test_prompts_too_long_for_one_pass_take_several(
         assert request.output_token_ids == output.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("mode", ["sa", *(DRAFTING if full() else ())])
+def test_a_prompt_longer_than_any_pass_is_cut(
+    target_dir: Path, drafters: Drafters, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into passes of one step, beside a generation; of several prompts the rests share passes."""
+    monkeypatch.setattr("trtspec.executor.context_inputs.TOKENS_PER_CONTEXT", 4)
+    executor = _llm(target_dir, config_of(mode, 2, drafters), monkeypatch).executor
+    graphs = Uncaptured(executor, (8,))
+    executor.runner.graphs = graphs  # type: ignore[assignment]
+    prompts = [[(7 * i + j * j) % 5 for j in range(n)] for i, n in enumerate((6, 18, 6))]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    requests = [executor.enqueue(prompts[0], params)]
+    executor.step()
+    requests += [executor.enqueue(prompt, params) for prompt in prompts[1:]]
+    executor.step()
+    assert graphs.passes == 1 + 3  # of 6; 8, 8, and 2 + 6 tokens
+    assert [request.num_computed for request in requests[1:]] == [18, 6]
+    executor.run_until_done()
+    oracle = Oracle(target_dir)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_token_ids == oracle.extend(prompt, 3)
+
+
 def test_dealing_prompts_out() -> None:
     """In passes of at most 10 tokens."""
     request: Any = None

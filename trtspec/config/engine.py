@@ -93,12 +93,13 @@ class CudaGraphConfig:
             built, the largest first, so that no request waits for it; else each on first use. A
             draft length that chooses itself has most of its graphs captured at start anyway.
         context_tokens: sizes, in tokens, for which a pass over prompts is captured too, beside the
-            generations' graph. A longer prompt takes several passes. () is none: prompts run
-            eagerly, with the generations. None is 8, 64, 128, 256, … 1024, 1280, … 2048, 3072, …
-            8192, up to the engine's max_num_tokens. It ends where an H200 computes a layer for
-            longer than a host launches it: for 8 B parameters at 1024 tokens in bf16, 2048 in FP8.
-            Longer prompts run eagerly there. Such graphs need attention in Triton. They need a mode
-            that drafts inside the step, but not vanilla MTP or SAVE_HIDDEN_STATES.
+            generations' graph. () is none: prompts run eagerly, with the generations. None is 8,
+            64, 128, 256, … 1024, 1280, … 2048, 3072, … 8192, up to the engine's max_num_tokens and
+            with it. It ends where an H200 computes a layer for longer than a host launches it: for
+            8 B parameters at 1024 tokens in bf16, 2048 in FP8. Prompts of more rows than that run
+            eagerly, too. Others that fit none of the sizes are cut, for up to 8 passes. Such graphs
+            need attention in Triton. They need a mode that drafts inside the step, but not vanilla
+            MTP or SAVE_HIDDEN_STATES.
         enable_autotuner: measure which of cuBLASLt's algorithms is the fastest for each large
             product of up to 128 rows in a captured step. That is done on first use, once, in under
             a second for a batch size. The choice is kept in the cache directory. In bf16 and fp16 a
@@ -165,7 +166,8 @@ class EngineConfig:
             FP8's values. None leaves all weights as the checkpoint has them.
         max_batch_size: requests that run at the same time.
         max_num_tokens: token rows in one pass; default: one full sequence, or a full batch. On
-            CUDA at least 8192.
+            CUDA at least 8192: fewer delay requests that decode for less time, where large models
+            read many prompts.
         max_seq_len: prompt and output together; default: the model's, at most 8192.
         kv_cache_config: size of the KV cache.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.

@@ -17,7 +17,7 @@ from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-VERSION = 3  # of the steps: another one makes times of earlier releases unknown
+VERSION = 4  # of the steps: another one makes times of earlier releases unknown
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for lengths not yet timed
 
 
@@ -116,6 +116,7 @@ def _path(runner: StepRunner) -> Path:
         (weights, keys, step.target.config, step.target.config.parallel.size),
         (runner.mode.name, getattr(step.draft_model, "config", None), runner.max_draft_len),
         None if config is None else config.acceptance,
+        getattr(config, "sa_config", None) is not None,
     )
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
     return cache_dir() / "step_times" / f"{name}.json"

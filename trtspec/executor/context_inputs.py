@@ -8,7 +8,8 @@ between passes is one device tensor, which the host sends in one copy.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,31 +75,31 @@ def deal_out(
     if sum(chunk.end - chunk.start for chunk in chunks) > most_worth:
         return []
     passes: list[list[ContextChunk]] = []
+    for piece in _cut(chunks, shape_for):
+        if not passes or shape_for([*passes[-1], piece]) is None:
+            if len(passes) == MAX_PASSES or shape_for([piece]) is None:
+                return []
+            passes.append([])
+        passes[-1].append(piece)
+    return passes
+
+
+def _cut(chunks: Sequence[ContextChunk], shape_for: ShapeFor) -> Iterator[ContextChunk]:
+    """Yields the parts, each cut into the longest pieces that have a shape, if any has one."""
     for chunk in chunks:
-        pieces = _cut(chunk, shape_for)
-        if not pieces:
-            return []
-        for piece in pieces:
-            if not passes or shape_for([*passes[-1], piece]) is None:
-                passes.append([])
-            passes[-1].append(piece)
-    return passes if len(passes) <= MAX_PASSES else []
+        while shape_for([chunk]) is None and (longest := _longest_piece(chunk, shape_for)):
+            piece, chunk = chunk.cut(longest)
+            yield piece
+        yield chunk
 
 
-def _cut(chunk: ContextChunk, shape_for: ShapeFor) -> list[ContextChunk]:
-    """Cuts a part into the longest pieces that have a shape each; [] if there is no shape."""
-    pieces: list[ContextChunk] = []
-    while shape_for([chunk]) is None:
-        longest = bisect_left(
-            range(1, chunk.end - chunk.start),
-            True,
-            key=lambda count: shape_for([chunk.cut(count)[0]]) is None,
-        )
-        if longest == 0:
-            return []
-        piece, chunk = chunk.cut(longest)
-        pieces.append(piece)
-    return [*pieces, chunk]
+def _longest_piece(chunk: ContextChunk, shape_for: ShapeFor) -> int:
+    """Returns how many of a part's first tokens have a shape, of a part that has none."""
+
+    def has_none(count: int) -> bool:
+        return shape_for([replace(chunk, end=chunk.start + count)]) is None
+
+    return bisect_left(range(1, chunk.end - chunk.start), True, key=has_none)
 
 
 class ContextInputs:

@@ -112,8 +112,8 @@ class Request:
     def ends_with_what_is_in_flight(self) -> bool:
         """Whether the steps in flight yield its last token, so that another step would be wasted.
 
-        Each yields one token at least. (The context pass after a preemption yields none; then the
-        next step is launched one step late.)
+        Each is taken to yield one token at least. (Parts of prompts but the last yield none, nor
+        does the context pass after a preemption. Then the next step may be launched one step late.)
         """
         return self.num_tokens + self.num_in_flight >= self.max_total_tokens
 

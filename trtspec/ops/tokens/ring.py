@@ -50,7 +50,7 @@ def add_to_ring(ring: Ring, text: Tensor, owner: Tensor, start: int) -> None:
     """Writes a text over the oldest ones.
 
     Its pages have no owner while they are written, so that a write that was interrupted is never
-    found.
+    found. (Triton's kernel writes all at once.)
 
     Args:
         text: [n] int64, token ids; its pages fit into the ring.
