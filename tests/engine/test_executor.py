@@ -848,20 +848,21 @@ def test_when_prompts_start_by_default(given: Any, is_cuda: bool, expected: Any)
 
 
 @pytest.mark.parametrize(
-    ("given", "max_seq_len", "is_cuda", "expected"),
+    ("given", "max_seq_len", "graph_rows", "expected"),
     [
-        (None, 300, False, 320), (None, 300, True, 8192), (None, 20_000, True, 20_000),
-        (None, 30, True, 64 * 35), (None, 30, False, 64 * 5), (700, 300, True, 700),
+        (None, 300, 0, 64 * 5), (None, 300, 8192, 8192), (None, 20_000, 8192, 20_000),
+        (None, 2000, 1031, 2000), (None, 30, 8192, 64 * 35), (700, 300, 8192, 700),
     ],
 )  # fmt: skip
 def test_rows_of_a_pass_by_default(
-    given: int | None, max_seq_len: int, is_cuda: bool, expected: int
+    given: int | None, max_seq_len: int, graph_rows: int, expected: int
 ) -> None:
-    """A whole sequence or a full batch; on a GPU many prompts too, but no more than ever run."""
+    """A whole sequence or a full batch, or what graphs have, but no more than ever run."""
     engine = EngineConfig("model", max_batch_size=64, max_num_tokens=given)
     config = _executor_config(
-        engine, max_seq_len=max_seq_len, rows=5, is_cuda=is_cuda, cuda_graph=None
-    )
+        engine, max_seq_len=max_seq_len, rows=5, is_cuda=True, cuda_graph=None,
+        graph_rows=graph_rows,
+    )  # fmt: skip
     assert config.max_num_tokens == expected
 
 

@@ -166,8 +166,7 @@ class EngineConfig:
             FP8's values. None leaves all weights as the checkpoint has them.
         max_batch_size: requests that run at the same time.
         max_num_tokens: token rows in one pass; default: one full sequence, or a full batch. On
-            CUDA at least 8192: fewer delay requests that decode for less time, where large models
-            read many prompts.
+            one GPU at least 8192 with a small model, of which graphs read as many at once.
         max_seq_len: prompt and output together; default: the model's, at most 8192.
         kv_cache_config: size of the KV cache.
         enable_chunked_prefill: prompts may be computed in pieces, beside generation.

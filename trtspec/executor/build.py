@@ -37,6 +37,7 @@ from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
+from .context_inputs import most_worth_capturing
 from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache
@@ -55,7 +56,9 @@ from .saving import HiddenStatesSaver
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
-LEAST_DEFAULT_ROWS = 8192  # of a pass on CUDA, where many short prompts cost little more than one
+GRAPH_ROWS = 8192
+"""A pass has room for as many where graphs of prompts do: many short prompts of a small model cost
+little more than one."""
 
 __all__ = ["build_executor", "resolve_device", "resolve_dtype"]
 
@@ -151,6 +154,7 @@ class _Loaded(NamedTuple):
     needs: CacheNeeds
     specs: list[KVGroupSpec]
     num_blocks: list[int]  # of each group, as many as this rank's memory holds
+    graph_rows: int  # of a pass over prompts that graphs serve; 0 on CPU and over several ranks
 
 
 def _build(
@@ -174,6 +178,7 @@ def _build(
             rows=loaded.needs.rows,
             is_cuda=device.type == "cuda",
             cuda_graph=graph_config(engine.cuda_graph_config, target.backend, device, drafter.mode),
+            graph_rows=loaded.graph_rows,
         )
         if parallel.size > 1 and config.cuda_graph is not None and _is_on_every_rank(drafter):
             config = replace(config, cuda_graph=replace(config.cuda_graph, enable_autotuner=False))
@@ -238,15 +243,16 @@ def _load(
     reads_next = getattr(drafter.model, "reads_next_tokens", False)
     worker = create_worker(drafter.config, drafter.mask_token_id, reads_next_tokens=reads_next)
     rows = worker.max_draft_len + 1
+    graph_rows = 0
+    if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
+        graph_rows = min(GRAPH_ROWS, most_worth_capturing(target.model))
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,
         max_num_tokens=(
             engine.max_num_tokens
             if is_int(engine.max_num_tokens)
-            else _default_num_tokens(
-                seq_len, engine.max_batch_size * rows, is_cuda=device.type == "cuda"
-            )
+            else max(seq_len, engine.max_batch_size * rows, graph_rows)
         ),
         rows=rows,
         extra_kv=worker.num_extra_kv_tokens,
@@ -257,7 +263,7 @@ def _load(
     if drafter.model is not None:
         specs += drafter.model.kv_group_specs(target.dtype)
     num_blocks = size_cache(engine.kv_cache, specs, needs, device)
-    return _Loaded(target, drafter, worker, needs, specs, num_blocks)
+    return _Loaded(target, drafter, worker, needs, specs, num_blocks, graph_rows)
 
 
 def _target_specs(engine: EngineConfig, target: LoadedTarget) -> list[KVGroupSpec]:
@@ -359,15 +365,17 @@ def _executor_config(
     rows: int,
     is_cuda: bool,
     cuda_graph: CudaGraphConfig | None,
+    graph_rows: int = 0,
 ) -> ExecutorConfig:
     """Returns what the executor schedules with.
 
     Args:
         rows: K + 1, of a verification pass.
+        graph_rows: of a pass over prompts that graphs serve.
     """
     least, max_num_tokens = engine.max_batch_size * rows, engine.max_num_tokens
     if max_num_tokens is None:
-        max_num_tokens = _default_num_tokens(max_seq_len, least, is_cuda=is_cuda)
+        max_num_tokens = max(max_seq_len, least, graph_rows)
     if not isinstance(max_num_tokens, int) or max_num_tokens < least:
         raise ConfigError(
             f"max_num_tokens={shown(max_num_tokens)} is below max_batch_size * (K + 1) = "
@@ -388,15 +396,6 @@ def _executor_config(
         guided_masked_drafts=engine.guided_masked_drafts,
         cuda_graph=cuda_graph,
     )
-
-
-def _default_num_tokens(max_seq_len: int, least: int, *, is_cuda: bool) -> int:
-    """Returns the rows of a pass where the config leaves them open.
-
-    Args:
-        least: rows of a full batch that verifies.
-    """
-    return max(max_seq_len, least, LEAST_DEFAULT_ROWS if is_cuda else 0)
 
 
 def _sequence_length(asked: int | None, configs: list[DecoderConfig]) -> int:
