@@ -30,10 +30,10 @@ from trtspec.ops.tokens import (
     triton_draw,
     triton_handover,
     triton_judge,
+    triton_lookup,
     triton_markov_walk,
     triton_probability,
     triton_ring,
-    triton_suffix,
     triton_walk,
 )
 from trtspec.ops.tokens.lookup import Earlier, Lookup
@@ -55,7 +55,7 @@ MODULES = (
     "tokens.triton_probability",
     "tokens.triton_ring",
     "tokens.triton_stats",
-    "tokens.triton_suffix",
+    "tokens.triton_lookup",
     "tokens.triton_walk",
 )
 CONTEXTS, GENERATIONS, K, VOCAB, DRAFT_VOCAB, SLOTS = 1, 2, 3, 5000, 3000, 4
@@ -174,10 +174,10 @@ def step() -> dict[str, Any]:
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
         (triton_handover.write_to_host, accepted, ints(8, K + 1)),
         (triton_ring.add_to_ring, ring, longs(40), longs(2), 0),
-        (triton_suffix.append_tokens, ints(SLOTS, 40), longs(SLOTS), certain, accepted, lens),
-        (triton_suffix.propose_ngrams, ints(GENERATIONS, 700), longs(GENERATIONS), K, 4, 2, True),
-        (triton_suffix.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), None, lookup),
-        (triton_suffix.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), earlier, lookup),
+        (triton_lookup.append_tokens, ints(SLOTS, 40), longs(SLOTS), certain, accepted, lens),
+        (triton_lookup.propose_ngrams, ints(GENERATIONS, 700), longs(GENERATIONS), K, 4, 2, True),
+        (triton_lookup.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), None, lookup),
+        (triton_lookup.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), earlier, lookup),
         (triton_walk.walk_candidates, candidates, lens, books),
         (triton_markov_walk.walk_by_draft, drafts_logits, lens, markov),
         (triton_rows.save_step, certain, longs(8), lens, accepted, past, ints(SLOTS, K + 1)),

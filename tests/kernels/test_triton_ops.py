@@ -32,9 +32,9 @@ from trtspec.ops.tokens import (  # noqa: E402  # noqa: E402
     ring,
     triton_bitmask,
     triton_handover,
+    triton_lookup,
     triton_markov_walk,
     triton_ring,
-    triton_suffix,
     triton_walk,
     walk,
 )
@@ -336,7 +336,7 @@ def test_append_tokens() -> None:
     append = history.append_tokens.__wrapped__  # type: ignore[attr-defined]
     arguments = slots, tokens, counts
     after = append(histories[0], lens[0], *arguments)
-    assert torch.equal(triton_suffix.append_tokens(histories[1], lens[1], *arguments), after)
+    assert torch.equal(triton_lookup.append_tokens(histories[1], lens[1], *arguments), after)
     assert torch.equal(histories[0, :, :11], histories[1, :, :11])  # the last column is scratch
     assert torch.equal(lens[0], lens[1]) and lens[0].tolist() == [5, 0, 11, 11, 4]
 
@@ -346,7 +346,7 @@ def test_append_tokens() -> None:
 def test_propose_ngrams(seed: int, prefer_oldest: bool) -> None:
     arguments = *_texts(seed), 5, 4, 1 + seed % 3, prefer_oldest
     expected = ngram.propose_ngrams.__wrapped__(*arguments)  # type: ignore[attr-defined]
-    assert torch.equal(triton_suffix.propose_ngrams(*arguments), expected)
+    assert torch.equal(triton_lookup.propose_ngrams(*arguments), expected)
 
 
 RING_PAGES, BUCKETS = 8, 64  # few hashes share a bucket, and texts overwrite each other
@@ -363,19 +363,28 @@ def _empty_ring() -> ring.Ring:
     )
 
 
-OWNERS = torch.tensor([[5, 7], [-5, 8]])
+OWNERS = torch.tensor([[5, 7], [5, 8], [-5, 8]])  # the first word is hashed, both are compared
 
 
 def _ring_texts(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Eight texts with their owners, and where in a ring they go."""
+    """Texts with their owners, and where in a ring they go.
+
+    The first have one n-gram more than a chunk holds, of each size. Of odd seeds the others begin
+    with the end of a text that is looked up, more or less of it. Some end soon after that.
+    """
     generator = torch.Generator().manual_seed(seed)
     start = 0
-    for number in range(8):
-        count = int(torch.randint(3, (RING_PAGES - 1) * ring.PAGE, (1,), generator=generator))
+    counts = [triton_ring.CHUNK + 1 + size for size in ring.SIZES]
+    counts += torch.randint(3, (RING_PAGES - 1) * ring.PAGE, (7,), generator=generator).tolist()
+    for number, count in enumerate(counts):
         text = torch.randint(0, 2 + seed % 5, (count,), generator=generator).to(DEVICE)
-        if seed % 2:  # a part of what is looked up
-            text = _texts(seed)[0][0, :count].long()
-        yield text, OWNERS[number % 2 if seed % 3 else 0].to(DEVICE), start
+        if seed % 2:
+            most = int(torch.randint(1, 20, (1,), generator=generator))
+            end = most + 2 if number % 2 else count
+            text = torch.cat([_texts(seed)[0][0, -most:].long(), text[20:]])[:end]
+        if len(text) < 3:
+            continue
+        yield text, OWNERS[number % 3 if seed % 3 else 0].to(DEVICE), start
         start = (start + ring.ring_pages(len(text)) * ring.PAGE) % (RING_PAGES * ring.PAGE)
 
 
@@ -394,15 +403,30 @@ def test_add_to_ring(seed: int) -> None:
 @pytest.mark.parametrize("has_ring", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_look_up(seed: int, has_ring: bool) -> None:
-    """In texts of their own, and in those of a ring, of which half are another owner's."""
+    """In texts of their own, and in those of a ring, which are mostly of other owners."""
     texts, lens = _texts(seed)
     filled = _empty_ring()
     for text, owner, start in _ring_texts(seed):
         ring.add_to_ring(filled, text, owner, start)
     wanted = lookup.Lookup(16, 1 + seed % 3, 16, 8, 7, 1.0, 0.1)
-    given = lookup.Earlier(filled, OWNERS[[0, 0, 1]].to(DEVICE)) if has_ring else None
+    given = lookup.Earlier(filled, OWNERS[[0, 1, 2]].to(DEVICE)) if has_ring else None
     expected = lookup.look_up.__wrapped__(texts, lens, given, wanted)  # type: ignore[attr-defined]
-    found = triton_suffix.look_up(texts, lens, given, wanted)
+    found = triton_lookup.look_up(texts, lens, given, wanted)
     torch.testing.assert_close(found.worth, expected.worth, atol=1e-5, rtol=1e-5)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.match_lens, expected.match_lens)
+
+
+def test_a_long_match_in_the_ring_votes_once() -> None:
+    """Three matches of two tokens against one of four, which the index of two tokens has too."""
+    filled, start, owner = _empty_ring(), 0, OWNERS[0].to(DEVICE)
+    for tokens in ([9, 1, 2, 5, 6, 7, 8], [8, 1, 2, 5, 6, 7], [7, 1, 2, 5, 6], [3, 4, 1, 2, 0]):
+        ring.add_to_ring(filled, torch.tensor(tokens, device=DEVICE), owner, start)
+        start += ring.PAGE
+    texts = torch.tensor([[11, 12, 3, 4, 1, 2]], dtype=torch.int32, device=DEVICE)
+    given = texts, torch.tensor([6], device=DEVICE), lookup.Earlier(filled, owner[None])
+    wanted = lookup.Lookup(16, 1, 16, 8, 4, 1.0, 0.1)
+    expected = lookup.look_up.__wrapped__(*given, wanted)  # type: ignore[attr-defined]
+    found = triton_lookup.look_up(*given, wanted)
+    assert found.tokens.tolist() == expected.tokens.tolist() == [[5, 6, 7, -1]]
+    torch.testing.assert_close(found.worth, expected.worth, atol=1e-5, rtol=1e-5)

@@ -208,7 +208,7 @@ class MTPLoader(HeadLoader[MTPDecodingConfig]):
 
 
 class SuffixLoader(DrafterLoader[SADecodingConfig]):
-    """Loads a suffix lookup, whose K of the config's default is a limit on a GPU."""
+    """Loads a suffix lookup. On one GPU its default K is a limit: lengths choose themselves."""
 
     def load(self, target: LoadedTarget) -> LoadedDrafter:
         is_open = self.spec.max_draft_len == SADecodingConfig.max_draft_len

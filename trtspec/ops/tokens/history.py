@@ -8,7 +8,7 @@ from torch import Tensor
 from ..launch.dispatch import twin
 
 
-@twin("tokens.triton_suffix")
+@twin("tokens.triton_lookup")
 def append_tokens(
     history: Tensor, history_lens: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor
 ) -> Tensor:

@@ -30,7 +30,7 @@ class Earlier(NamedTuple):
     owners: Tensor  # [B, OWNER_WORDS] int64
 
 
-@twin("tokens.triton_suffix")
+@twin("tokens.triton_lookup")
 def look_up(history: Tensor, lens: Tensor, earlier: Earlier | None, lookup: Lookup) -> Continuation:
     """Finds what may follow each text.
 

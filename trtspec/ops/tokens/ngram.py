@@ -8,7 +8,7 @@ from torch import Tensor
 from ..launch.dispatch import twin
 
 
-@twin("tokens.triton_suffix")
+@twin("tokens.triton_lookup")
 def propose_ngrams(
     history: Tensor,
     lens: Tensor,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .ring import PAGE, SIZES, Ring, ring_pages
-from .triton_suffix import bucket_of, hashed_with, size_of
+from .triton_lookup import bucket_of, hashed_with, size_of
 
 CHUNK = 64  # n-grams that are compared with each other
 NUM_SIZES, PAGE_SIZE = tl.constexpr(len(SIZES)), tl.constexpr(PAGE)
