@@ -5,6 +5,8 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
 
+#include <algorithm>
+
 #include "trtspec/dense.h"
 #include "trtspec/launchers.h"
 
@@ -34,6 +36,8 @@ cudaStream_t stream_of(const TensorView& x) {
 void* data(const Optional<TensorView>& x) {
   return x.has_value() ? x.value().data_ptr() : nullptr;
 }
+
+bool is_aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; }
 
 // Calls `run` with a value of x's element type, one of 16 bits.
 template <typename Run>
@@ -168,7 +172,6 @@ trtspec::CollectiveParams collective(const TensorView& x, const TensorView& hand
                                      const TensorView& out) {
   const int64_t bytes = x.numel() * x.dtype().bits / 8;
   const trtspec::Peers peers = peers_of(handle);
-  const auto is_aligned = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
   check(is_dense(x) && is_dense(out) && bytes % 16 == 0, "16 bytes at a time, in one piece");
   check(is_aligned(x.data_ptr()) && is_aligned(out.data_ptr()), "16 bytes must be aligned");
   check(bytes / 16 <= peers.part_packets, "more than the ranks' memory holds");
@@ -330,6 +333,52 @@ void attend_clusters(TensorView q, TensorView k, TensorView v, TensorView tables
   });
 }
 
+trtspec::PromptTensor prompt_tensor(const TensorView& x) {
+  check(is_dense(x, 2) && is_aligned(x.data_ptr()), "heads in one piece that begin at 16 bytes");
+  const int64_t head = x.size(1) > 1 ? x.stride(1) : x.size(2);  // torch may have any for one head
+  check(x.stride(0) % 8 == 0 && head % 8 == 0, "heads must begin at 16 bytes");
+  return {x.data_ptr(), x.size(0), x.size(1), x.stride(0), head};
+}
+
+// As attend_clusters, of contexts: tiles [N, 3] int32, of at most tile_rows rows each. Keys are cut into
+// at most `parts` parts of at least part_tiles tiles of 128 keys. With several their sums go to
+// acc [N * Hkv * parts, 128, D] and stats [N * Hkv * parts, 128, 2] float32.
+void attend_prompts(TensorView q, TensorView k, TensorView v, TensorView tables,
+                    TensorView positions, TensorView tiles, int64_t tile_rows, int64_t page_size,
+                    int64_t window, double scale, Optional<TensorView> sinks, int64_t parts,
+                    int64_t part_tiles, TensorView acc, TensorView stats, TensorView out) {
+  const int num_tiles = static_cast<int>(tiles.size(0)), dim = static_cast<int>(q.size(2));
+  if (num_tiles == 0) return;
+  const trtspec::PromptTensors tensors = {prompt_tensor(q), prompt_tensor(k), prompt_tensor(v)};
+  trtspec::PromptParams p = {};
+  p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
+  p.tables = static_cast<const int*>(tables.data_ptr()), p.table_row = tables.stride(0);
+  p.page_size = static_cast<int>(page_size);
+  p.box_keys = std::min(p.page_size, trtspec::kPromptKeys);
+  p.positions = static_cast<const int64_t*>(positions.data_ptr());
+  p.tiles = static_cast<const int*>(tiles.data_ptr()), p.num_tiles = num_tiles;
+  p.tile_rows = static_cast<int>(tile_rows), p.kv_heads = static_cast<int>(k.size(1));
+  p.per_kv = static_cast<int>(q.size(1)) / p.kv_heads, p.window = static_cast<int>(window);
+  p.scale = static_cast<float>(scale), p.sinks = data(sinks);
+  p.parts = {static_cast<int>(parts), static_cast<int>(part_tiles),
+             static_cast<float*>(acc.data_ptr()), static_cast<float2*>(stats.data_ptr())};
+  const int64_t pairs = parts > 1 ? num_tiles * p.kv_heads * parts * trtspec::kPromptPairs : 0;
+  check(acc.numel() >= pairs * dim && stats.numel() >= pairs * 2, "room for the parts' sums");
+  check(is_dense(acc) && is_dense(stats) && parts > 0 && part_tiles > 0, "parts in one piece");
+  check(p.per_kv > 0 && q.size(1) % p.kv_heads == 0, "query heads for each KV head");
+  check(dim == 64 || dim == 128, "heads of 64 or 128");
+  check(tile_rows > 0 && tile_rows * p.per_kv <= trtspec::kPromptPairs, "at most 128 pairs of a tile");
+  check(page_size >= 8 && (page_size & (page_size - 1)) == 0, "pages of a power of two keys, 8 or more");
+  check(scale > 0, "a positive scale");
+  check(positions.size(0) == q.size(0) && is_dense(positions), "a position for each row");
+  check(is_dense(tiles) && tiles.size(1) == 3 && is_dense(tables, 1), "tiles and tables in one piece");
+  check(is_dense(out, 2) && out.stride(0) % 2 == 0 && out.stride(1) % 2 == 0, "pairs of outputs");
+  check(!sinks.has_value() || sinks.value().dtype() == q.dtype(), "sinks of the queries' type");
+  by_half_type(q, [&](auto type) {
+    return trtspec::launch_attend_prompts<decltype(type)>(p, tensors, dim, stream_of(q));
+  });
+}
+
 void update_window(TensorView hidden, TensorView ids, TensorView last, TensorView slots,
                    TensorView window_hidden, TensorView window_ids) {
   const int size = static_cast<int>(hidden.size(1)) * hidden.dtype().bits / 8;
@@ -353,5 +402,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(all_gather, all_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_greedy, accept_greedy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(choose_drafts, choose_drafts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_clusters, attend_clusters);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(attend_prompts, attend_prompts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(update_window, update_window);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(walk_markov, walk_markov);

@@ -86,10 +86,10 @@ def _module(queries: Queries, k: Tensor, v: Tensor, tables: Tables, layer: Layer
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not k.dtype == v.dtype == q.dtype:
         return None
-    return native.kernels(q) if all(_is_readable(x) for x in (q, k, v)) else None
+    return native.kernels(q) if all(is_readable(x) for x in (q, k, v)) else None
 
 
-def _is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Whether every head begins at 16 bytes and is in one piece."""
     starts = x.data_ptr() // x.element_size(), x.stride(0), x.stride(1)
     return x.stride(2) == 1 and all(start % 8 == 0 for start in starts)

@@ -6,7 +6,8 @@ head are one tile. On Hopper a kernel of `csrc/` serves most of them (`csrc_kern
 Contexts are cut into tiles of query rows ("flash attention"); one launch serves those of all
 requests in a pass. The host knows their lengths and says which rows a tile has. Where the tiles are
 too few for the GPU, as behind a long prefix that was found in the cache, their keys are cut too. A
-captured pass of a few rows behind one is read as a generation's (`FEW_ROWS`).
+captured pass of a few rows behind one is read as a generation's (`FEW_ROWS`). On Hopper a kernel of
+`csrc/` serves heads of 64 and 128 (`csrc_prompts.py`).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -27,7 +28,7 @@ from ..ops.launch.triton import after_previous, dependent_launch
 from ..ops.layer.kv_codes import as_bytes
 from ..ops.layer.triton_fp8 import is_quick
 from ..ops.layer.triton_kv_codes import decoded, starts_with_nan
-from . import csrc_kernels
+from . import csrc_kernels, csrc_prompts
 from .base import CachedLayer
 from .mla import latent_attention
 from .split_kv import (
@@ -271,6 +272,7 @@ class ContextBlocks(NamedTuple):
 
     SPLIT: bool  # keys that all rows see are looked at without a mask, in a loop of their own
     PARTS: int  # that a tile's keys are cut into, at most
+    LEAST: int  # blocks of keys of a part, at least
     BLOCK_M: int  # pairs of a row and a head
     BLOCK_N: int  # keys
     BLOCK_D: int
@@ -283,47 +285,35 @@ def context_attention(
 
     Args:
         q, out: [T, Hq, D]; rows of no tile are left alone.
-        tables: blocks [B, M] int32 and positions [T] int64.
+        tables: blocks [B, M] int32 and positions [T] int64, which never fall in a tile.
         tiles: [N, 3] int32, as of `context_tiles`, of at most `tile_rows` rows each.
     """
     layer, queries = _arguments(q, cached, out)
-    block_d = _block_d(layer.dim)
-    block_m = max(16, triton.next_power_of_2(tile_rows * layer.per_kv))
-    block_n, split = BLOCK_N // max(block_d // 128, 1), True
-    num_warps = 8 if block_m * block_d > 128 * 64 else 4
-    if q.dtype == torch.float32:  # several loops would spill
-        block_n, num_warps, split = max(block_n // 2, 16), 8 if block_d <= 128 else 4, False
-    elif block_d > 64 and _has_room(q.device):
-        block_n, num_warps = (2 * BLOCK_N, 8) if block_d == 128 else (block_n, 4)
-    groups = len(tiles) * layer.kv_heads
-    blocks = ContextBlocks(
-        SPLIT=split,
-        PARTS=_context_parts(groups),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-    )
-    shape = (groups * blocks.PARTS if blocks.PARTS > 1 else 0), block_m
-    parts = Parts(
-        acc=torch.empty((*shape, block_d), dtype=torch.float32, device=q.device),
-        stats=torch.empty((*shape, 2), dtype=torch.float32, device=q.device),
-    )
-    _context_kernel[(len(tiles), layer.kv_heads, blocks.PARTS)](
-        queries,
-        _cache(cached),
-        tables,
-        tiles,
-        parts,
-        tables.blocks.stride(0),
-        tables.blocks.shape[1],
-        layer=layer,
-        blocks=blocks,
-        num_warps=num_warps,
-        num_stages=2,
-        **dependent_launch(q),
-    )
+    module = csrc_prompts.module_for(queries, cached, layer)
+    if module is not None:
+        blocks = _csrc_blocks(layer, len(tiles), tables)
+        parts = _parts_of(blocks, layer, tiles)
+        sizes = csrc_prompts.Sizes(tile_rows, blocks.PARTS, blocks.LEAST)
+        csrc_prompts.attend(module, queries, cached, tables, tiles, layer, sizes, parts)
+    else:
+        blocks = _triton_blocks(q, layer, len(tiles), tile_rows)
+        parts = _parts_of(blocks, layer, tiles)
+        _context_kernel[(len(tiles), layer.kv_heads, blocks.PARTS)](
+            queries,
+            _cache(cached),
+            tables,
+            tiles,
+            parts,
+            tables.blocks.stride(0),
+            tables.blocks.shape[1],
+            layer=layer,
+            blocks=blocks,
+            num_warps=_num_warps(q, blocks),
+            num_stages=2,
+            **dependent_launch(q),
+        )
     if blocks.PARTS > 1:
-        _join_context_kernel[(len(tiles), layer.kv_heads, block_m // JOIN_ROWS)](
+        _join_context_kernel[(len(tiles), layer.kv_heads, blocks.BLOCK_M // JOIN_ROWS)](
             queries,
             tables,
             tiles,
@@ -336,8 +326,58 @@ def context_attention(
         )
 
 
+def _triton_blocks(q: Tensor, layer: Layer, tiles: int, tile_rows: int) -> ContextBlocks:
+    """Returns how Triton's kernel works on tiles, by measurement."""
+    block_d = _block_d(layer.dim)
+    block_n = BLOCK_N // max(block_d // 128, 1)
+    if q.dtype == torch.float32:  # several loops would spill
+        block_n = max(block_n // 2, 16)
+    elif block_d == 128 and _has_room(q.device):
+        block_n = 2 * BLOCK_N
+    return ContextBlocks(
+        SPLIT=q.dtype != torch.float32,
+        PARTS=_context_parts(tiles * layer.kv_heads),
+        LEAST=1,
+        BLOCK_M=max(16, triton.next_power_of_2(tile_rows * layer.per_kv)),
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+    )
+
+
+def _num_warps(q: Tensor, blocks: ContextBlocks) -> int:
+    if q.dtype == torch.float32:
+        return 8 if blocks.BLOCK_D <= 128 else 4
+    if blocks.BLOCK_D > 64 and _has_room(q.device):
+        return 8 if blocks.BLOCK_D == 128 else 4
+    return 8 if blocks.BLOCK_M * blocks.BLOCK_D > 128 * 64 else 4
+
+
+def _csrc_blocks(layer: Layer, tiles: int, tables: Tables) -> ContextBlocks:
+    """Returns how the kernel of csrc works on tiles."""
+    return ContextBlocks(
+        SPLIT=False,
+        PARTS=csrc_prompts.most_parts(
+            tiles * layer.kv_heads, tables.blocks.shape[1] * layer.page_size
+        ),
+        LEAST=csrc_prompts.PART_TILES,
+        BLOCK_M=csrc_prompts.TILE_PAIRS,
+        BLOCK_N=csrc_prompts.TILE_KEYS,
+        BLOCK_D=layer.dim,
+    )
+
+
+def _parts_of(blocks: ContextBlocks, layer: Layer, tiles: Tensor) -> Parts:
+    """Returns room for the sums of parts, if there are several."""
+    groups = len(tiles) * layer.kv_heads
+    shape = (groups * blocks.PARTS if blocks.PARTS > 1 else 0), blocks.BLOCK_M
+    return Parts(
+        acc=torch.empty((*shape, blocks.BLOCK_D), dtype=torch.float32, device=tiles.device),
+        stats=torch.empty((*shape, 2), dtype=torch.float32, device=tiles.device),
+    )
+
+
 def _context_parts(groups: int) -> int:
-    """Returns into how many parts the keys of tiles are cut.
+    """Returns into how many parts Triton's kernel cuts the keys of tiles.
 
     Args:
         groups: tiles, times KV heads.
@@ -566,7 +606,7 @@ def _keys_of_tile(positions, is_row, layer: tl.constexpr, blocks: tl.constexpr):
 def _parts_of_tile(start, end, blocks: tl.constexpr):
     """Returns how many parts a tile's keys are cut into, and the keys of a part."""
     count = tl.cdiv(end - start, blocks.BLOCK_N)
-    size = tl.maximum(tl.cdiv(count, blocks.PARTS), 1)
+    size = tl.maximum(tl.cdiv(count, blocks.PARTS), blocks.LEAST)
     return tl.cdiv(count, size), size * blocks.BLOCK_N
 
 

@@ -7,6 +7,7 @@
 #include "choose.cuh"
 #include "cluster_attention.cuh"
 #include "markov_walk.cuh"
+#include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
 
 namespace trtspec {
@@ -51,6 +52,22 @@ constexpr int kMaxPairs = 32;
 template <typename T>
 cudaError_t launch_attend_clusters(const AttendParams& params, int dim, ClusterShape shape,
                                    cudaStream_t stream);
+
+// [rows, heads, columns] in global memory; strides in elements.
+struct PromptTensor {
+  const void* data;
+  int64_t rows, heads, row, head;
+};
+
+struct PromptTensors {
+  PromptTensor q, k, v;
+};
+
+// On Hopper alone. Heads of 64 or 128, pages a power of two from 8 on. All begin at 16 bytes, and have
+// strides by 16 bytes.
+template <typename T>
+cudaError_t launch_attend_prompts(const PromptParams& params, const PromptTensors& tensors, int dim,
+                                  cudaStream_t stream);
 
 cudaError_t launch_window(const WindowParams& params, int num_requests, cudaStream_t stream);
 
