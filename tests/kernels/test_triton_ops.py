@@ -341,6 +341,23 @@ def test_append_tokens() -> None:
     assert torch.equal(lens[0], lens[1]) and lens[0].tolist() == [5, 0, 11, 11, 4]
 
 
+@pytest.mark.parametrize("module", [history, triton_lookup])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_fill_up_a_batch_append_nothing(module: Any, dtype: torch.dtype) -> None:
+    """They point to the last slot, several of them, and whatever it held."""
+    append = getattr(module.append_tokens, "__wrapped__", module.append_tokens)
+    texts = torch.zeros(4, 12, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([3, 5, 2, 7], device=DEVICE)
+    slots = torch.tensor([3, 1, 3, 3], device=DEVICE)
+    tokens = torch.arange(12, dtype=torch.int32, device=DEVICE).view(4, 3) + 1
+    counts = torch.tensor([3, 2, 1, 0], dtype=dtype, device=DEVICE)
+    for length in (7, 9):
+        assert append(texts, lens, slots, tokens, counts).tolist() == [0, length, 0, 0]
+        assert lens.tolist() == [3, length, 2, 0]
+    assert texts[1, :11].tolist() == [0, 0, 0, 0, 0, 4, 5, 4, 5, 0, 0]
+    assert not texts[[0, 2, 3], :11].any()  # the last column is scratch
+
+
 @pytest.mark.parametrize("prefer_oldest", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_propose_ngrams(seed: int, prefer_oldest: bool) -> None:
