@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matrix import cpu_engine
 from oracle import Oracle, random_prompts
 from suffix_search import Pool, search_text, vote_in_lists
 from tiny import tiny_model_dir
 
-from trtspec import LLM, KvCacheConfig, SADecodingConfig, SamplingParams
+from trtspec import LLM, KvCacheConfig, NGramDecodingConfig, SADecodingConfig, SamplingParams
+from trtspec.config import DecodingBaseConfig
 from trtspec.executor.request import Request
+from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.ops.tokens.suffix import Search
-from trtspec.workers import lookup
+from trtspec.workers import WORKER_OF_MODE, SAWorker, history, lookup, texts
 from trtspec.workers.lookup import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 from trtspec.workers.protocols import EndedText
 
@@ -127,6 +130,92 @@ def test_texts_longer_than_the_pool_leave_their_ends(target_dir: Path, oracle: O
         assert output.outputs[0].token_ids == oracle.extend(prompt, 20)
 
 
+def test_texts_that_end_together_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one after another, those too that overwrite each other and those too short to match."""
+    ended = [
+        EndedText([i * i % 7 for i in range(n)], n // 3, salt)
+        for n, salt in [(700, "a"), (2, "b"), (90, None), (33, "a"), (800, "b"), (10, None)]
+    ]
+    workers = [SAWorker(config_of()) for _ in range(2)]
+    states = [worker.allocate_state(2, 64, torch.device("cpu")) for worker in workers]
+    for text in ended:
+        workers[0].remember_text(states[0], text)
+    real, calls = lookup.add_texts, []
+    monkeypatch.setattr(lookup, "add_texts", lambda *given: calls.append(real(*given)))
+    workers[1].remember_texts(states[1], ended)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert workers[0].lookup._ring_end == workers[1].lookup._ring_end == states[1]["ring_end"]
+    workers[1].remember_texts(states[1], [ended[1]])  # nothing to add
+    assert len(calls) == 1
+
+
+def test_a_worker_that_takes_texts_one_by_one_still_gets_each(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[EndedText] = []
+
+    class Taking(SAWorker):
+        def remember_text(self, state: dict[str, torch.Tensor], text: EndedText) -> None:
+            taken.append(text)
+            super().remember_text(state, text)
+
+    monkeypatch.setitem(WORKER_OF_MODE, SpeculativeDecodingMode.SA, Taking)
+    llm = cpu_engine(target_dir, config_of())
+    prompts, params = random_prompts(3), SamplingParams(max_tokens=8, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    said = sorted(p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True))
+    assert sorted(text.token_ids for text in taken) == said
+    assert llm.executor.state.worker["ring_tokens"].count_nonzero() >= 8 * 3
+
+
+def test_a_salt_is_written_where_the_slot_does_not_hold_it() -> None:
+    worker = SAWorker(config_of())
+    states = [worker.allocate_state(2, 64, torch.device("cpu")) for _ in range(2)]
+    owners = states[0]["owners"]
+    worker.admit(states[0], 1, [5, 6])
+    of_none = owners[1].clone()
+    worker.set_salt(states[0], 1, "a")
+    own = owners[1].clone()
+    assert of_none.any() and own.any() and not torch.equal(of_none, own) and not owners[0].any()
+    owners[1] = 3  # behind the worker's back
+    worker.set_salt(states[0], 1, "a")
+    assert owners[1].tolist() == [3, 3]
+    worker.set_salt(states[0], 0, "a")
+    worker.set_salt(states[0], 1, None)
+    assert torch.equal(owners[:2], torch.stack([own, of_none]))
+    worker.set_salt(states[1], 1, None)  # other tensors, which hold nothing yet
+    assert torch.equal(states[1]["owners"][1], of_none)
+    worker.set_salt(states[0], 1, "a")
+    assert torch.equal(owners[1], own)
+
+
+@pytest.mark.parametrize("config", [config_of(), NGramDecodingConfig(max_draft_len=K)])
+def test_texts_that_no_draft_reads_are_not_gathered(
+    target_dir: Path, config: DecodingBaseConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without drafts add what was accepted, and later ones look it up."""
+    real, calls = texts.gather_texts, []
+
+    def gathered(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(texts, "gather_texts", gathered)
+    monkeypatch.setattr(history, "gather_texts", gathered)
+    llm = cpu_engine(target_dir, config, overlap=False)
+    executor = llm.executor
+    request = executor.enqueue([1, 2, 3] * 4, SamplingParams(max_tokens=40, ignore_eos=True))
+    for length in [0] * 9 + [K]:
+        assert not calls
+        executor.runtime_draft_len = length
+        executor.step()
+        text, state = request.token_ids, executor.state.worker
+        assert state["history_lens"][request.slot] == len(text)
+        assert state["history"][request.slot, : len(text)].tolist() == text
+        assert length or drafts_of(llm, request) == [-1] * K
+    assert len(calls) == 1 and len(request.output_token_ids) == 10
+
+
 def test_only_what_was_proposed_is_counted(target_dir: Path) -> None:
     """A step's record has the drafts that there were, not those that pad its rows."""
     llm = cpu_engine(target_dir, config_of(max_draft_len=8), overlap=False)
@@ -180,7 +269,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
     executor, ring_ends = llm.executor, llm.executor.state.worker["ring_end"]
     params, prompts = SamplingParams(max_tokens=20, ignore_eos=True), random_prompts(5)
     requests = [executor.enqueue(prompt, params) for prompt in prompts]
-    real, calls = lookup.add_to_ring, itertools.count()
+    real, calls = lookup.add_texts, itertools.count()
 
     def interrupted(ring: Any, *others: Any) -> None:
         real(ring, *others)
@@ -188,7 +277,7 @@ def test_an_interrupt_while_a_text_is_kept_loses_nothing(
             ring.owners.zero_()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(lookup, "add_to_ring", interrupted)
+    monkeypatch.setattr(lookup, "add_texts", interrupted)
     done, interrupts = [], 0
     while executor.has_work or executor.book.finished:
         try:
@@ -210,11 +299,11 @@ def test_sampled_texts_are_those_without_speculation(target_dir: Path, rule: str
         SamplingParams(max_tokens=24, temperature=(0.5, 2.0)[i % 2], seed=i % 12, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    texts, accepted = [], 0
+    said, accepted = [], 0
     for config in (None, config_of(min_token_prob=0.0, acceptance=rule)):
         llm = cpu_engine(target_dir, config, max_batch_size=5)
         outputs = llm.generate(prompts, params)
-        texts.append([output.outputs[0].token_ids for output in outputs])
+        said.append([output.outputs[0].token_ids for output in outputs])
         accepted = sum(output.spec_stats.num_accepted_draft_tokens for output in outputs)
-    assert texts[0] == texts[1]
-    assert len({tuple(text) for text in texts[0]}) > 6 and accepted > 150
+    assert said[0] == said[1]
+    assert len({tuple(text) for text in said[0]}) > 6 and accepted > 150

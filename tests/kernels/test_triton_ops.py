@@ -341,6 +341,23 @@ def test_append_tokens() -> None:
     assert torch.equal(lens[0], lens[1]) and lens[0].tolist() == [5, 0, 11, 11, 4]
 
 
+@pytest.mark.parametrize("module", [history, triton_lookup])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_that_fill_up_a_batch_append_nothing(module: Any, dtype: torch.dtype) -> None:
+    """They point to the last slot, several of them, and whatever it held."""
+    append = getattr(module.append_tokens, "__wrapped__", module.append_tokens)
+    texts = torch.zeros(4, 12, dtype=torch.int32, device=DEVICE)
+    lens = torch.tensor([3, 5, 2, 7], device=DEVICE)
+    slots = torch.tensor([3, 1, 3, 3], device=DEVICE)
+    tokens = torch.arange(12, dtype=torch.int32, device=DEVICE).view(4, 3) + 1
+    counts = torch.tensor([3, 2, 1, 0], dtype=dtype, device=DEVICE)
+    for length in (7, 9):
+        assert append(texts, lens, slots, tokens, counts).tolist() == [0, length, 0, 0]
+        assert lens.tolist() == [3, length, 2, 0]
+    assert texts[1, :11].tolist() == [0, 0, 0, 0, 0, 4, 5, 4, 5, 0, 0]
+    assert not texts[[0, 2, 3], :11].any()  # the last column is scratch
+
+
 @pytest.mark.parametrize("prefer_oldest", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_propose_ngrams(seed: int, prefer_oldest: bool) -> None:
@@ -388,16 +405,36 @@ def _ring_texts(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         start = (start + ring.ring_pages(len(text)) * ring.PAGE) % (RING_PAGES * ring.PAGE)
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
-def test_add_to_ring(seed: int) -> None:
-    rings = _empty_ring(), _empty_ring()
-    for text, owner, start in _ring_texts(seed):
-        ring.add_to_ring.__wrapped__(rings[0], text, owner, start)  # type: ignore[attr-defined]
-        triton_ring.add_to_ring(rings[1], text, owner, start)
-        for name, expected, ours in zip(ring.Ring._fields, *rings, strict=True):
-            if name == "newest":  # whose last column is scratch
-                expected, ours = expected[:, :-1], ours[:, :-1]
-            assert torch.equal(expected, ours), name
+def test_add_texts_to_a_ring(seed: int, together: int) -> None:
+    """Both twins against one text after another. Of several, later ones overwrite earlier ones."""
+    one_by_one, *rings = _empty_ring(), _empty_ring(), _empty_ring()
+    texts = list(_ring_texts(seed))
+    for first in range(0, len(texts), together):
+        words, counts = [], []
+        for text, owner, start in texts[first : first + together]:
+            ring.add_to_ring(one_by_one, text, owner, start)
+            words += [torch.tensor([len(text)], device=DEVICE), owner, text]
+            counts.append(len(text))
+        arguments = torch.cat(words), counts, texts[first][2]
+        ring.add_texts.__wrapped__(rings[0], *arguments)  # type: ignore[attr-defined]
+        triton_ring.add_texts(rings[1], *arguments)
+        for added in rings:
+            for name, expected, ours in zip(ring.Ring._fields, one_by_one, added, strict=True):
+                if name == "newest":  # whose last column is scratch
+                    expected, ours = expected[:, :-1], ours[:, :-1]
+                assert torch.equal(expected, ours), name
+
+
+def test_no_texts_change_no_ring() -> None:
+    """As when the kernel is compiled before the first text ends."""
+    filled = _empty_ring()
+    ring.add_to_ring(filled, torch.arange(9, device=DEVICE), OWNERS[0].to(DEVICE), 0)
+    before = [tensor.clone() for tensor in filled]
+    empty = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    triton_ring.add_texts(filled, empty, [], ring.PAGE)
+    assert all(map(torch.equal, filled, before))
 
 
 @pytest.mark.parametrize("has_ring", [False, True])

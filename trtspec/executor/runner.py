@@ -134,8 +134,7 @@ class StepRunner:
 
     def remember(self, texts: list[EndedText]) -> None:
         """Lets the drafter keep texts of requests that ended."""
-        for text in texts:
-            self.step.worker.remember_text(self.step.state.worker, text)
+        self.step.worker.remember_texts(self.step.state.worker, texts)
 
     def set_drafts(self, drafts: dict[int, list[int]]) -> None:
         """Overwrites the drafts of some slots, each list filled up with -1 to K."""

@@ -161,7 +161,18 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
         """Keeps a text for later requests of its salt. Called between steps; does not wait."""
         if self.lookup is not None:
-            self.lookup.remember_text(state, text)
+            self.lookup.remember_texts(state, [text])
+
+    def remember_texts(self, state: dict[str, Tensor], texts: Sequence[EndedText]) -> None:
+        """Keeps the texts of requests that ended together, in their order, as `remember_text` does.
+
+        A worker that writes `remember_text` alone gets one after another.
+        """
+        if type(self).remember_text is not SpecWorkerBase.remember_text:
+            for text in texts:
+                self.remember_text(state, text)
+        elif self.lookup is not None:
+            self.lookup.remember_texts(state, texts)
 
     def num_looked_up_drafts(self, state: dict[str, Tensor]) -> int:
         """Returns how many drafts came from texts beside a network's. Waits for the device."""

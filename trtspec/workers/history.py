@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
-from .texts import STATE_NAMES, add_accepted, admit_text, allocate_texts
+from .texts import STATE_NAMES, add_accepted, admit_text, allocate_texts, gather_texts
 
 
 class HistoryWorker(SpecWorkerBase):
@@ -40,5 +40,12 @@ class HistoryWorker(SpecWorkerBase):
         admit_text(state, slot, token_ids)
 
     def add_accepted(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
-        """Adds a step's accepted tokens to its requests' texts, and returns them."""
-        return add_accepted(inputs, self.max_draft_len)
+        """Adds a step's accepted tokens to its requests' texts.
+
+        Returns:
+            the texts [B, L] int32, which may hold anything past their ends, and their lengths [B]
+            int64, at most L. A worker that drafts nothing in this step needs
+            `texts.add_accepted` alone.
+        """
+        lens = add_accepted(inputs)
+        return gather_texts(inputs, self.max_draft_len), lens

@@ -6,9 +6,11 @@ match is good enough: then a request's drafts of that step are all looked up, an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +24,11 @@ from ..ops.tokens.ring import (
     PAGE,
     SIZES,
     Ring,
-    add_to_ring,
+    add_texts,
     ring_pages,
 )
 from ..ops.tokens.suffix import Continuation
-from ..utils import rows_to_tensor, untouched_zeros
+from ..utils import to_device, untouched_zeros
 from . import texts
 from .protocols import DraftInputs, EndedText
 
@@ -48,6 +50,9 @@ class SuffixLookup:
     def __init__(self, config: SuffixSearchConfig, max_draft_len: int):
         self.config, self.max_draft_len = config, max_draft_len
         self._ring_end = 0  # where the next text goes
+        # By slot the salt that it holds, in this state's `owners`. Another state's are not known.
+        self._salted = weakref.ref(torch.empty(0))
+        self._salts: dict[int, str | None] = {}
 
     @property
     def remembers_texts(self) -> bool:
@@ -63,9 +68,8 @@ class SuffixLookup:
                 num_slots + 1, OWNER_WORDS, dtype=torch.int64, device=device
             )
             ring = _empty_ring(self.config.global_pool_tokens // PAGE * PAGE, device)
-            if device.type == "cuda":  # compiles the kernel now; what has no owner is not found
-                zeros = torch.zeros(SIZES[-1], dtype=torch.int64, device=device)
-                add_to_ring(ring, zeros, zeros[:OWNER_WORDS], 0)
+            if device.type == "cuda":  # compiles the kernel now
+                add_texts(ring, torch.empty(0, dtype=torch.int64, device=device), [], 0)
             state |= {f"ring_{name}": tensor for name, tensor in ring._asdict().items()}
             self._ring_end = 0
         return state
@@ -77,33 +81,48 @@ class SuffixLookup:
 
     def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
         """Writes whose texts the request in a slot may be drafted from."""
-        if self.remembers_texts:
-            state["owners"][slot] = _owner_of(salt, state["owners"].device)
-
-    def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
-        """Adds the output to the ring, after as much of the prompt as a match counts."""
-        ring = _ring_of(state)
-        size, device = ring.tokens.shape[0], ring.tokens.device
-        first = max(0, text.num_prompt_tokens - self._longest, len(text.token_ids) - size + 1)
-        tokens = text.token_ids[first:]
-        if len(tokens) <= SIZES[0]:
+        if not self.remembers_texts:
             return
-        add_to_ring(
-            ring,
-            rows_to_tensor(tokens, torch.int64, device),
-            _owner_of(text.salt, device),
-            self._ring_end,
-        )
-        self._ring_end = (self._ring_end + ring_pages(len(tokens)) * PAGE) % size
+        owners = state["owners"]
+        if self._salted() is not owners:
+            self._salted, self._salts = weakref.ref(owners), {}
+        if slot in self._salts and self._salts[slot] == salt:
+            return  # it is written already
+        self._salts.pop(slot, None)  # until both words are written
+        for word, value in zip(owners[slot].unbind(), _owner_of(salt), strict=True):
+            word.fill_(value)  # the value goes with the kernel: no copy
+        self._salts[slot] = salt
+
+    def remember_texts(self, state: dict[str, Tensor], ended: Sequence[EndedText]) -> None:
+        """Adds outputs to the ring, each after as much of its prompt as a match counts.
+
+        On a GPU it is one copy and one kernel.
+        """
+        ring = _ring_of(state)
+        size = ring.tokens.shape[0]
+        words: list[int] = []
+        counts: list[int] = []
+        for text in ended:
+            first = max(0, text.num_prompt_tokens - self._longest, len(text.token_ids) - size + 1)
+            count = len(text.token_ids) - first
+            if count > SIZES[0]:
+                words += (count, *_owner_of(text.salt), *text.token_ids[first:])
+                counts.append(count)
+        if counts:
+            packed = torch.from_numpy(np.array(words, dtype=np.int64))
+            add_texts(ring, to_device(packed, ring.tokens.device), counts, self._ring_end)
+            pages = sum(ring_pages(count) for count in counts)
+            self._ring_end = (self._ring_end + pages * PAGE) % size
 
     def find(self, inputs: DraftInputs) -> Continuation | None:
         """Adds the step's accepted tokens to the texts, and returns what may follow them.
 
         None: the step proposes nothing.
         """
-        history, lens = texts.add_accepted(inputs, self.max_draft_len)
+        lens = texts.add_accepted(inputs)
         if inputs.step.draft_len == 0:
             return None
+        history = texts.gather_texts(inputs, self.max_draft_len)
         earlier, state = None, inputs.step.state
         if self.remembers_texts:
             earlier = Earlier(_ring_of(state), state["owners"][inputs.step.slot_ids])
@@ -193,10 +212,9 @@ def _ring_of(state: dict[str, Tensor]) -> Ring:
     return Ring(*(state[f"ring_{name}"] for name in Ring._fields))
 
 
-def _owner_of(salt: str | None, device: torch.device) -> Tensor:
+def _owner_of(salt: str | None) -> list[int]:
     """Returns the words that stand for a salt: 128 bits of a cryptographic hash."""
     text = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
     size = 8 * OWNER_WORDS
     digest = blake2b(text, digest_size=size, person=b"trtspec texts").digest()
-    words = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, size, 8)]
-    return rows_to_tensor(words, torch.int64, device)
+    return [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, size, 8)]

@@ -8,6 +8,7 @@ from ..config import NGramDecodingConfig
 from ..ops.tokens.ngram import propose_ngrams
 from .history import HistoryWorker
 from .protocols import DraftInputs
+from .texts import add_accepted
 
 
 class NGramWorker(HistoryWorker):
@@ -16,6 +17,9 @@ class NGramWorker(HistoryWorker):
     config: NGramDecodingConfig
 
     def draft(self, inputs: DraftInputs) -> Tensor:
+        if inputs.step.draft_len == 0:
+            add_accepted(inputs)
+            return self.no_drafts(inputs)
         history, lens = self.add_accepted(inputs)
         config = self.config
         assert config.min_matching_ngram_size is not None

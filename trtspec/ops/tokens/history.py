@@ -14,7 +14,8 @@ def append_tokens(
 ) -> Tensor:
     """Writes tokens behind the texts of slots, and their new lengths.
 
-    The last column is scratch: texts end before it, and tokens beyond are lost.
+    The last column is scratch: texts end before it, and tokens beyond are lost. So is the last
+    slot, to which rows point that only fill up a batch: its text stays empty.
 
     Args:
         history: [slots, L] int32, changed. history_lens: [slots] int64, changed.
@@ -24,7 +25,8 @@ def append_tokens(
         [B] int64, the lengths.
     """
     scratch = history.shape[1] - 1
-    lens = history_lens[slots]
+    is_scratch = slots == history.shape[0] - 1
+    lens, counts = (given.masked_fill(is_scratch, 0) for given in (history_lens[slots], counts))
     offsets = torch.arange(tokens.shape[1], device=tokens.device)
     columns = torch.where(offsets < counts[:, None], lens[:, None] + offsets, scratch)
     history[slots[:, None], columns.clamp(max=scratch)] = tokens

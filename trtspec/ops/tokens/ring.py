@@ -11,6 +11,7 @@ with the ring's tokens, and positions that do not grow older end a search.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ BUCKETS_PER_TOKEN = 4
 """Of the index, so that few n-grams share one: what shares it hides the older positions."""
 OWNER_WORDS = 2
 """int64 words that name an owner. All zero is no owner."""
+HEADER_WORDS = 1 + OWNER_WORDS
+"""int64 words before a text's tokens, where several texts are one tensor."""
 HASH_FACTOR, HASH_SHIFT, HASH_MASK = 0x5851F42D4C957F2D, 29, 2**62 - 1
 
 
@@ -46,8 +49,23 @@ def ring_pages(num_tokens: int) -> int:
 
 
 @twin("tokens.triton_ring")
+def add_texts(ring: Ring, words: Tensor, counts: Sequence[int], start: int) -> None:
+    """Writes texts over the oldest ones, one after another: a later one may overwrite an earlier.
+
+    Args:
+        words: int64. Of each text: the number of its tokens, its owner's words, and the tokens.
+        counts: these numbers on the host. Each text's pages fit into the ring.
+        start: where the first goes, the end of the text before; a multiple of PAGE.
+    """
+    for count in counts:
+        text = words[: HEADER_WORDS + count]
+        add_to_ring(ring, text[HEADER_WORDS:], text[1:HEADER_WORDS], start)
+        start = (start + ring_pages(count) * PAGE) % ring.tokens.shape[0]
+        words = words[HEADER_WORDS + count :]
+
+
 def add_to_ring(ring: Ring, text: Tensor, owner: Tensor, start: int) -> None:
-    """Writes a text over the oldest ones.
+    """Writes one text over the oldest ones, in torch.
 
     Its pages have no owner while they are written, so that a write that was interrupted is never
     found. (Triton's kernel writes all at once.)

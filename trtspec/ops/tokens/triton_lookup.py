@@ -42,6 +42,7 @@ def append_tokens(
         tokens,
         counts,
         lens,
+        history.shape[0] - 1,
         history.shape[1],
         most,
         MOST=triton.next_power_of_2(most),
@@ -159,6 +160,7 @@ def _append_kernel(
     tokens_ptr,
     counts_ptr,
     lens_ptr,
+    scratch_slot,
     size,
     most,
     MOST: tl.constexpr,
@@ -167,8 +169,10 @@ def _append_kernel(
     """The tokens of one request."""
     after_previous(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, MOST)
-    slot, count = tl.load(slots_ptr + row), tl.load(counts_ptr + row)
-    length = tl.load(history_lens_ptr + slot)
+    slot = tl.load(slots_ptr + row)
+    is_scratch = slot == scratch_slot  # of which several rows may write the length, all of them 0
+    count = tl.where(is_scratch, 0, tl.load(counts_ptr + row))
+    length = tl.where(is_scratch, 0, tl.load(history_lens_ptr + slot))
     inside = (i < count) & (i < most) & (length + i < size - 1)
     tokens = tl.load(tokens_ptr + row * most + i, mask=inside, other=0)
     tl.store(history_ptr + slot * size + length + i, tokens, mask=inside)

@@ -1,28 +1,27 @@
-"""Adding a text to the ring of earlier texts, in Triton. Twin: `ring.py`."""
+"""Adding texts to the ring of earlier texts, in Triton. Twin: `ring.py`."""
 
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .ring import PAGE, SIZES, Ring, ring_pages
+from .ring import HEADER_WORDS, PAGE, SIZES, Ring
 from .triton_lookup import bucket_of, hashed_with, size_of
 
 CHUNK = 64  # n-grams that are compared with each other
-NUM_SIZES, PAGE_SIZE = tl.constexpr(len(SIZES)), tl.constexpr(PAGE)
+NUM_SIZES, PAGE_SIZE, HEADER = (tl.constexpr(n) for n in (len(SIZES), PAGE, HEADER_WORDS))
 
 
-def add_to_ring(ring: Ring, text: Tensor, owner: Tensor, start: int) -> None:
+def add_texts(ring: Ring, words: Tensor, counts: Sequence[int], start: int) -> None:
     """As its twin, in one kernel."""
-    count = text.shape[0]
     _add_kernel[(len(SIZES) + 1,)](
         ring,
-        text,
-        owner,
-        count,
-        ring_pages(count) * PAGE,
+        words,
+        len(counts),
         start,
         ring.tokens.shape[0],
         ring.newest.shape[1] - 1,
@@ -32,32 +31,38 @@ def add_to_ring(ring: Ring, text: Tensor, owner: Tensor, start: int) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["count", "taken", "start"])
+@triton.jit(do_not_specialize=["num_texts", "start"])
 def _add_kernel(
     ring,
-    text_ptr,
-    owner_ptr,
-    count,
-    taken,
+    words_ptr,
+    num_texts,
     start,
     ring_size,
     buckets,
     CHUNK: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """The index of one size of n-grams; or the tokens and their owner."""
+    """The index of one size of n-grams; or the tokens and their owners. One text after another."""
     part = tl.program_id(0)
+    for _ in range(num_texts):
+        count = tl.load(words_ptr).to(tl.int32)
+        text_ptr = words_ptr + HEADER
+        taken = (count // PAGE_SIZE + 1) * PAGE_SIZE  # tokens of its pages
+        if part == NUM_SIZES:
+            _write_text(ring, words_ptr + 1, text_ptr, count, taken, start, ring_size, CHUNK)
+        else:
+            _write_index(
+                ring, tl.load(words_ptr + 1), text_ptr, count, start, ring_size, buckets, part,
+                CHUNK, LONGEST,
+            )  # fmt: skip
+        start = (start + taken) % ring_size
+        words_ptr = text_ptr + count
     if part == NUM_SIZES:
-        _write_text(ring, text_ptr, owner_ptr, count, taken, start, ring_size, CHUNK)
-    else:
-        _write_index(
-            ring, text_ptr, tl.load(owner_ptr), count, start, ring_size, buckets, part, CHUNK,
-            LONGEST,
-        )  # fmt: skip
+        tl.store(ring.end, start.to(tl.int64))
 
 
 @triton.jit
-def _write_text(ring, text_ptr, owner_ptr, count, taken, start, ring_size, CHUNK: tl.constexpr):
+def _write_text(ring, owner_ptr, text_ptr, count, taken, start, ring_size, CHUNK: tl.constexpr):
     """The tokens, a 0 behind them and to the page's end, and the owner of the pages."""
     owner_0, owner_1 = tl.load(owner_ptr), tl.load(owner_ptr + 1)
     for first in range(0, taken, CHUNK):
@@ -69,12 +74,12 @@ def _write_text(ring, text_ptr, owner_ptr, count, taken, start, ring_size, CHUNK
         page = ring.owners + place // PAGE_SIZE * 2
         tl.store(page, owner_0, mask=is_page)
         tl.store(page + 1, owner_1, mask=is_page)
-    tl.store(ring.end, ((start + taken) % ring_size).to(tl.int64))
+    tl.debug_barrier()  # the next text may overwrite this one
 
 
 @triton.jit
 def _write_index(
-    ring, text_ptr, owner, count, start, ring_size, buckets, part, CHUNK: tl.constexpr,
+    ring, owner, text_ptr, count, start, ring_size, buckets, part, CHUNK: tl.constexpr,
     LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Links each n-gram's end with the one before it of the same hash, a chunk after the other."""
