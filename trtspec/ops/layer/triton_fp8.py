@@ -8,6 +8,7 @@ sum are added in a fixed order by a second kernel, in float32.
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
 from .fp8 import Fp8Weight
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -53,10 +56,15 @@ def codes_to(codes, dtype: tl.constexpr, QUICK: tl.constexpr):
 
 @triton.jit
 def nearest_codes(y):
-    """float32 numbers as codes, int32: to nearest, even in ties, cut off at ±448; NaN stays.
+    """float32 numbers as codes, uint8: to nearest, even in ties, cut off at ±448; NaN stays."""
+    if INTERPRETED:
+        return _nearest_codes(y)
+    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
-    (Triton's own rounding under its interpreter loses the carry from mantissa to exponent.)
-    """
+
+@triton.jit
+def _nearest_codes(y):
+    """The same, where Triton's own rounding loses the carry from mantissa to exponent."""
     magnitude = tl.minimum(tl.abs(y), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     # A float32 has 20 bits of mantissa more, and an exponent that is 120 larger.
@@ -65,7 +73,7 @@ def nearest_codes(y):
     small = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0.015625, small, code)
     code = code | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return tl.where(y != y, 0x7F, code)
+    return tl.where(y != y, 0x7F, code).to(tl.uint8)
 
 
 def is_quick(codes: Tensor, dtype: torch.dtype) -> bool:

@@ -96,9 +96,7 @@ def _store_codes(y, scale, inside, out, row, size, d):
     largest = tl.max(tl.abs(y), 0)
     to_codes = tl.where(largest <= _SMALLEST, 0.0, tl.div_rn(_LARGEST, largest))
     codes = nearest_codes(y * to_codes)
-    tl.store(
-        out.codes + row * size + d, codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside
-    )
+    tl.store(out.codes + row * size + d, codes.to(tl.float8e4nv, bitcast=True), mask=inside)
     tl.store(out.scales + row, largest / _LARGEST * scale)
 
 
