@@ -19,6 +19,9 @@ from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import PromptRows, StepTensors
 
+FEWEST_ROWS = 512
+"""Of a pass over prompts, from which on its last layer is computed for the rows with logits alone.
+With fewer, reading weights takes the time, whatever the rows."""
 MOST_LOGITS = 1 << 26
 """Computed at once for log probabilities of prompts: 512 rows of a vocabulary of 128 Ki tokens."""
 
@@ -52,17 +55,20 @@ def forward_step(
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
     ids, verified = tensors.target
+    ends_early = _ends_by_rows(target, worker, tensors, mode)
+    kept = {"last_rows": tensors.gather_ids} if ends_early else {}
     hidden = target(
-        ids, verified.position_ids, verified, capture=spec, inputs_embeds=spec.inputs_embeds
+        ids, verified.position_ids, verified, capture=spec, inputs_embeds=spec.inputs_embeds, **kept
     )
     # A step without contexts has logits at every row: nothing to gather.
-    logits = target.compute_logits(hidden[tensors.gather_ids] if meta.num_contexts else hidden)
+    has_others = meta.num_contexts > 0 and not ends_early
+    logits = target.compute_logits(hidden[tensors.gather_ids] if has_others else hidden)
     if verified.packed is not None:
         hidden, logits = _unpacked(hidden, logits, verified.packed, spec)
     arguments = (
         tensors.input_ids,
         meta.position_ids,
-        hidden,
+        None if ends_early else hidden,
         logits,
         meta,
         spec,
@@ -118,6 +124,22 @@ def forward_step(
             else _prompt_logprobs(target, hidden, tensors.prompt_rows)
         ),
     )
+
+
+def _ends_by_rows(
+    target: Decoder, worker: SpecWorkerBase, tensors: StepTensors, mode: SpeculativeDecodingMode
+) -> bool:
+    """Whether nothing reads what the last layer makes of rows without logits."""
+    meta, spec = tensors.attn_metadata, tensors.spec_metadata
+    if not target.ends_by_rows or meta.num_generations or meta.num_context_tokens < FEWEST_ROWS:
+        return False
+    if tensors.prompt_rows is not None or meta.rope_position_ids is not None or meta.images:
+        return False
+    if worker.reads_final_states or mode.is_save_hidden_states():
+        return False
+    if spec.captured is None:
+        return not worker.drafts_with_network
+    return len(target.layers) - 1 not in spec.captured.layers
 
 
 def _unpacked(

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ from ..metadata.embeds import RowEmbeds
 from ..ops.layer.copy import copy_rows
 from ..ops.layer.norm import add_normed
 from ..ops.layer.rope import CacheWrite, Rope, apply_rope, rope_and_write
+from ..ops.step.rows import draft_step, gather_rows
 from ..state.kv_cache import KVGroupSpec
 from .config import DecoderConfig
 from .kv_layout import kv_group_specs, kv_locations
@@ -382,11 +383,14 @@ class Decoder(nn.Module):
         meta: AttentionMetadata | DensePass,
         capture: HiddenStateCapture | None = None,
         inputs_embeds: RowEmbeds | None = None,
+        last_rows: Tensor | None = None,
     ) -> Tensor:
         """input_ids, position_ids [T] -> hidden states after the final norm [T, D].
 
         `capture` keeps the residual stream after the layers it wants. `inputs_embeds` are rows
-        whose embedding is given.
+        whose embedding is given. With `last_rows`, [C] int64, of contexts alone, it returns those
+        rows, [C, D]: of the others the last layer writes keys and values, and computes nothing
+        else. That is where `ends_by_rows`; the last layer is not captured then.
         """
         config = self.config
         hidden = embed(
@@ -397,6 +401,9 @@ class Decoder(nn.Module):
         if self.per_layer_inputs is not None:
             layer_inputs = self.per_layer_inputs(input_ids, hidden, inputs_embeds)
         for i, layer in enumerate(self.layers):
+            if last_rows is not None and i == len(self.layers) - 1:
+                assert isinstance(meta, AttentionMetadata)
+                return self.norm(self._last_layer(hidden, input_ids, ropes[i], meta, last_rows))
             extra = () if layer_inputs is None else (layer_inputs[:, i],)
             places = () if capture is None else capture.places_of_layer(i, *hidden.shape)
             if places and layer.copies_output:
@@ -405,6 +412,30 @@ class Decoder(nn.Module):
             for place in places:
                 copy_rows(hidden, place)
         return self.norm(hidden)
+
+    @property
+    def ends_by_rows(self) -> bool:
+        """Whether the last layer can be computed for some rows alone."""
+        layer = self.layers[-1]
+        return type(layer) is DecoderLayer and type(layer.self_attn) is Attention
+
+    def _last_layer(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        rope: Rope,
+        meta: AttentionMetadata,
+        rows: Tensor,
+    ) -> Tensor:
+        """Returns the stream after the last layer of one row of each context, [C, D]."""
+        layer = self.layers[-1]
+        assert isinstance(layer, DecoderLayer)
+        layer.write_kv(hidden, rope, meta)
+        (kept,) = gather_rows(rows, hidden)
+        tokens, positions = input_ids[rows][:, None], meta.position_ids[rows][:, None]
+        _, own = draft_step(meta, tokens, positions, 0)
+        kept_rope = self.rope_tables.at(own.position_ids, own)[-1]
+        return cast(Tensor, layer(kept, kept_rope, own))
 
     def keep_logits(self, count: int) -> None:
         """Leaves out the logits of tokens from `count` on. Call it before weights are packed."""

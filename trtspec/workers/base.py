@@ -60,6 +60,10 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     """Whether proposals come from logits, so that they can be drawn from a distribution."""
     drafts_in_one_pass: ClassVar[bool] = False
     """Whether one pass makes the logits of all drafts."""
+    reads_final_states: ClassVar[bool] = True
+    """Whether `draft` may read the target's final hidden states of a prompt's rows. Where it does
+    not, or reads captured layers in their place, a pass over prompts need not compute them all, and
+    `DraftInputs.hidden_states` may be None."""
     can_read_late: ClassVar[bool] = False
     """Whether rows may wait in `StepContext.missed` where nothing is drafted."""
     _memory_sizes = 0, 0

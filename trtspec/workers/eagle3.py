@@ -65,6 +65,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     """Modes EAGLE3_ONE_MODEL, and EAGLE3, whose passes the executor launches one by one."""
 
     drafts_with_network = True
+    reads_final_states = False  # where the head has captured layers
     can_read_late = True
 
     @property

@@ -15,6 +15,7 @@ class NGramWorker(HistoryWorker):
     """Mode NGRAM. State: every slot's tokens so far (prompt and output) and their number."""
 
     config: NGramDecodingConfig
+    reads_final_states = False
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         if inputs.step.draft_len == 0:

@@ -18,6 +18,7 @@ class OnePassWorker(SpecWorkerBase):
     """Base of the workers of masked drafters (`masked.py`) and of block drafters (`dflash.py`)."""
 
     drafts_with_network = drafts_in_one_pass = True
+    reads_final_states = False  # where the drafter has captured layers
 
     def __init__(self, config: DecodingBaseConfig, mask_token_id: int):
         super().__init__(config)

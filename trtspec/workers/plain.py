@@ -11,5 +11,7 @@ from .protocols import DraftInputs
 class PlainWorker(SpecWorkerBase):
     """Mode NONE."""
 
+    reads_final_states = False
+
     def draft(self, inputs: DraftInputs) -> Tensor:
         return self.no_drafts(inputs)

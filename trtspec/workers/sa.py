@@ -15,6 +15,7 @@ class SAWorker(SpecWorkerBase):
 
     config: SADecodingConfig
     lookup: SuffixLookup
+    reads_final_states = False
 
     def __init__(self, config: SADecodingConfig):
         super().__init__(config)

@@ -11,5 +11,7 @@ from .protocols import DraftInputs
 class UserProvidedWorker(SpecWorkerBase):
     """Mode USER_PROVIDED. The executor overwrites the -1 drafts before the next step."""
 
+    reads_final_states = False
+
     def draft(self, inputs: DraftInputs) -> Tensor:
         return self.no_drafts(inputs)
