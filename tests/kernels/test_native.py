@@ -31,7 +31,7 @@ def test_the_kernels_compile_without_a_gpu() -> None:
         pytest.skip("needs nvcc and ninja")
     library = native.build("9.0a")
     for name in ("linear", "linear_swiglu", "linear_rope", "accept_greedy", "choose_drafts",
-                 "update_window", "attend_clusters"):  # fmt: skip
+                 "update_window", "attend_clusters", "attend_prompts"):  # fmt: skip
         assert f"__tvm_ffi_{name}".encode() in library.read_bytes(), name
     made = library.stat().st_mtime_ns
     assert native.build("9.0a") == library and library.stat().st_mtime_ns == made
