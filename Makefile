@@ -21,7 +21,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 LIGHT  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-lowest lint style bench test-gpu bench-gpu kernels clean
+.PHONY: help setup demo test test-all test-lowest lint compiled style bench test-gpu bench-gpu kernels clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,11 @@ lint: $(STAMP)  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Collects the tests and runs none: what all processes of `test` import is compiled by one of them.
+# An error in it is shown by `test`.
+compiled: $(STAMP)
+	-@$(LIGHT) $(BIN)/python -m pytest --collect-only -qq > $(VENV)/collected.txt
 
 style: $(STAMP)  ## Format, and fix what can be fixed
 	$(BIN)/ruff format .

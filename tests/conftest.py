@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 if not torch.cuda.is_available():  # before triton is imported: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with suppress(ImportError):
-        from interpreter import patch_language_once_a_launch
+        from interpreter import patch_interpreter
 
-        patch_language_once_a_launch()
+        patch_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -82,8 +82,18 @@ def run_sweep(target_dir: Path, drafters: Drafters, **options: Any) -> tuple[Swe
     return run.measure(), opened
 
 
-def test_cells_and_columns(target_dir: Path, drafters: Drafters) -> None:
-    sweep, opened = run_sweep(target_dir, drafters)
+@pytest.fixture(scope="module")
+def whole(
+    target_dir: Path, drafters: Drafters, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Sweep, list[Any]]:
+    """One sweep that several tests look at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return run_sweep(target_dir, drafters)
+
+
+def test_cells_and_columns(whole: tuple[Sweep, list[Any]]) -> None:
+    sweep, opened = whole
     assert [concurrency for concurrency, _ in opened] == [1, 3]
     places = [cell.place for cell in sweep.cells]
     assert len(set(places)) == len(places) == 8
@@ -109,11 +119,12 @@ def test_cells_and_columns(target_dir: Path, drafters: Drafters) -> None:
     assert sum(line["column"] == "mtp+sa" for line in lines) == len(places)
 
 
-def test_no_run_drafts_from_another_ones_answers(target_dir: Path, drafters: Drafters) -> None:
+def test_no_run_drafts_from_another_ones_answers(whole: tuple[Sweep, list[Any]]) -> None:
     """Greedy answers are the same in each run: found again, they would be accepted as a whole.
     With three at once the first prompt comes twice, and neither answer is found for the other."""
-    sweep, _ = run_sweep(target_dir, drafters, temperatures=[0.0])
-    for cell in sweep.cells:
+    greedy = [cell for cell in whole[0].cells if cell.place.temperature == 0]
+    assert {cell.place.concurrency for cell in greedy} == {1, 3}
+    for cell in greedy:
         first, second = cell.runs["sa"]
         assert first.acceptance_length == second.acceptance_length < 3
 
@@ -174,10 +185,9 @@ def test_contexts(target_dir: Path, drafters: Drafters) -> None:
     assert [cell.place.context for cell in sweep.cells] == [None, None, 120, 120]
 
 
-def test_picture(target_dir: Path, drafters: Drafters) -> None:
+def test_picture(whole: tuple[Sweep, list[Any]]) -> None:
     pytest.importorskip("matplotlib")
-    sweep, _ = run_sweep(target_dir, drafters, concurrencies=[2])
-    picture = draw_sweep(sweep)
+    picture = draw_sweep(whole[0])
     assert picture.startswith("<svg")
     for text in ("short, T=0", "long, T=2", "mtp+sa", "tokens/s over plain"):
         assert text in picture

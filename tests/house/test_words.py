@@ -4,7 +4,8 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,26 +38,29 @@ REFERENCES = {
 }
 
 
-def comments_and_docstrings(module: Path) -> Iterator[tuple[int, str]]:
-    """Yields (line number, text). Other strings are messages, prompts and data."""
+@cache
+def prose_and_names(module: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Comments and docstrings, and each name where it first stands, with their line numbers.
+
+    Other strings are messages, prompts and data.
+    """
     source = module.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-            continue
-        if isinstance(node.value.value, str):
-            yield node.lineno, node.value.value
+    texts = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+    ]
+    lines: dict[str, int] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+            texts.append((token.start[0], token.string))
+        elif token.type == tokenize.NAME:
+            lines.setdefault(token.string, token.start[0])
+    return texts, [(line, name) for name, line in lines.items()]
 
 
-def names(module: Path) -> Iterator[tuple[int, str]]:
-    for token in tokenize.generate_tokens(io.StringIO(module.read_text("utf-8")).readline):
-        if token.type == tokenize.NAME:
-            yield token.start[0], token.string
-
-
-def found(path: Path, pieces: Iterator[tuple[int, str]], words: dict[str, str]) -> list[str]:
+def found(path: Path, pieces: Iterable[tuple[int, str]], words: dict[str, str]) -> list[str]:
     """Returns a line for every forbidden word."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {match[0]!r} -> {instead}"
@@ -69,15 +73,15 @@ def found(path: Path, pieces: Iterator[tuple[int, str]], words: dict[str, str]) 
 def test_sources_use_the_glossarys_words() -> None:
     lines = []
     for module in MODULES:
-        lines += found(module, comments_and_docstrings(module), WORDS | REFERENCES)
-        lines += found(module, names(module), WORDS)
+        texts, names = prose_and_names(module)
+        lines += found(module, texts, WORDS | REFERENCES) + found(module, names, WORDS)
     assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_the_glossarys_words(page: Path) -> None:
     words = WORDS | REFERENCES
-    assert not (lines := found(page, iter([(1, page.read_text("utf-8"))]), words)), "\n".join(lines)
+    assert not (lines := found(page, [(1, page.read_text("utf-8"))], words)), "\n".join(lines)
 
 
 _PATH = re.compile(r"(?<![\w/.{}<*-])((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|md|cuh|cu))(?![\w{*])")
@@ -92,7 +96,7 @@ def prose() -> Iterator[tuple[Path, str]]:
     """Yields what describes the code as it is. Decisions describe it as it was."""
     for module in MODULES:
         if module.name != "_moved.py":
-            yield from ((module, text) for _, text in comments_and_docstrings(module))
+            yield from ((module, text) for _, text in prose_and_names(module)[0])
     yield from ((page, page.read_text("utf-8")) for page in PAGES if "decisions" not in page.parts)
 
 
