@@ -349,6 +349,8 @@ void attend_prompts(TensorView q, TensorView k, TensorView v, TensorView tables,
                     int64_t part_tiles, TensorView acc, TensorView stats, TensorView out) {
   const int num_tiles = static_cast<int>(tiles.size(0)), dim = static_cast<int>(q.size(2));
   if (num_tiles == 0) return;
+  check(k.size(1) > 0 && q.size(1) > 0 && q.size(1) % k.size(1) == 0, "query heads for each KV head");
+  check(k.dtype() == q.dtype() && v.dtype() == q.dtype(), "keys and values of the queries' type");
   const trtspec::PromptTensors tensors = {prompt_tensor(q), prompt_tensor(k), prompt_tensor(v)};
   trtspec::PromptParams p = {};
   p.out = out.data_ptr(), p.out_row = out.stride(0), p.out_head = out.stride(1);
@@ -365,7 +367,6 @@ void attend_prompts(TensorView q, TensorView k, TensorView v, TensorView tables,
   const int64_t pairs = parts > 1 ? num_tiles * p.kv_heads * parts * trtspec::kPromptPairs : 0;
   check(acc.numel() >= pairs * dim && stats.numel() >= pairs * 2, "room for the parts' sums");
   check(is_dense(acc) && is_dense(stats) && parts > 0 && part_tiles > 0, "parts in one piece");
-  check(p.per_kv > 0 && q.size(1) % p.kv_heads == 0, "query heads for each KV head");
   check(dim == 64 || dim == 128, "heads of 64 or 128");
   check(tile_rows > 0 && tile_rows * p.per_kv <= trtspec::kPromptPairs, "at most 128 pairs of a tile");
   check(page_size >= 8 && (page_size & (page_size - 1)) == 0, "pages of a power of two keys, 8 or more");

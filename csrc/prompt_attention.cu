@@ -51,11 +51,15 @@ cudaError_t launch_prompts(const PromptParams& p, const PromptTensors& x, cudaSt
   if (!are_described) return cudaErrorInvalidValue;
   const auto kernel = prompt_attention<T, kDim>;
   constexpr int shared = sizeof(PromptTiles<kDim>) + 1024;  // it begins at a multiple of 1,024
-  int device = 0, processors = 0;
+  int device = 0, generation = 0, processors = 0;
   cudaError_t raised = cudaGetDevice(&device);
+  if (raised == cudaSuccess) {
+    raised = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
+  }
   if (raised == cudaSuccess) {
     raised = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
+  if (raised == cudaSuccess && generation != 9) raised = cudaErrorNotSupported;  // it is empty there
   if (raised == cudaSuccess) {
     raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   }

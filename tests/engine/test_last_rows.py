@@ -10,9 +10,15 @@ import torch
 from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import VOCAB, Oracle, random_prompts
 from tiny_gemma import gemma_dir
-from tiny_heads import mtp_model_dir
+from tiny_heads import eagle3_dir, mtp_model_dir
 
-from trtspec import LLM, SamplingParams, SaveHiddenStatesDecodingConfig
+from trtspec import (
+    LLM,
+    EagleDecodingConfig,
+    KvCacheConfig,
+    SamplingParams,
+    SaveHiddenStatesDecodingConfig,
+)
 from trtspec.executor import forward_step
 from trtspec.models.decoder import Decoder
 
@@ -107,7 +113,7 @@ def test_few_rows_are_computed_whole(target_dir: Path, ended_early: list[int]) -
 def test_whoever_reads_all_rows_gets_them(
     target_dir: Path, tmp_path: Path, ended_early: list[int]
 ) -> None:
-    """Log probabilities of prompts, states that are saved, captured last layers."""
+    """Log probabilities of prompts, and states that are saved."""
     with cpu_engine(target_dir, None) as llm:
         llm.generate(random_prompts(2), SamplingParams(max_tokens=2, prompt_logprobs=0))
     saving = SaveHiddenStatesDecodingConfig(
@@ -122,5 +128,31 @@ def test_families_with_other_layers_compute_them_whole(
     tmp_path: Path, ended_early: list[int]
 ) -> None:
     with cpu_engine(gemma_dir(tmp_path, "gemma3_text"), None) as llm:
+        llm.generate(random_prompts(2), SamplingParams(max_tokens=2))
+    assert ended_early == []
+
+
+@pytest.mark.parametrize(("layer", "is_early"), [(2, True), (3, False)])
+def test_a_captured_last_layer_is_computed_whole(
+    target_dir: Path, oracle: Oracle, ended_early: list[int], tmp_path: Path, layer: int,
+    is_early: bool,
+) -> None:  # fmt: skip
+    head = eagle3_dir(tmp_path, config={"eagle_config": {}})
+    config = EagleDecodingConfig(
+        max_draft_len=2, speculative_model=head, eagle3_layers_to_capture=[0, 1, layer]
+    )
+    prompts = random_prompts(3)
+    with cpu_engine(target_dir, config) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+    texts = [output.outputs[0].token_ids for output in outputs]
+    assert texts == oracle.extend_all(prompts, 6)
+    assert bool(ended_early) == is_early
+
+
+def test_codes_in_the_cache_keep_the_attention_that_finds_nan(
+    target_dir: Path, ended_early: list[int]
+) -> None:
+    cache = KvCacheConfig(dtype="fp8")
+    with cpu_engine(target_dir, None, kv_cache_config=cache) as llm:
         llm.generate(random_prompts(2), SamplingParams(max_tokens=2))
     assert ended_early == []

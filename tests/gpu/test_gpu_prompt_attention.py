@@ -14,6 +14,7 @@ from trtspec import native
 from trtspec.attention import csrc_prompts, paged
 from trtspec.attention.base import CachedLayer
 from trtspec.attention.split_kv import Tables
+from trtspec.attention.tiles import tiles_on_device
 from trtspec.ops.layer.rope import CacheWrite, Rope, rope_and_write
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -150,14 +151,29 @@ def test_more_items_than_thread_blocks(dim: int, window: int | None) -> None:
     check(make([(0, 1500), (700, 900), (0, 64)], (32, 8), dim, window=window))
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (9, 3), (6, 1)])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (2500, True)])
 def test_few_rows_behind_a_long_prefix_have_their_keys_cut(
-    dim: int, window: int | None, has_sinks: bool
+    heads: tuple[int, int], dim: int, window: int | None, has_sinks: bool
 ) -> None:
-    case = make([(4000, 40), (0, 90), (2100, 3)], dim=dim, window=window, has_sinks=has_sinks)
-    groups, keys = len(case.tiles) * 2, case.tables.blocks.shape[1] * 32
-    assert csrc_prompts.most_parts(groups, keys) == csrc_prompts.MAX_PARTS
+    spans = [(4000, 40), (0, 90), (2100, 3)]
+    case = make(spans, heads, dim, window=window, has_sinks=has_sinks)
+    groups, keys = len(case.tiles) * heads[1], case.tables.blocks.shape[1] * 32
+    assert csrc_prompts.most_parts(groups, keys) > 4
+    check(case)
+
+
+@pytest.mark.parametrize("prefix", [0, 3000])
+def test_tiles_of_a_captured_pass(prefix: int) -> None:
+    """Most are without rows, and stand first: more of them than thread blocks."""
+    case = make([(prefix, 200), (0, 33)])
+    last_rows = torch.tensor([199, 232, 232, 232], device="cuda")
+    tiles = tiles_on_device(last_rows, 8192, 32)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    assert int((tiles[:, 2] == 0).sum()) > processors and int(tiles[0, 2]) == 0
+    padded = torch.cat([case.tables.blocks, case.tables.blocks[-1:], case.tables.blocks[-1:]])
+    case = case._replace(tiles=tiles, tables=case.tables._replace(blocks=padded))
     check(case)
 
 

@@ -55,7 +55,7 @@ def forward_step(
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     spec.prepare()
     ids, verified = tensors.target
-    ends_early = _ends_by_rows(target, worker, tensors, mode)
+    ends_early = _ends_by_rows(target, worker, tensors)
     kept = {"last_rows": tensors.gather_ids} if ends_early else {}
     hidden = target(
         ids, verified.position_ids, verified, capture=spec, inputs_embeds=spec.inputs_embeds, **kept
@@ -126,16 +126,17 @@ def forward_step(
     )
 
 
-def _ends_by_rows(
-    target: Decoder, worker: SpecWorkerBase, tensors: StepTensors, mode: SpeculativeDecodingMode
-) -> bool:
+def _ends_by_rows(target: Decoder, worker: SpecWorkerBase, tensors: StepTensors) -> bool:
     """Whether nothing reads what the last layer makes of rows without logits."""
     meta, spec = tensors.attn_metadata, tensors.spec_metadata
     if not target.ends_by_rows or meta.num_generations or meta.num_context_tokens < FEWEST_ROWS:
         return False
     if tensors.prompt_rows is not None or meta.rope_position_ids is not None or meta.images:
         return False
-    if worker.reads_final_states or mode.is_save_hidden_states():
+    # NaN in codes of earlier rows is found by the attention of contexts, not of generations.
+    if any(group.k_scales is not None for group in meta.kv_groups):
+        return False
+    if worker.reads_final_states:
         return False
     if spec.captured is None:
         return not worker.drafts_with_network

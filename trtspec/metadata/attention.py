@@ -96,7 +96,9 @@ class AttentionMetadata:
     context_lens: tuple[int, ...]  # rows of each context in this pass
     num_generations: int  # G
     rows_per_generation: int  # K+1 when verifying, 1 in a draft step
-    position_ids: Tensor  # [T] int64; a row past the maximum length is at 0 with slot -1
+    position_ids: Tensor
+    """[T] int64. A generation's row past the maximum length is at 0, with slot -1; contexts have no
+    such row, and their positions grow."""
     kv_lens: Tensor  # [B] int32, KV length including this pass's rows; of `packed.whole` if packed
     max_kv_len: int  # the host's upper bound of kv_lens
     kv_groups: tuple[KVGroup, ...]

@@ -427,7 +427,10 @@ class Decoder(nn.Module):
         meta: AttentionMetadata,
         rows: Tensor,
     ) -> Tensor:
-        """Returns the stream after the last layer of one row of each context, [C, D]."""
+        """Returns the stream after the last layer of one row of each context, [C, D].
+
+        That row's keys and values are written twice: with the others', and by the layer.
+        """
         layer = self.layers[-1]
         assert isinstance(layer, DecoderLayer)
         layer.write_kv(hidden, rope, meta)

@@ -7,3 +7,5 @@ from .plain import PlainWorker
 
 class SaveHiddenStatesWorker(PlainWorker):
     """Mode SAVE_HIDDEN_STATES. The target's forward captures; `executor/saving.py` writes."""
+
+    reads_final_states = True  # they are saved, too

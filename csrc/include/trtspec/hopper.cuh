@@ -65,13 +65,9 @@ __device__ inline void fence_for_products() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits for `threads` threads at the named barrier `id`; or is one of them, and does not wait.
+// Waits for `threads` threads at the named barrier `id`.
 __device__ inline void sync_named(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ inline void arrive_named(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Changes how many registers a thread of this warpgroup has: those that one gives up another one takes.

@@ -8,18 +8,18 @@ sum are added in a fixed order by a second kernel, in float32.
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from ..launch.triton import after_previous, dependent_launch
 from .fp8 import Fp8Weight
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -59,12 +59,16 @@ def nearest_codes(y):
     """float32 numbers as codes, uint8: to nearest, even in ties, cut off at ±448; NaN stays."""
     if INTERPRETED:
         return _nearest_codes(y)
-    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif cuda_capability_geq(9, 0):
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _nearest_codes(y)
 
 
 @triton.jit
 def _nearest_codes(y):
-    """The same, where Triton's own rounding loses the carry from mantissa to exponent."""
+    """The same by integers. Triton's own rounding loses the carry from mantissa to exponent in its
+    interpreter, rounds twice on compute capability 8.9, and is not had before."""
     magnitude = tl.minimum(tl.abs(y), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     # A float32 has 20 bits of mantissa more, and an exponent that is 120 larger.
