@@ -18,11 +18,6 @@ __device__ inline uint32_t shared_address(const void* x) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(x));
 }
 
-// Where a piece of 16 bytes lies in a tile.
-__device__ inline int swizzled(int row, int piece) {
-  return row * kTileRowBytes + ((piece ^ (row % 8)) << 4);
-}
-
 // A barrier that counts `arrivals`, and bytes of copies where they are announced.
 struct Barrier {
   uint64_t word;
