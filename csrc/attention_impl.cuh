@@ -1,6 +1,7 @@
 // The launchers of the attention kernels for one element type; attention_*.cu instantiate it.
 #pragma once
 
+#include "trtspec/cluster_attention.cuh"
 #include "trtspec/launchers.h"
 
 namespace trtspec {

@@ -4,8 +4,8 @@
 #include <cuda_runtime.h>
 
 #include "all_reduce.cuh"
+#include "attend_keys.cuh"
 #include "choose.cuh"
-#include "cluster_attention.cuh"
 #include "markov_walk.cuh"
 #include "prompt_attention.cuh"
 #include "skinny_linear.cuh"
