@@ -117,7 +117,8 @@ class World:
         if device.type == "cuda":
             self.comm = gpu_communicator(dist.group.WORLD, device, self.all_of)
         self.num_messages = 0
-        threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks").start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="trtspec-ranks")
+        self._watcher.start()
 
     @property
     def is_leader(self) -> bool:
@@ -348,6 +349,9 @@ class World:
                 follower.wait()
         for runner in list(self.runners):
             runner.drop_graphs()
+        # A thread that is in the store's code when Python ends would abort the process.
+        if threading.current_thread() is not self._watcher:
+            self._watcher.join(GRACE)
         leave_groups()
         if self._release is not None:
             self._release()
