@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from trtspec import LLM, DraftTargetDecodingConfig, NGramDecodingConfig, Samplin
 from trtspec.config import EngineConfig
 from trtspec.distributed import start
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
-from trtspec.distributed.world import TIMEOUT_ENV_VAR
+from trtspec.distributed.world import TIMEOUT_ENV_VAR, World
 from trtspec.errors import CheckpointError, ConfigError, RankError
 
 starts_ranks_again = pytest.mark.skipif(
@@ -263,6 +264,17 @@ def test_ray_is_optional(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"pip install 'trtspec\[ray\]'"):
         two_ranks(model, backend="ray")
+
+
+def test_a_world_waits_for_its_watching_thread() -> None:
+    """In C++ when Python ends, it would abort the process."""
+    world = object.__new__(World)
+    world.is_closed, world.rank, world.failure, world.followers = False, 0, "none is left", []
+    world.runners, world._release = weakref.WeakSet(), None
+    world._watcher = threading.Thread(target=time.sleep, args=(0.5,), daemon=True)
+    world._watcher.start()
+    world.close()
+    assert not world._watcher.is_alive()
 
 
 # -- processes of their own --------------------------------------------------------------------
