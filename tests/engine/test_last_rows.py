@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from last_rows import watch_last_rows
 from matrix import MODES, Drafters, config_of, cpu_engine, make_drafters, spread
 from oracle import VOCAB, Oracle, random_prompts
 from tiny_gemma import gemma_dir
@@ -20,7 +21,6 @@ from trtspec import (
     SaveHiddenStatesDecodingConfig,
 )
 from trtspec.executor import forward_step
-from trtspec.models.decoder import Decoder
 
 WHOLE = {"mtp", "mtp_eagle", "mtp_eagle_two_engine", "draft_target", "pard"}
 """Modes that read final hidden states of prompts, or draft with a model of their own."""
@@ -45,16 +45,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Drafte
 @pytest.fixture
 def ended_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each such pass, which any number of rows may be."""
-    rows: list[int] = []
-    last_layer = Decoder._last_layer
-
-    def counted(self: Decoder, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows.append(len(hidden))
-        return last_layer(self, hidden, *args)
-
-    monkeypatch.setattr(forward_step, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(Decoder, "_last_layer", counted)
-    return rows
+    return watch_last_rows(monkeypatch)
 
 
 @spread(mode=MODES, chunk=[None, 17], overlap=[False, True], pool=[None, 112])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from last_rows import watch_last_rows
 from matrix import Drafters, config_of, make_drafters
 from oracle import Oracle, random_prompts
 from tiny_heads import mtp_model_dir
 
 from trtspec import LLM, CudaGraphConfig, SamplingParams
-from trtspec.executor import forward_step
-from trtspec.models.decoder import Decoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,15 +43,7 @@ def test_texts_are_transformers(
     target_dir: Path, drafters: Drafters, oracle: Oracle, mode: str, chunk: int | None,
     graphs: CudaGraphConfig | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    passes: list[int] = []
-    last_layer = Decoder._last_layer
-
-    def counted(self: Decoder, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        passes.append(len(hidden))
-        return last_layer(self, hidden, *args)
-
-    monkeypatch.setattr(forward_step, "FEWEST_ROWS", 1)
-    monkeypatch.setattr(Decoder, "_last_layer", counted)
+    passes = watch_last_rows(monkeypatch)
     prompts = random_prompts(6)
     llm = LLM(
         target_dir, config_of(mode, 3, drafters), device="cuda", dtype="float32", max_batch_size=4,
