@@ -88,11 +88,6 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
     return host.to(device)
 
 
-def copy_to_device(host: Tensor, target: Tensor) -> None:
-    """Copies a CPU tensor over one of the same shape; on CUDA as `to_device`."""
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-
-
 def rows_to_tensor(values: list[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Host values -> device tensor, without waiting for the device."""
     return to_device(torch.tensor(values, dtype=dtype), device)

@@ -13,13 +13,14 @@ from matrix import cpu_engine
 from oracle import Oracle, random_prompts
 from suffix_search import Pool, search_text, vote_in_lists
 from tiny import tiny_model_dir
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec import LLM, KvCacheConfig, NGramDecodingConfig, SADecodingConfig, SamplingParams
 from trtspec.config import DecodingBaseConfig
 from trtspec.executor.request import Request
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.ops.tokens.suffix import Search
-from trtspec.workers import WORKER_OF_MODE, SAWorker, history, lookup, texts
+from trtspec.workers import WORKER_OF_MODE, SAWorker, create_worker, history, lookup, texts
 from trtspec.workers.lookup import COUNT_IN_RING, COUNT_IN_TEXT, LONGEST
 from trtspec.workers.protocols import EndedText
 
@@ -42,6 +43,35 @@ def config_of(**fields: Any) -> SADecodingConfig:
         "match_decay": DECAY, "global_pool_tokens": POOL,
     }  # fmt: skip
     return SADecodingConfig(**given | fields)
+
+
+class TorchCalls(TorchDispatchMode):
+    """Names the calls of torch inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(call))
+        return call(*args, **(kwargs or {}))
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Returns a list that gets an entry for each copy of texts, the slots that are written by it.
+
+    A second write of the same copy is no entry but an error."""
+    begin, copy = texts.begin_texts, texts.to_device
+    writes: list[list[int]] = []
+
+    def begun(*given: Any) -> None:
+        assert not writes[-1]
+        writes[-1] += [slot for slot, _ in given[-1]]
+        begin(*given)
+
+    monkeypatch.setattr(texts, "begin_texts", begun)
+    monkeypatch.setattr(texts, "to_device", lambda *given: (writes.append([]), copy(*given))[1])
+    return writes
 
 
 def drafts_of(llm: LLM, request: Request) -> list[int]:
@@ -168,25 +198,89 @@ def test_a_worker_that_takes_texts_one_by_one_still_gets_each(
     assert llm.executor.state.worker["ring_tokens"].count_nonzero() >= 8 * 3
 
 
-def test_a_salt_is_written_where_the_slot_does_not_hold_it() -> None:
+def test_a_salt_is_its_slots_until_the_next_admission() -> None:
     worker = SAWorker(config_of())
-    states = [worker.allocate_state(2, 64, torch.device("cpu")) for _ in range(2)]
-    owners = states[0]["owners"]
-    worker.admit(states[0], 1, [5, 6])
+    state = worker.allocate_state(2, 64, torch.device("cpu"))
+    owners = state["owners"]
+    worker.admit(state, 1, [5, 6])
     of_none = owners[1].clone()
-    worker.set_salt(states[0], 1, "a")
+    worker.set_salt(state, 1, "a")
     own = owners[1].clone()
     assert of_none.any() and own.any() and not torch.equal(of_none, own) and not owners[0].any()
-    owners[1] = 3  # behind the worker's back
-    worker.set_salt(states[0], 1, "a")
-    assert owners[1].tolist() == [3, 3]
-    worker.set_salt(states[0], 0, "a")
-    worker.set_salt(states[0], 1, None)
+    worker.admit(state, 0, [5])
+    worker.set_salt(state, 0, "a")
+    worker.admit(state, 1, [7])
     assert torch.equal(owners[:2], torch.stack([own, of_none]))
-    worker.set_salt(states[1], 1, None)  # other tensors, which hold nothing yet
-    assert torch.equal(states[1]["owners"][1], of_none)
-    worker.set_salt(states[0], 1, "a")
-    assert torch.equal(owners[1], own)
+
+
+WITH_TEXTS = pytest.mark.parametrize(
+    "config",
+    [config_of(), config_of(enable_global_pool=False), NGramDecodingConfig(max_draft_len=K)],
+)
+
+
+@WITH_TEXTS
+def test_texts_that_begin_together_are_written_at_once(
+    config: DecodingBaseConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one after another. Until then nothing is written, and no call of torch is made."""
+    workers = [create_worker(config) for _ in range(2)]
+    states = [worker.allocate_state(3, 64, torch.device("cpu")) for worker in workers]
+    texts_of_1 = workers[1].slot_texts
+    assert texts_of_1 is not None
+    texts_of_1.wait(states[1])
+    for worker, state in zip(workers, states, strict=True):
+        with TorchCalls() as calls:
+            for slot, text, salt in [
+                *((0, [5, 6, 7], "a"), (2, [8], None)),
+                *((1, list(range(40)), "b"), (2, [9, 9], "a")),  # a slot again, before any step
+            ]:
+                worker.admit(state, slot, text)
+                worker.set_salt(state, slot, salt)
+        assert bool(calls.names) == (worker is workers[0])
+    assert states[1]["history_lens"].tolist() == [0, 0, 0, 0]
+    writes = count_writes(monkeypatch)
+    texts_of_1.write(states[1])
+    texts_of_1.write(states[1])  # nothing is left
+    assert writes == [[0, 2, 1]]
+    assert states[1]["history_lens"].tolist() == [3, 40, 2, 0]
+    assert states[1].keys() == states[0].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@WITH_TEXTS
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_writes_the_texts_of_its_admissions_at_once(
+    target_dir: Path, config: DecodingBaseConfig, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of requests that were preempted, too."""
+    llm = cpu_engine(target_dir, config, pool=112, max_batch_size=6, overlap=overlap)
+    executor, runner = llm.executor, llm.executor.runner
+    writes, admit, entered = count_writes(monkeypatch), runner.admit, list[int]()
+    monkeypatch.setattr(runner, "admit", lambda r: (admit(r), entered.append(r.slot)))
+    params, most = SamplingParams(max_tokens=20, ignore_eos=True), 0
+    for number, prompt in enumerate(random_prompts(12, 12)):
+        executor.enqueue(prompt, params, cache_salt=str(number))
+    while executor.has_work:
+        executor.step()
+        assert writes == ([entered] if entered else [])
+        most = max(most, len(entered))
+        writes.clear()
+        entered.clear()
+    assert most > 2 and executor.stats().num_preemptions > 0
+
+
+def test_a_text_without_room_is_refused() -> None:
+    worker = SAWorker(config_of())
+    state = worker.allocate_state(2, 8, torch.device("cpu"))
+    columns = state["history"].shape[1]
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    for slot, count in [(0, columns + 1), (3, 1), (-1, 1)]:
+        with pytest.raises(ValueError, match=f"No room for {count} tokens in slot {slot}"):
+            worker.admit(state, slot, [1] * count)
+    assert all(torch.equal(state[name], before[name]) for name in state)
+    worker.admit(state, 0, [1] * columns)
+    assert state["history"].sum(1).tolist() == [columns, 0, 0]
 
 
 @pytest.mark.parametrize("config", [config_of(), NGramDecodingConfig(max_draft_len=K)])

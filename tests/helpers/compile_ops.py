@@ -174,6 +174,10 @@ def step() -> dict[str, Any]:
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
         (triton_handover.write_to_host, accepted, ints(8, K + 1)),
         (triton_ring.add_texts, ring, longs(86), [40, 40], 0),
+        *(
+            (triton_lookup.begin_texts, ints(SLOTS, 40), longs(SLOTS), owners, longs(9), [(0, 7)])
+            for owners in (None, longs(SLOTS, 2))
+        ),
         (triton_lookup.append_tokens, ints(SLOTS, 40), longs(SLOTS), certain, accepted, lens),
         (triton_lookup.propose_ngrams, ints(GENERATIONS, 700), longs(GENERATIONS), K, 4, 2, True),
         (triton_lookup.look_up, ints(GENERATIONS, 700), longs(GENERATIONS), None, lookup),

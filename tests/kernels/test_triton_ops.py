@@ -326,6 +326,37 @@ def _texts(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return history.to(DEVICE), lens.to(DEVICE)
 
 
+@pytest.mark.parametrize("module", [history, triton_lookup])
+@pytest.mark.parametrize("has_owners", [False, True])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_begin_texts(module: Any, has_owners: bool, is_empty: bool) -> None:
+    """Texts that fill their row, end in a block of their own, have one token or none. The rest of a
+    row and other slots stay as they are."""
+    begin = getattr(module.begin_texts, "__wrapped__", module.begin_texts)
+    size = 2 * triton_lookup.BLOCK + 3
+    begun = [(3, size), (0, 1), (4, 0), (1, triton_lookup.BLOCK + 1)]
+    if is_empty:
+        begun = [(2, 0)]
+    tokens = torch.arange(sum(count for _, count in begun) + 1, dtype=torch.int32) % 89
+    held = (
+        torch.full((5, size), -7, dtype=torch.int32),
+        torch.full((5,), -7),
+        torch.full((5, 2), -7),
+    )
+    expected, state = ([x.to(DEVICE).clone() for x in held] for _ in range(2))
+    heads, first = [], 0
+    for slot, count in begun:
+        heads += [slot, 2 * history.BEGUN_WORDS * len(begun) + first, count, slot - 2, 2**40 + slot]
+        expected[0][slot, :count] = tokens[first : first + count].to(DEVICE)
+        expected[1][slot] = count
+        if has_owners:
+            expected[2][slot] = torch.tensor([slot - 2, 2**40 + slot])
+        first += count
+    words = torch.cat([torch.tensor(heads), tokens[: len(tokens) // 2 * 2].view(torch.int64)])
+    begin(*state[:2], state[2] if has_owners else None, words.to(DEVICE), begun)
+    assert all(map(torch.equal, state, expected))
+
+
 def test_append_tokens() -> None:
     """Slots at their end, and beyond it; and slots of no step."""
     histories = torch.zeros(2, 5, 12, dtype=torch.int32, device=DEVICE)

@@ -97,6 +97,8 @@ class StepRunner:
             device=parts.device,
             dtype=target.norm.weight.dtype,
         )
+        if worker.slot_texts is not None:
+            worker.slot_texts.wait(self.step.state.worker)
         self.graphs: CudaGraphs | None = None
         if parts.device.type == "cuda" and config.cuda_graph is not None:
             self.graphs = CudaGraphs(self.step, config, config.cuda_graph, parts.device)
@@ -114,7 +116,7 @@ class StepRunner:
 
     # -- slots ---------------------------------------------------------------------------------
     def admit(self, request: Request) -> None:
-        """Writes what steps read of the request to its slot."""
+        """Writes what steps read of the request to its slot, its text when the next step runs."""
         step, params = self.step, request.sampling_params
         delta = 0 if request.embeds is None else request.embeds.rope_delta
         step.state.admit(request.slot, RequestSampling.of(params, request.seed), delta)
@@ -213,6 +215,9 @@ class StepRunner:
 
     def run(self, plan: StepPlan) -> StepLaunch:
         """Launches one step, by a graph if one holds it, else eagerly."""
+        texts = self.step.worker.slot_texts
+        if texts is not None:
+            texts.write(self.step.state.worker)
         if plan.batch.is_guided:
             plan = self._with_masks(plan)
         launch = self._replay(plan)

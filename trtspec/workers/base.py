@@ -40,6 +40,7 @@ from ..utils import renamed, to_device
 from .lookup import LookupBesideNetwork, SuffixLookup
 from .protocols import DraftInputs, DraftModel, EndedText, LanguageModel
 from .tensorrt_llm_names import TensorRTLLMNames
+from .texts import SlotTexts
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         token_ids: Sequence[int],
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Writes the state of a request that enters `slot`.
+        """Writes the state of a request that enters `slot`. Its text may wait (`slot_texts`).
 
         Args:
             num_prompt_tokens: how many of its tokens are the prompt, None is all. The rest is the
@@ -149,8 +150,16 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """
         split = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.rule.admit(state, slot, token_ids[:split], token_ids[split:])
-        if self.lookup is not None:
-            self.lookup.admit(state, slot, token_ids)
+        if self.slot_texts is not None:
+            self.slot_texts.admit(state, slot, token_ids)
+
+    @property
+    def slot_texts(self) -> SlotTexts | None:
+        """The texts by slot, where drafts are found in them.
+
+        The engine lets them wait, and writes those of a step together before it runs.
+        """
+        return None if self.lookup is None else self.lookup.texts
 
     @property
     def remembers_texts(self) -> bool:
@@ -159,8 +168,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
 
     def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
         """Writes whose texts the request in `slot` may be drafted from, after `admit`."""
-        if self.lookup is not None:
-            self.lookup.set_salt(state, slot, salt)
+        if self.slot_texts is not None:
+            self.slot_texts.set_salt(state, slot, salt)
 
     def remember_text(self, state: dict[str, Tensor], text: EndedText) -> None:
         """Keeps a text for later requests of its salt. Called between steps; does not wait."""

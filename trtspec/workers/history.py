@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from ..config import DecodingBaseConfig
 from .base import SpecWorkerBase
 from .protocols import DraftInputs
-from .texts import STATE_NAMES, add_accepted, admit_text, allocate_texts, gather_texts
+from .texts import STATE_NAMES, SlotTexts, add_accepted, allocate_texts, gather_texts
 
 
 class HistoryWorker(SpecWorkerBase):
     """Keeps every slot's tokens so far (prompt and output) and their number."""
 
     state_names = STATE_NAMES
+
+    def __init__(self, config: DecodingBaseConfig | None = None):
+        super().__init__(config)
+        self._slot_texts = SlotTexts()
+
+    @property
+    def slot_texts(self) -> SlotTexts:
+        return self._slot_texts
 
     def allocate_state(
         self,
@@ -28,16 +35,6 @@ class HistoryWorker(SpecWorkerBase):
     ) -> dict[str, Tensor]:
         state = super().allocate_state(num_slots, max_seq_len, device)
         return state | allocate_texts(num_slots, max_seq_len, self.max_draft_len, device)
-
-    def admit(
-        self,
-        state: dict[str, Tensor],
-        slot: int,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int | None = None,
-    ) -> None:
-        super().admit(state, slot, token_ids, num_prompt_tokens)
-        admit_text(state, slot, token_ids)
 
     def add_accepted(self, inputs: DraftInputs) -> tuple[Tensor, Tensor]:
         """Adds a step's accepted tokens to its requests' texts.

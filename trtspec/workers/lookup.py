@@ -6,9 +6,7 @@ match is good enough: then a request's drafts of that step are all looked up, an
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -50,9 +48,7 @@ class SuffixLookup:
     def __init__(self, config: SuffixSearchConfig, max_draft_len: int):
         self.config, self.max_draft_len = config, max_draft_len
         self._ring_end = 0  # where the next text goes
-        # By slot the salt that it holds, in this state's `owners`. Another state's are not known.
-        self._salted = weakref.ref(torch.empty(0))
-        self._salts: dict[int, str | None] = {}
+        self.texts = texts.SlotTexts(has_owners=config.enable_global_pool)
 
     @property
     def remembers_texts(self) -> bool:
@@ -74,25 +70,6 @@ class SuffixLookup:
             self._ring_end = 0
         return state
 
-    def admit(self, state: dict[str, Tensor], slot: int, token_ids: Sequence[int]) -> None:
-        """Writes the state of a request that enters a slot. Its salt is none."""
-        texts.admit_text(state, slot, token_ids)
-        self.set_salt(state, slot, None)
-
-    def set_salt(self, state: dict[str, Tensor], slot: int, salt: str | None) -> None:
-        """Writes whose texts the request in a slot may be drafted from."""
-        if not self.remembers_texts:
-            return
-        owners = state["owners"]
-        if self._salted() is not owners:
-            self._salted, self._salts = weakref.ref(owners), {}
-        if slot in self._salts and self._salts[slot] == salt:
-            return  # it is written already
-        self._salts.pop(slot, None)  # until both words are written
-        for word, value in zip(owners[slot].unbind(), _owner_of(salt), strict=True):
-            word.fill_(value)  # the value goes with the kernel: no copy
-        self._salts[slot] = salt
-
     def remember_texts(self, state: dict[str, Tensor], ended: Sequence[EndedText]) -> None:
         """Adds outputs to the ring, each after as much of its prompt as a match counts.
 
@@ -106,7 +83,7 @@ class SuffixLookup:
             first = max(0, text.num_prompt_tokens - self._longest, len(text.token_ids) - size + 1)
             count = len(text.token_ids) - first
             if count > SIZES[0]:
-                words += (count, *_owner_of(text.salt), *text.token_ids[first:])
+                words += (count, *texts.owner_of(text.salt), *text.token_ids[first:])
                 counts.append(count)
         if counts:
             packed = torch.from_numpy(np.array(words, dtype=np.int64))
@@ -210,11 +187,3 @@ def _empty_ring(size: int, device: torch.device) -> Ring:
 
 def _ring_of(state: dict[str, Tensor]) -> Ring:
     return Ring(*(state[f"ring_{name}"] for name in Ring._fields))
-
-
-def _owner_of(salt: str | None) -> list[int]:
-    """Returns the words that stand for a salt: 128 bits of a cryptographic hash."""
-    text = b"" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
-    size = 8 * OWNER_WORDS
-    digest = blake2b(text, digest_size=size, person=b"trtspec texts").digest()
-    return [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, size, 8)]

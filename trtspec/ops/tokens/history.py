@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..launch.dispatch import twin
+from .ring import OWNER_WORDS
+
+BEGUN_WORDS = 3 + OWNER_WORDS
+"""int64 words of a text that begins: its slot, where its tokens are, how many; and its owner's."""
+
+
+@twin("tokens.triton_lookup")
+def begin_texts(
+    history: Tensor,
+    history_lens: Tensor,
+    owners: Tensor | None,
+    words: Tensor,
+    begun: Sequence[tuple[int, int]],
+) -> None:
+    """Writes texts of requests that enter slots, over what the slots held.
+
+    Args:
+        history: [slots, L] int32, changed. history_lens: [slots] int64, changed.
+        owners: [slots, OWNER_WORDS] int64, changed, or None.
+        words: int64. BEGUN_WORDS of each text, then the tokens of all as int32. Where a text's
+            tokens are is counted in int32 from the start.
+        begun: each text's slot and number of tokens <= L, on the host. No slot comes twice.
+    """
+    heads = words[: len(begun) * BEGUN_WORDS].view(len(begun), BEGUN_WORDS)
+    tokens, first, slots = words.view(torch.int32), 2 * heads.numel(), heads[:, 0]
+    for slot, count in begun:
+        history[slot, :count] = tokens[first : first + count]
+        first += count
+    history_lens[slots] = heads[:, 2]
+    if owners is not None:
+        owners[slots] = heads[:, 3:]
 
 
 @twin("tokens.triton_lookup")

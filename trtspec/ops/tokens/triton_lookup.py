@@ -7,6 +7,7 @@ one copies what followed the best of all, or votes on what followed the best few
 # mypy: disallow-untyped-defs=False
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.triton import after_previous, dependent_launch
+from .history import BEGUN_WORDS
 from .lookup import Earlier, Lookup
 from .ring import HASH_FACTOR, HASH_MASK, HASH_SHIFT, OWNER_WORDS, PAGE, SIZES
 from .suffix import Continuation
@@ -26,6 +28,27 @@ NUM_SIZES, FIRST_SIZE, LAST_SIZE = (tl.constexpr(n) for n in (len(SIZES), SIZES[
 LANES = tl.constexpr(triton.next_power_of_2(len(SIZES)))
 FACTOR, SHIFT, MASK = (tl.constexpr(n) for n in (HASH_FACTOR, HASH_SHIFT, HASH_MASK))
 PAGE_SIZE = tl.constexpr(PAGE)
+
+
+def begin_texts(
+    history: Tensor,
+    history_lens: Tensor,
+    owners: Tensor | None,
+    words: Tensor,
+    begun: Sequence[tuple[int, int]],
+) -> None:
+    """As its twin, in one kernel."""
+    longest = max(count for _, count in begun)
+    _begin_kernel[(len(begun), max(1, triton.cdiv(longest, BLOCK)))](
+        history,
+        history_lens,
+        owners,
+        words,
+        words.view(torch.int32),
+        history.shape[1],
+        WORDS=BEGUN_WORDS,
+        BLOCK=BLOCK,
+    )
 
 
 def append_tokens(
@@ -150,6 +173,30 @@ def _scores(
         **dependent_launch(history),
     )
     return scores
+
+
+@triton.jit
+def _begin_kernel(
+    history_ptr,
+    history_lens_ptr,
+    owners_ptr,
+    words_ptr,
+    tokens_ptr,
+    size,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one text's tokens. The first block writes the length and the owner, too."""
+    head = words_ptr + tl.program_id(0) * WORDS
+    slot, first, count = tl.load(head), tl.load(head + 1), tl.load(head + 2)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tokens = tl.load(tokens_ptr + first + i, mask=i < count, other=0)
+    tl.store(history_ptr + slot * size + i, tokens, mask=i < count)
+    if tl.program_id(1) == 0:
+        tl.store(history_lens_ptr + slot, count)
+        if owners_ptr is not None:
+            tl.store(owners_ptr + slot * 2, tl.load(head + 3))
+            tl.store(owners_ptr + slot * 2 + 1, tl.load(head + 4))
 
 
 @triton.jit
