@@ -464,7 +464,8 @@ class TrainOptions:
         typer.Option(
             "--init-head",
             help="Begin with this head's weights, a directory or a name: of the same kind and "
-            "sizes. Its layers to capture and its draft vocabulary stay.",
+            "sizes. Its layers to capture and its draft vocabulary stay; a larger "
+            "--draft-vocab-size adds tokens.",
         ),
     ] = None
     num_layers: Annotated[

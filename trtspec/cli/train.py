@@ -166,10 +166,10 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
     with ExitStack() as stack:
         report = read_head(Path(options.init_head), target, stack)
     size = report.require().draft_vocab_size
-    if options.kind == "eagle3" and options.draft_vocab_size not in (None, size):
+    if options.kind == "eagle3" and (options.draft_vocab_size or size) < size:
         raise CliError(
             f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
-            f"{size} tokens, which stay. Leave the option out."
+            f"{size} tokens, which stay. Give {size} or more, or leave the option out."
         )
     windows = (options.sliding_window,) * options.num_layers
     differs = [] if options.kind == "mtp" else other_windows(report.require(), windows)
@@ -338,7 +338,7 @@ def _read_rows(
             count = earlier.require().draft_vocab_size
             draft_ids = torch.arange(count)
             draft_ids = draft_ids if earlier.d2t is None else draft_ids + earlier.d2t
-            always, size = draft_ids.tolist(), count
+            always, size = draft_ids.tolist(), options.draft_vocab_size or count
         draft_ids, coverage = draft_vocabulary(examples, size, config.vocab_size, always=always)
     return _Rows(
         train=pack(examples, options.length, options.seed),

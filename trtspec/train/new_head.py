@@ -193,13 +193,19 @@ def fit_to_states(head: DFlashHead, hidden: Tensor) -> None:
 def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     """Gives a new head the weights of an earlier one of its kind.
 
+    An EAGLE-3 head may draft among more tokens than the earlier one (`_grown`).
+
     Raises:
-        ConfigError: the heads' kinds, flags or sizes differ.
+        ConfigError: the heads' kinds, flags or sizes differ, or a token that the earlier head
+            drafts is missing here.
     """
     of_files = {
         "format", "captured_by", "suggested_draft_len", "trained_draft_len", "decoder",
         "draft_window",
     }  # fmt: skip
+    rows = _rows_of_earlier(head, earlier)
+    if rows is not None:
+        of_files.add("draft_vocab_size")
     differs = [
         f"{field.name}: {shown(getattr(earlier.config, field.name))} there, "
         f"{shown(getattr(head.config, field.name))} here"
@@ -213,16 +219,53 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
     for name, parameter in wanted.items():
         weight = given.get(name)
-        if weight is None or weight.shape != parameter.shape:
+        shape = list(parameter.shape)
+        if name == "lm_head.weight" and rows is not None:
+            shape[0] = len(rows)
+        if weight is None or list(weight.shape) != shape:
             found = "missing" if weight is None else list(weight.shape)
-            differs.append(f"{name}: {found} there, {list(parameter.shape)} here")
+            differs.append(f"{name}: {found} there, {shape} here")
     if differs:
         raise ConfigError(
             f"The earlier head is another kind of network ({'; '.join(differs)}). Give options "
             "that make a head like it, or another head."
         )
     for name, parameter in wanted.items():
-        parameter.data.copy_(given[name])
+        if name == "lm_head.weight" and rows is not None:
+            parameter.data.copy_(_grown(parameter.data, given[name].data, rows))
+        else:
+            parameter.data.copy_(given[name])
+
+
+def _rows_of_earlier(head: DraftHead, earlier: DraftHead) -> Tensor | None:
+    """Returns which rows of the lm_head are of tokens that the earlier head drafts, in its order.
+
+    None where one of these tokens has no row, or a head drafts among all of the target's.
+    """
+    if head.d2t is None or earlier.d2t is None:
+        return None
+    here = head.d2t + torch.arange(len(head.d2t), device=head.d2t.device)
+    there = earlier.d2t + torch.arange(len(earlier.d2t), device=earlier.d2t.device)
+    rows = torch.searchsorted(here, there.to(here.device)).clamp_max(len(here) - 1)
+    return rows if torch.equal(here[rows], there.to(here.device)) else None
+
+
+def _grown(fresh: Tensor, trained: Tensor, rows: Tensor) -> Tensor:
+    """Returns an lm_head [Vd, D] whose `rows` are trained ones, and whose others fit these.
+
+    Training has turned the states that the lm_head reads. So the other rows are what the best
+    linear map from fresh to trained rows makes of their fresh ones.
+
+    Args:
+        fresh: [Vd, D], the target's rows. trained: [len(rows), D].
+    """
+    fresh, trained = fresh.double(), trained.double()
+    known = fresh[rows]
+    squares = known.T @ known
+    squares.diagonal().add_(1e-6 * squares.diagonal().mean())  # few rows do not say everything
+    grown = fresh @ torch.linalg.solve(squares, known.T @ trained)
+    grown[rows] = trained
+    return grown
 
 
 def other_windows(earlier: HeadConfig, here: tuple[int | None, ...]) -> list[str]:
