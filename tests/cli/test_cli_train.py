@@ -44,7 +44,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     assert "drafts among 600 tokens" in capsys.readouterr().err
     assert cli.main([*again, "--init-head", str(out), "--sliding-window", "64"]) == 2
     assert "[None] there, [64] here (leave --sliding-window out)" in capsys.readouterr().err
-    more = ["--init-head", str(out), "--draft-vocab-size", "700", "--learning-rate", "1e-9"]
+    more = ["--init-head", str(out), "--draft-vocab-size", "700", "--learning-rate", "1e-9",
+            "--total-variation", "0.9"]  # fmt: skip
     assert cli.main([*again, *more]) == 0
     first, second = (load_file(run / "model.safetensors") for run in (out, tmp_path / "again"))
     tokens, grown = ((head["d2t"] + torch.arange(len(head["d2t"]))).tolist()
@@ -55,6 +56,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         torch.testing.assert_close(second[name], first[name], atol=1e-6, rtol=1e-5)
     raw = json.loads((tmp_path / "again" / "config.json").read_text())
     assert raw["training"]["init_head"] == str(out)
+    assert raw["training"]["config"]["variation"] == 0.9
     assert cli.main(["inspect-head", str(out), "--target", "smollm2-135m"]) == 0
     capsys.readouterr()
     prompts, tokens = ("8", "30") if full() else ("4", "12")
@@ -82,7 +84,7 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),
         (["eagle3", "--self-generate", "3", "--position-weights", "d-pace"], "not for eagle3"),
-        (["mtp", "--self-generate", "3", "--total-variation", "0.5"], "not for mtp"),
+        (["mtp", "--self-generate", "3", "--anchors", "8"], "not for mtp"),
         (["dflash", "--self-generate", "3", "--markov-rank", "8"], "not for dflash"),
         (["dspark", "--self-generate", "3", "--unroll", "3"], "not for dspark"),
         (["mtp", "--self-generate", "3", "--num-layers", "2", "--unroll", "3"], "--unroll 3"),

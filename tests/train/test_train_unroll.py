@@ -18,7 +18,7 @@ from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
 from trtspec.models.drafters.base import DraftHead
-from trtspec.train.losses import conditional_acceptance, score
+from trtspec.train.losses import Objective, conditional_acceptance, judge, score
 from trtspec.train.new_head import NewHead, create_head, save_head, trainable
 from trtspec.train.records import DraftStep, Sequences
 from trtspec.train.unroll import teach, unroll
@@ -71,8 +71,10 @@ def test_every_step_of_every_row_is_the_formula(tmp_path: Path, name: str) -> No
 
 
 @torch.no_grad()
-def test_the_loss_is_the_definition(tmp_path: Path) -> None:
-    """Cross-entropy with the target's distribution over the draft vocabulary, in float64."""
+@pytest.mark.parametrize("variation", [0.0, 0.9])
+def test_the_loss_is_the_definition(tmp_path: Path, variation: float) -> None:
+    """Cross-entropy with the target's distribution over the draft vocabulary, in float64, and its
+    total variation."""
     target = load_target(tiny_model_dir(tmp_path, seed=1, num_hidden_layers=6))
     ids = torch.tensor(sorted(range(0, VOCAB, 2)))
     head = create_head(NewHead(layers_to_capture=CAPTURED), target, ids, F32, seed=3)
@@ -80,20 +82,25 @@ def test_the_loss_is_the_definition(tmp_path: Path) -> None:
     teacher = teach(target, head, texts)
     scores = []
     for step in unroll(head, texts, teacher.hidden, 2):
-        result = score(head, step, teacher)
+        result = score(head, step, teacher, variation=variation)
         scores.append(result)
         total, count, right = 0.0, 0, 0
-        for row, judge in zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True):
+        for row, judged_by in zip(step.rows.tolist(), step.teacher_rows.tolist(), strict=True):
             ours = head.compute_logits(step.hidden[row : row + 1], 0)[0].double()
-            choice = int(teacher.choices[judge])
+            choice = int(teacher.choices[judged_by])
             right += int(ids[ours.argmax()]) == choice
             if choice not in ids.tolist():
                 continue
-            p = teacher.logits[judge].double().softmax(-1)
-            total -= float((p * ours.log_softmax(-1)).sum())
+            p = teacher.logits[judged_by].double().softmax(-1)
+            total -= (1 - variation) * float((p * ours.log_softmax(-1)).sum())
+            total += variation * float((p - ours.softmax(-1)).abs().sum()) / 2
             count += 1
         assert count and abs(float(result.loss) - total / count) < 1e-4
         assert int(result.is_right.sum()) == right
+    whole, _ = judge(
+        head, unroll(head, texts, teacher.hidden, 2), teacher, Objective(0.8, variation=variation)
+    )
+    assert abs(float(whole) - float(scores[0].loss + 0.8 * scores[1].loss)) < 1e-5
     (right0, all0), (_right1, all1) = conditional_acceptance(scores)
     assert all0 == len(scores[0].is_counted.nonzero()) and right0 >= all1
 

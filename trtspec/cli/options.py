@@ -512,8 +512,8 @@ class TrainOptions:
             "--total-variation",
             min=0,
             max=1,
-            help="dflash, dflash2, dspark: the share of total variation in the loss, the rest is "
-            "cross-entropy. Default: dspark 0.9, others 0.",
+            help="The share of total variation in the loss, the rest is cross-entropy. Default: "
+            "dspark 0.9, others 0.",
         ),
     ] = None
     context_embeddings: Annotated[

@@ -202,7 +202,6 @@ def _check_kind(options: TrainOptions) -> None:
         "--mask-token-id": options.mask_token_id,
         "--anchors": options.num_anchors,
         "--position-weights": options.position_weights,
-        "--total-variation": options.variation,
         "--context-embeddings": options.context_embeddings or None,
     }
     is_block = options.kind in BLOCK_KINDS
