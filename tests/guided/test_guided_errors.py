@@ -221,6 +221,27 @@ def test_end_tokens_come_only_where_the_grammar_ends(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "stop" and output.outputs[0].text in ("abc", "xyz")
 
 
+@pytest.mark.parametrize("eos", [EOS, None])
+def test_a_grammar_that_ends_at_the_token_limit_stops(tmp_path: Path, eos: int | None) -> None:
+    """It is complete; one token fewer cuts it. Without an end token the last one completes it."""
+    path = tiny_model_dir(tmp_path, eos_token_id=eos)
+    save_tokenizer(path)
+    count = 4 if eos is None else 5
+    params = [
+        SamplingParams(
+            max_tokens=limit,
+            ignore_eos=True,
+            guided_decoding=GuidedDecodingParams(regex="[cdef]{4}"),
+        )
+        for limit in (count, count - 1)
+    ]
+    for config in (None, config_of("ngram", 3, make_drafters(tmp_path))):
+        with cpu_engine(path, config) as llm:
+            whole, cut = (output.outputs[0] for output in llm.generate([PROMPT] * 2, params))
+        assert whole.finish_reason == "stop" and len(whole.token_ids) == count
+        assert cut.finish_reason == "length" and len(cut.token_ids) == count - 1
+
+
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=8, logprobs=2, guided_decoding=GuidedDecodingParams(regex="[cdef]{8}")

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from ..errors import RankError
 from ..workers.protocols import EndedText
-from .guide import GuidedBatch
 from .request import Request, RequestState, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
 from .runner import StepRunner
@@ -70,13 +69,20 @@ class RequestBook:
         left = [chunk for chunk in batch.contexts if not chunk.request.is_finished]
         return batch if len(left) == len(batch.contexts) else replace(batch, contexts=left)
 
-    def add_tokens(self, result: RequestResult, num_rows: int, stop_check: StopCheck | None) -> int:
+    def add_tokens(
+        self,
+        result: RequestResult,
+        num_rows: int,
+        stop_check: StopCheck | None,
+        ends_grammar: bool = False,
+    ) -> int:
         """Adds one step's tokens to a request, and ends it where they end it.
 
         A stop check that raises fails its request alone.
 
         Args:
             num_rows: K'+1, of each generation in the step.
+            ends_grammar: the request's grammar ends with the last of these tokens.
 
         Returns:
             how many tokens were added.
@@ -93,6 +99,8 @@ class RequestBook:
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {described(error)}")
         num_appended = len(output) - before
+        if ends_grammar and num_appended == len(result.tokens):  # at the token limit too
+            reason = "stop"
         if result.logprobs is not None:
             if request.logprobs is None:
                 request.logprobs = []
@@ -151,11 +159,6 @@ class RequestBook:
             "blocks are cleared; other requests go on. Check the weights and dtype, or what "
             "bans tokens (bad_token_ids, logit_bias, min_tokens, a guided decoder).",
         )
-
-    def end_by_grammar(self, request: Request, guided: GuidedBatch) -> None:
-        """Ends a request whose grammar ended with the tokens of this step."""
-        if guided.is_complete.get(request.request_id):
-            self.finish(request, "stop")
 
     def ended_texts(self) -> list[EndedText]:
         """Returns the texts of finished requests that no error and no cancelling cut short."""

@@ -486,19 +486,22 @@ class PyExecutor:
         for result in results:
             if result.request.is_finished:  # it stopped while this step ran
                 continue
-            if launched.guided is None or result.request.is_poisoned:
+            guided, request_id = launched.guided, result.request.request_id
+            if guided is None or result.request.is_poisoned:
                 self._apply(result, num_rows, is_forced)
-            elif (error := launched.guided.error.get(result.request.request_id)) is not None:
+            elif (error := guided.error.get(request_id)) is not None:
                 self.book.fail(result.request, error)
             else:
-                self._apply(launched.guided.cut(result), num_rows, is_forced)
-                self.book.end_by_grammar(result.request, launched.guided)
+                is_end = guided.is_complete.get(request_id, False)
+                self._apply(guided.cut(result), num_rows, is_forced, is_end)
         if self.saver is not None:
             self.saver.write_full_shard()
         if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
-    def _apply(self, result: RequestResult, num_rows: int, is_forced: bool) -> None:
+    def _apply(
+        self, result: RequestResult, num_rows: int, is_forced: bool, ends_grammar: bool = False
+    ) -> None:
         """Applies a step's result to its request."""
         request = result.request
         if request.is_poisoned:
@@ -508,7 +511,7 @@ class PyExecutor:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(*result.prompt_logprobs)
         if result.yields_token:
-            count = self.book.add_tokens(result, num_rows, self.stop_check)
+            count = self.book.add_tokens(result, num_rows, self.stop_check, ends_grammar)
             self.statistics.add_result(result, count, is_forced=is_forced)
             if result.is_generation:
                 self._draft_len.add_result(result)
