@@ -66,6 +66,21 @@ def test_a_draft_model_by_name(
     assert _Engine.alive and gone[0], "the engine that wrote the texts is freed before"
 
 
+def test_a_target_of_few_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    class Engine(_Engine):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            lengths.append(options["max_seq_len"])
+
+    monkeypatch.setattr("trtspec.llm.LLM", Engine)
+    for num_positions in (200, 4096):
+        target = tiny_model_dir(tmp_path, max_position_embeddings=num_positions)
+        assert _doctor("--target", target, "--head", target, "--prompts", 12) == 0
+    assert lengths == [200, 1024]
+
+
 def test_a_wrong_directory_is_told_before_the_target_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -44,7 +44,7 @@ def run_doctor(options: DoctorOptions, output: JsonOptions) -> int:
         diagnosis = check(config, head, tokenizer=tokenizer)
         if not diagnosis.problems:  # otherwise the target need not write anything
             progress("the target writes texts")
-            prompts, written = _write(target_dir, options)
+            prompts, written = _write(target_dir, options, config.max_position_embeddings)
             gc.collect()  # the engine refers to itself; its cache's memory is wanted
             if where.type == "cuda":
                 torch.cuda.empty_cache()
@@ -75,7 +75,7 @@ def _resolve_drafter(head: Path, progress: Progress) -> Path:
     )
 
 
-def _write(target_dir: Path, options: DoctorOptions) -> tuple[Ids, Ids]:
+def _write(target_dir: Path, options: DoctorOptions, num_positions: int) -> tuple[Ids, Ids]:
     """Returns (token ids of prompts, those that the target wrote after each)."""
     from ..api.sampling_params import SamplingParams
     from ..data.acceptance_prompts import load_prompts
@@ -88,7 +88,7 @@ def _write(target_dir: Path, options: DoctorOptions) -> tuple[Ids, Ids]:
         quant=options.quant,
         max_batch_size=16,
         tensor_parallel_size=options.tensor_parallel_size,
-        max_seq_len=1024,
+        max_seq_len=min(1024, num_positions),
     )
     prompts, count = load_prompts(), options.num_prompts
     chosen = prompts[:: max(1, len(prompts) // count)][:count]
