@@ -113,6 +113,11 @@ class ChatEndpoint:
                 f"'max_tokens' is {request.max_tokens} and 'max_completion_tokens' {max_tokens}, "
                 "which is its newer name: send one of them.",
             )
+        if max_tokens is not None and max_tokens < 1:
+            raise refused(
+                "max_completion_tokens",
+                f"'max_completion_tokens' is {max_tokens}: it must be >= 1.",
+            )
         params = make_params(
             request,
             self.config,

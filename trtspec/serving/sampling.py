@@ -84,15 +84,18 @@ def _check_limits(
     prompt_logprobs: int | None,
 ) -> None:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    alternatives = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
     for name, count, most in (
         ("n", request.n, config.max_n),
         ("stop", len(stop), config.max_stop),
         ("stop_token_ids", len(request.stop_token_ids or []), config.max_stop),
-        ("top_logprobs", logprobs or 0, config.max_logprobs),
+        (alternatives, logprobs or 0, config.max_logprobs),
         ("prompt_logprobs", prompt_logprobs or 0, config.max_logprobs),
     ):
         if count > most:
             raise refused(name, f"{name!r} asks for {count}: this server allows {most}.")
+    if logprobs is not None and logprobs < 0:
+        raise refused(alternatives, f"{alternatives!r} is {logprobs}: it must be >= 0.")
     longest = max(map(len, stop), default=0)
     if longest > MAX_STOP_CHARACTERS:
         raise refused(
