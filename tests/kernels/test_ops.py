@@ -331,6 +331,24 @@ def test_rows_are_padded_where_a_kernel_depends_on_their_number(
     assert find_min_rows(multiply, 64) == expected
 
 
+@pytest.mark.parametrize("size", [24, 48, 129, 384])
+def test_sums_of_few_inputs_show_their_order(size: int) -> None:
+    """One row alone is summed by two accumulators, several rows by one."""
+
+    def add_up(columns: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(columns.shape[0])
+        for column in columns.unbind(-1):
+            total = total + column
+        return total
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        parts = [x] if x.shape[0] > 1 else [x[:, ::2], x[:, 1::2]]
+        return add_up(torch.stack([add_up(part) for part in parts], -1))[:, None].bfloat16()
+
+    assert find_min_rows(multiply, size) == 2
+
+
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm_equals_float64(offset: float) -> None:
     norm = RMSNorm(48, 1e-5, offset)
