@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.prompts import PROMPT_SETS
-from .engine import describe, load_pair, make_sampling_params
+from .engine import check_filters, describe, load_pair, make_sampling_params
 from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import Prompt, read_prompts, to_inputs
 from .options import (
@@ -112,6 +112,7 @@ def run_bench(
     if sampling.temperature > 0 and sampling.seed is None:  # else the two could never agree
         sampling = replace(sampling, seed=0)
     params = make_sampling_params(sampling)
+    check_filters(sampling, [sampling.temperature])
     sets = {"given": list(prompts)} if prompts else _built_in_sets()
     try:
         with redirect_stdout(sys.stderr), Progress() as progress:

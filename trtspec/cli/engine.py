@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -252,6 +253,14 @@ def make_sampling_params(options: SamplingOptions) -> SamplingParams:
         )
     except RequestError as error:  # here it is the command line that is wrong, not a request
         raise CliError(str(error)) from error
+
+
+def check_filters(options: SamplingOptions, temperatures: Sequence[float]) -> None:
+    """Raises CliError for a filter where every answer is greedy: it would change nothing."""
+    filters = {"--top-k": options.top_k > 1, "--top-p": options.top_p != 1}
+    for name, is_given in filters.items():
+        if is_given and not any(temperatures):
+            raise CliError(f"{name} was given, but temperature 0 is greedy: give a temperature.")
 
 
 def _make_guided(options: SamplingOptions) -> GuidedDecodingParams | None:

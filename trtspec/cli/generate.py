@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from .engine import describe, load_llm, make_sampling_params
+from .engine import check_filters, describe, load_llm, make_sampling_params
 from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import Prompt, read_prompts, to_inputs
 from .options import EngineOptions, JsonOptions, PromptOptions, SamplingOptions
@@ -35,6 +35,7 @@ def run_generate(
     if not prompts:
         raise CliError("no prompt: give --prompt TEXT (repeatable) or --prompt-file F.jsonl.")
     params = make_sampling_params(sampling)
+    check_filters(sampling, [sampling.temperature])
     check_writable(output.json_file)
     decode = _decode_quietly if output.as_json else _decode_and_show
     llm, outputs = decode(options, params, prompts, given.raw)

@@ -319,13 +319,13 @@ class SweepOptions:
         str, typer.Option("--temperatures", help="--sweep: like 0,0.7,1. 0 is greedy.")
     ] = "0,1"
     kinds: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--kinds",
             help="--sweep: of text: chat, code, maths, summarise, translate, rewrite, agent; or "
-            "all. --prompt and --prompt-file are a kind of their own.",
+            "all. Default: chat,agent; with --prompt or --prompt-file these alone.",
         ),
-    ] = "chat,agent"
+    ] = None
     contexts: Annotated[
         str | None,
         typer.Option(

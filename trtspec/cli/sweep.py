@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..data.acceptance_prompts import CATEGORIES, AcceptancePrompt, load_prompts
 from ..data.agent_prompts import agent_prompts
-from .engine import load_small_llm, make_sampling_params, parse_draft_len, parse_mode
+from .engine import check_filters, load_small_llm, make_sampling_params, parse_draft_len, parse_mode
 from .errors import EXIT_FAILED, CliError, show_error
 from .inputs import read_prompts
 from .numbers import MAX_TEMPERATURE, parse_numbers
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..report.sweep import Axes, Cell, Sweep, Way
 
 AGENT = "agent"
+DEFAULT_KINDS = "chat,agent"
 COLUMNS = ("plain", "fixed", "auto", "sa", "both")
 SCOUT_LENGTH = 8192
 """Tokens of a sequence in the engine that is loaded first, to ask it about the model."""
@@ -73,6 +74,7 @@ class SweepCommand:
         concurrencies = parse_numbers("--concurrency", sweep.concurrency, 1, 4096, whole=True)
         fixed = parse_numbers("--fixed", sweep.fixed, 1, 64, whole=True)
         temperatures = parse_numbers("--temperatures", sweep.temperatures, 0, MAX_TEMPERATURE)
+        check_filters(sampling, temperatures)
         return cls(
             engine=options,
             sampling=replace(sampling, seed=sampling.seed or 0),
@@ -245,16 +247,20 @@ def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _kinds(given: PromptOptions, text: str) -> dict[str, list[AcceptancePrompt]]:
+def _kinds(given: PromptOptions, text: str | None) -> dict[str, list[AcceptancePrompt]]:
     """Returns the prompts of each kind of text."""
     prompts = read_prompts(given)
+    if prompts and text is not None:
+        raise CliError(
+            "--kinds was given with prompts, which are a kind of their own: leave out one of them."
+        )
     if prompts:
         asked = [
             AcceptancePrompt(f"given-{i}", "given", tuple(prompt.messages))
             for i, prompt in enumerate(prompts)
         ]
         return {"given": asked}
-    known = (*CATEGORIES, AGENT)
+    known, text = (*CATEGORIES, AGENT), DEFAULT_KINDS if text is None else text
     names = list(known) if text == "all" else _names("--kinds", text, known)
     if not names:
         raise CliError(f"--kinds {text!r} names no kind of text: give some of {', '.join(known)}.")
