@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from guided import save_tokenizer
 from matrix import full
 from safetensors.torch import load_file
+from tiny import tiny_model_dir
 
 from trtspec import cli
 
@@ -118,3 +120,25 @@ def test_what_cannot_be_trained_is_said_in_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error.removeprefix("error: ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eagle3"], "needs a target of 6 layers; it has 3. Give layers_to_capture (--capture"),
+        (["eagle3", "--capture-layers", "0,1,3"], "layers_to_capture=[0, 1, 3]"),
+        (["dflash", "--mask-token-id", "5"], "needs a target of 4 layers; it has 3"),
+        (["dspark", "--mask-token-id", "97", "--capture-layers", "1"], "mask_token_id=97"),
+        (["mtp"], "training a mixture of experts is not supported"),
+    ],
+)
+def test_what_does_not_fit_the_target_is_said_before_it_writes(
+    tmp_path: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
+    target = tiny_model_dir(tmp_path, "qwen3_moe" if "mtp" in arguments else "llama")
+    save_tokenizer(target)
+    train = ["train", *arguments, "--target", str(target), "--self-generate", "3"]
+    out = tmp_path / "out"
+    assert cli.main([*train, "--length", "64", "--device", "cpu", "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -58,7 +58,14 @@ def run_train(options: TrainOptions) -> int:
     from ..checkpoints.weights import load_decoder
     from ..executor.device import resolve_device, resolve_dtype
     from ..models.drafters.dflash import DFlashHead
-    from ..train.new_head import NewHead, begin_with, check_target, create_head, fit_to_states
+    from ..train.new_head import (
+        NewHead,
+        begin_with,
+        check_spec,
+        check_target,
+        create_head,
+        fit_to_states,
+    )
     from ..train.trainer import Trainer
     from ..train.unroll import teach
 
@@ -90,6 +97,7 @@ def run_train(options: TrainOptions) -> int:
         layers = earlier.require().layers_to_capture or None
         spec = replace(spec, layers_to_capture=spec.layers_to_capture or layers)
     _check_options(options, config)
+    check_spec(spec, config)  # before the target writes text for hours
     tokenizer = load_tokenizer(target_dir)
     if tokenizer is None:
         raise CliError(f"{target_dir} has no tokenizer, which the text needs. Use one that has.")

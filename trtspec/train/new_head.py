@@ -308,6 +308,17 @@ def check_target(target: DecoderConfig) -> None:
         )
 
 
+def check_spec(spec: NewHead, target: DecoderConfig) -> None:
+    """Raises ConfigError for a head that `create_head` cannot make, whatever it drafts among."""
+    check_target(target)
+    if spec.kind == "eagle3":
+        _eagle3_layers(spec, target)
+    elif spec.kind in BLOCK_KINDS:
+        _block_config(spec, target)
+    else:
+        _mtp_config(spec, target)
+
+
 def check_format(format: str, kind: str) -> None:
     """Raises ConfigError for a format in which a head of this kind is not written."""
     allowed = FORMATS[:1] if kind == "mtp" else FORMATS
@@ -394,14 +405,6 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
 def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | None) -> HeadConfig:
     if draft_ids is None:
         raise ConfigError("An EAGLE-3 head needs the tokens it drafts among: give draft_ids.")
-    layers = spec.layers_to_capture
-    if layers is None:
-        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
-            raise ConfigError(
-                f"The default capture (1, L/2-1, L-4) needs a target of {MIN_LAYERS_FOR_DEFAULT} "
-                f"layers; it has {target.num_layers}. Give layers_to_capture."
-            )
-        layers = default_layers_to_capture(target.num_layers)
     return HeadConfig(
         kind="eagle3",
         format="EAGLE-3, raw",
@@ -409,8 +412,20 @@ def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | Non
         target_hidden_size=target.hidden_size,
         draft_vocab_size=len(draft_ids),
         own_lm_head=True,
-        layers_to_capture=_checked_layers(layers, target),
+        layers_to_capture=_eagle3_layers(spec, target),
     )
+
+
+def _eagle3_layers(spec: NewHead, target: DecoderConfig) -> tuple[int, ...]:
+    layers = spec.layers_to_capture
+    if layers is None:
+        if target.num_layers < MIN_LAYERS_FOR_DEFAULT:
+            raise ConfigError(
+                f"The default capture (1, L/2-1, L-4) needs a target of {MIN_LAYERS_FOR_DEFAULT} "
+                f"layers; it has {target.num_layers}. Give layers_to_capture (--capture-layers)."
+            )
+        layers = default_layers_to_capture(target.num_layers)
+    return _checked_layers(layers, target)
 
 
 def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
@@ -420,7 +435,7 @@ def _block_config(spec: NewHead, target: DecoderConfig) -> HeadConfig:
             raise ConfigError(
                 f"The default capture (evenly from 1 to L-3) of {spec.num_layers} draft layers "
                 f"needs a target of {spec.num_layers + 3} layers; it has {target.num_layers}. Give "
-                "layers_to_capture."
+                "layers_to_capture (--capture-layers)."
             )
         layers = default_target_layers(spec.num_layers, target.num_layers)
     mask = spec.mask_token_id
