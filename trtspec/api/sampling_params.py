@@ -41,9 +41,10 @@ class SamplingParams:
             for each time; -2 … 2, 0 is off.
         logit_bias: token id -> what is added to its logit, -100 … 100.
         bad_token_ids: tokens that are never chosen.
-        bad_words: sequences of tokens that never occur complete in the output. Each is a list of
-            token ids, or text, which counts as two: its tokens with and without a space before it.
-            At most 64, of 8 tokens each. (Other tokens may spell the same text.)
+        bad_words: sequences of tokens that the output never completes, also where one begins in the
+            prompt. Each is a list of token ids, or text, which counts as two: its tokens with and
+            without a space before it. At most 64, of 8 tokens each. (Other tokens may spell the
+            same text.)
         min_tokens: number of output tokens before which no end token is chosen, neither the model's
             nor one of `stop_token_ids`; <= max_tokens. `stop` strings end the output all the same.
         seed: the same request and seed give the same tokens, whatever shares the batch. Under
