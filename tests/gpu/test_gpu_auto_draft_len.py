@@ -100,7 +100,8 @@ def test_times_are_measured_at_the_first_start(
         itertools.product((2, 4), (True, False), lengths)
     )
     assert all(1e-6 < seconds < 0.1 for *_, seconds in rows)
-    captured = len(rows) + 2  # and for each size what the head reads late
+    # For each size also what the head reads late, and passes over prompts, greedy and sampled.
+    captured = len(rows) + 2 + 2 * len(llm.executor.graphs.contexts)
     assert llm.executor.graphs.num_graphs == captured
     with monkeypatch.context() as patch:
         patch.setattr(CudaGraphs, "replay_seconds", lambda *args, **kwargs: pytest.fail("again"))

@@ -339,20 +339,23 @@ def run_with_rests(case: Case, script_type: type[Script] = Script) -> Counter[in
 
     executor.runner.run = counted  # type: ignore[method-assign]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))] for _ in range(4)]
-    case.foresee(prompts, 110)
+    case.foresee(prompts, 125)
     left, until, compared = 12, 0, 0
     for number in range(10_000):
         if not (left or executor.has_work):
             break
-        if left and rng.random() < 0.1:
+        # A prompt ends a rest. So none comes in long ones.
+        if left and until - number <= 9 and rng.random() < 0.2:
             left -= 1
             prompt = rng.choice([*prompts, *texts])
-            params = SamplingParams(max_tokens=rng.randint(10, 40), ignore_eos=True)
+            params = SamplingParams(max_tokens=rng.randint(10, 60), ignore_eos=True)
             requests.append(executor.enqueue(prompt, params))
             script.requests[requests[-1].request_id] = requests[-1]
         if number >= until:
-            executor.runtime_draft_len = wanted = rng.choice([0, 0, 1, 3])
-            until = number + (rng.choice([1, 2, 9, 25]) if wanted == 0 else rng.randint(1, 4))
+            executor.runtime_draft_len = wanted = rng.choice([0, 1, 3])
+            until = number + (
+                rng.choice([1, 2, 9, CAPACITY + 9]) if wanted == 0 else rng.randint(1, 9)
+            )
         script.logits = {}
         executor.step()
         for i, logits in script.logits.items():

@@ -648,9 +648,13 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
     rows = rng.randint(1, k + 1)
     accepted, lens = _accepted(rng, num_seqs, k, rows)
     drafts = ints([[rng.randint(-1, 50) for _ in range(k + 1)] for _ in range(num_seqs)])
-    drafts = drafts.view(num_seqs, k + 1)[:, 1:]
+    proposed = rng.randint(0, k)
+    drafts = drafts.view(num_seqs, k + 1)[:, 1 : 1 + proposed]
     tokens = run("next_new_tokens", ints(accepted).view(num_seqs, k + 1), ints(lens), drafts)
-    expected = [[row[n - 1], *d] for row, n, d in zip(accepted, lens, drafts.tolist(), strict=True)]
+    expected = [
+        [row[n - 1], *d, *[-1] * (k - proposed)]
+        for row, n, d in zip(accepted, lens, drafts.tolist(), strict=True)
+    ]
     assert tokens.tolist() == expected and tokens.dtype == torch.int32
 
     slots = rng.sample(range(num_seqs + 2), num_seqs)

@@ -113,7 +113,7 @@ class RequestBook:
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again
-        if not request.is_finished:
+        if len(result.tokens) < num_rows and not request.is_finished:
             self.scheduler.trim(request)
         return num_appended
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from itertools import product
+from math import inf
 from pathlib import Path
 
 import torch
@@ -76,30 +77,42 @@ class _GraphLaunches(Launches):
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Captures every length, so that none has to earn its graph first, and times what is unknown.
 
-    Sizes 1, 2, 4, … and the largest come first, and are timed. Whatever is left after
+    Sizes 1, 2, 4, … and the largest come first, and are timed. Passes over prompts are next, for
+    lengths vary, so other prompts come together in every run. Whatever is left after
     `SECONDS_AT_START`, and whose times are known or not needed, waits until it is used, unless all
     graphs are to be captured at start.
     """
-    sizes, began = graphs.batch_sizes, time.perf_counter()
-    timed = {size for size in sizes if size & (size - 1) == 0} | {sizes[-1]}
-    for size in sorted(sizes, key=lambda n: (n not in timed, -n)):
-        shapes = StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)
-        unknown = {
-            (shape, draft_len)
-            for shape, draft_len in product(shapes if size in timed else (), auto.lengths)
-            if not auto.costs.is_known(shape, draft_len)
-        }
-        is_late = time.perf_counter() - began > SECONDS_AT_START
-        if is_late and not (unknown or graphs.captures_at_start):
-            continue
-        graphs.prepare_missed(size)
-        for shape, draft_len in product(shapes, auto.lengths):
-            is_there = graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
-            if is_there and (shape, draft_len) in unknown:
-                seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
-                assert seconds is not None
-                auto.costs.set(shape, draft_len, seconds)
+    sizes = graphs.batch_sizes[::-1]
+    timed = [size for size in sizes if size & (size - 1) == 0 or size == sizes[0]]
+    late = inf if graphs.captures_at_start else time.perf_counter() + SECONDS_AT_START
+    for size in timed:
+        _capture_lengths(graphs, auto, size, until=late, is_timed=True)
+    graphs.prepare_contexts(auto.max_draft_len, until=late)
+    for size in sizes:
+        if size not in timed:
+            _capture_lengths(graphs, auto, size, until=late)
     auto.costs.save()
+
+
+def _capture_lengths(
+    graphs: CudaGraphs, auto: AutoDraftLen, size: int, *, until: float, is_timed: bool = False
+) -> None:
+    """Captures every length of one size. After `until` only if a time is missing."""
+    shapes = StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)
+    unknown = {
+        (shape, draft_len)
+        for shape, draft_len in product(shapes if is_timed else (), auto.lengths)
+        if not auto.costs.is_known(shape, draft_len)
+    }
+    if time.perf_counter() > until and not unknown:
+        return
+    graphs.prepare_missed(size)
+    for shape, draft_len in product(shapes, auto.lengths):
+        is_there = graphs.prepare(size, draft_len, all_greedy=shape.all_greedy)
+        if is_there and (shape, draft_len) in unknown:
+            seconds = graphs.replay_seconds(size, draft_len, all_greedy=shape.all_greedy)
+            assert seconds is not None
+            auto.costs.set(shape, draft_len, seconds)
 
 
 def _path(runner: StepRunner) -> Path:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -228,9 +229,19 @@ class CudaGraphs:
             for key in _keys_at_start(num_drafts, batch_size=size):
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(key)
+        self.prepare_contexts(num_drafts)
+
+    def prepare_contexts(self, num_drafts: int, until: float = inf) -> None:
+        """Captures passes over prompts, the largest first, for greedy and for sampled batches.
+
+        Args:
+            until: when to stop, by `time.perf_counter`.
+        """
         for inputs in self.contexts[::-1]:
+            if time.perf_counter() > until:
+                return
             for key in _keys_at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):
-                if not self._capture_contexts(inputs, key):
+                if key not in self._graphs and not self._capture_contexts(inputs, key):
                     break
 
     def prepare(self, size: int, draft_len: int, *, all_greedy: bool) -> bool:
@@ -361,13 +372,12 @@ def _launch_parts(parts: list[_Part], reach: Callable[[Point], None] | None) -> 
 
 
 def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKey:
-    params = [request.sampling_params for request in plan.batch.requests]
     return GraphKey(
         batch_size=batch_size,
         num_drafts=plan.num_drafts,
         draft_len=plan.draft_len,
-        all_greedy=all(p.is_greedy for p in params),
-        has_filters=any(p.has_filters for p in params),
+        all_greedy=plan.batch.all_greedy,
+        has_filters=plan.batch.has_filters,
         context_tokens=context_tokens,
         num_logprobs=plan.batch.num_logprobs,
         shapes_logits=plan.batch.shapes_logits,

@@ -407,9 +407,9 @@ class PyExecutor:
             finish_before=self._finish_launches,
         )
         plan = self.runner.with_missed(plan)
-        if any(request.steps is not None for request in batch.generations):
+        if batch.records_steps:
             self._finish_launches()  # the step before writes the drafts that are counted
-        num_proposed = self.runner.count_proposed(batch.generations, plan.num_drafts)
+        num_proposed = self.runner.count_proposed(batch, plan.num_drafts)
         launch = self.runner.run(plan)
         most_asked = draft_len if self._draft_len.is_exact else self.max_draft_len
         drafts_of = None if guided is None else partial(self.runner.drafts_of, batch)
@@ -479,20 +479,22 @@ class PyExecutor:
         for result in results:
             request = result.request
             request.num_in_flight -= 1
-            request.is_poisoned |= result.is_bad
+            if result.is_bad:
+                request.is_poisoned = True
             if request.is_finished and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
         num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
+        guided = launched.guided
         for result in results:
-            if result.request.is_finished:  # it stopped while this step ran
+            request = result.request
+            if request.is_finished:  # it stopped while this step ran
                 continue
-            guided, request_id = launched.guided, result.request.request_id
-            if guided is None or result.request.is_poisoned:
+            if guided is None or request.is_poisoned:
                 self._apply(result, num_rows, is_forced)
-            elif (error := guided.error.get(request_id)) is not None:
-                self.book.fail(result.request, error)
+            elif (error := guided.error.get(request.request_id)) is not None:
+                self.book.fail(request, error)
             else:
-                is_end = guided.is_complete.get(request_id, False)
+                is_end = guided.is_complete.get(request.request_id, False)
                 self._apply(guided.cut(result), num_rows, is_forced, is_end)
         if self.saver is not None:
             self.saver.write_full_shard()

@@ -230,7 +230,7 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One step's requests, contexts first."""
+    """One step's requests, contexts first. What is asked of them does not change."""
 
     contexts: list[ContextChunk]
     generations: list[Request]
@@ -260,6 +260,19 @@ class ScheduledBatch:
     def num_sampled(self) -> int:
         """Generations that are not greedy."""
         return sum(not request.sampling_params.is_greedy for request in self.generations)
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return all(request.sampling_params.is_greedy for request in self.requests)
+
+    @cached_property
+    def has_filters(self) -> bool:
+        return any(request.sampling_params.has_filters for request in self.requests)
+
+    @cached_property
+    def records_steps(self) -> bool:
+        """Whether the steps of a generation are recorded."""
+        return any(request.steps is not None for request in self.generations)
 
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)

@@ -172,11 +172,12 @@ class StepRunner:
         slots = torch.tensor([request.slot for request in generations])
         return min(asked, int((self.step.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
 
-    def count_proposed(self, generations: Sequence[Request], num_drafts: int) -> Tensor | None:
-        """Returns how many drafts the slots hold, [G] int64; None if no request records it."""
-        if all(request.steps is None for request in generations):
+    def count_proposed(self, batch: ScheduledBatch, num_drafts: int) -> Tensor | None:
+        """Returns how many drafts the slots of generations hold, [G] int64; None if no request
+        records it."""
+        if not batch.records_steps:
             return None
-        slots = rows_to_tensor([r.slot for r in generations], torch.int64, self.device)
+        slots = rows_to_tensor([r.slot for r in batch.generations], torch.int64, self.device)
         return (self.step.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)
 
     def drafts_of(self, batch: ScheduledBatch) -> Tensor:

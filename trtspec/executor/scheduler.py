@@ -42,6 +42,9 @@ class Scheduler:
         self.unused = 0
         """Steps of slots that were free for a waiting request since prompts last started."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._last = ScheduledBatch([], [])
+        """The last batch of generations alone. The next one is mostly the same: then what is known
+        of its requests together need not be asked again."""
 
     def needed_tokens(self, request: Request) -> int:
         """Returns the tokens of KV to hold before another generation step of `request`."""
@@ -76,7 +79,11 @@ class Scheduler:
             stuck = self._stuck_contexts()
             if stuck:
                 return ScheduledBatch([], []), stuck
-        return ScheduledBatch(contexts, generations), []
+        if contexts:
+            return ScheduledBatch(contexts, generations), []
+        if generations != self._last.generations:
+            self._last = ScheduledBatch([], generations)
+        return self._last, []
 
     def _release_behind_windows(self) -> None:
         """Gives back blocks that no row of a later step sees (the ledger in state/kv_cache.py)."""
@@ -94,13 +101,13 @@ class Scheduler:
         `aside` tokens of the budget are for the next prompt.
         """
         budget, rows = self.config.max_num_tokens, self.most_drafts + 1
-        chosen: list[Request] = []
-        for request in self.running:
-            ready = request.is_generation and not request.ends_with_what_is_in_flight
-            if ready and budget - rows >= aside:
-                chosen.append(request)
-                budget -= rows
-        return chosen, budget
+        ready = [
+            request
+            for request in self.running
+            if request.is_generation and not request.ends_with_what_is_in_flight
+        ]
+        chosen = ready[: max(0, budget - aside) // rows]
+        return chosen, budget - rows * len(chosen)
 
     def _set_aside(self, started: list[Request]) -> int:
         """Returns the tokens that generations must leave to the next prompt.
@@ -172,7 +179,7 @@ class Scheduler:
                 return chunks
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        if self._may_start():
+        if self.waiting and self._may_start():
             chunks += self._start_waiting(budget)
         return chunks
 
@@ -303,7 +310,8 @@ class Scheduler:
 
     def _reserve_all(self, generations: list[Request]) -> list[Request]:
         """Returns those for whose next step there are no blocks."""
-        return [r for r in generations if not self._reserve(r, self.needed_tokens(r))]
+        reserve, needed_tokens = self.kv_cache.reserve, self.needed_tokens
+        return [r for r in generations if not reserve(r.request_id, needed_tokens(r))]
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         return self.kv_cache.reserve(request.request_id, num_tokens)
@@ -345,6 +353,7 @@ class Scheduler:
         self.kv_cache.start_over()
         self._free_slots = list(range(self.config.max_batch_size - 1, -1, -1))
         self.running, self.waiting = [], deque(requests)
+        self._last = ScheduledBatch([], [])
         for request in requests:
             request.start_over()
 
@@ -369,4 +378,4 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot = -1
+        request.slot, self._last = -1, ScheduledBatch([], [])

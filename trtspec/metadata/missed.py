@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CAPACITY = 16
+CAPACITY = 32
 """Rows kept of a request. The pass over them costs a step's share of 1 / CAPACITY."""
 
 

@@ -333,30 +333,29 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def outputs(
         self, logits: Tensor | ShardedLogits, inputs: DraftInputs, next_drafts: Tensor
     ) -> dict[str, Any]:
-        """Builds the dictionary that `forward` returns; next_drafts [B, K]."""
-        draft_len, unused = inputs.step.draft_len, self.max_draft_len - inputs.step.draft_len
-        if unused > 0:
-            next_drafts = nn.functional.pad(next_drafts[:, :draft_len], (0, unused), value=-1)
+        """Builds the dictionary that `forward` returns; next_drafts [B, K], or those proposed."""
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
+        next_drafts = next_drafts[:, : inputs.step.draft_len]
+        next_new_tokens = self.build_next_new_tokens(accepted, lens, next_drafts)
         return {
             "logits": logits,
             "new_tokens": accepted,
             "new_tokens_lens": lens,
-            "next_draft_tokens": next_drafts,
-            "next_new_tokens": self.build_next_new_tokens(accepted, lens, next_drafts),
+            "next_draft_tokens": next_new_tokens[:, 1:],
+            "next_new_tokens": next_new_tokens,
         }
 
     def no_drafts(self, inputs: DraftInputs) -> Tensor:
-        """Returns [B, K] int32 of -1."""
+        """Returns int32 of -1 for the drafts to propose, which may be fewer than K."""
         lens = inputs.num_accepted_tokens
-        return torch.full(
-            (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
-        )
+        shape = lens.shape[0], inputs.step.draft_len
+        return torch.full(shape, -1, dtype=torch.int32, device=lens.device)
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Proposes drafts for the next step, [B, K] int32, -1 where there is none.
 
-        Each worker writes it.
+        Each worker writes it. Where fewer are to be proposed (`StepContext.draft_len`), the others
+        need not be there.
         """
         raise NotImplementedError(f"{type(self).__name__} writes forward in place of draft.")
 
@@ -494,7 +493,8 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def build_next_new_tokens(
         self, accepted_tokens: Tensor, num_accepted_tokens: Tensor, next_draft_tokens: Tensor
     ) -> Tensor:
-        """Returns the next step's input: [last accepted, next drafts], [B, K+1] int32."""
+        """Returns the next step's input: [last accepted, next drafts], [B, K+1] int32, -1 where
+        there are fewer drafts."""
         return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens)
 
     def prepare_context_input_ids(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...metadata.attention import NULL_BLOCK, AttentionMetadata
 from ...metadata.missed import MissedRows
@@ -395,10 +395,11 @@ def limit_drafts(
 
 @twin(_DRAFT_KERNELS)
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
-    """Builds the next step's input: accepted [B, K+1] int32, lens [B] int32, drafts [B, K] ->
-    [last accepted, drafts] int32."""
-    last = last_accepted(accepted, lens)
-    return torch.cat([last[:, None], drafts], dim=1).to(torch.int32)
+    """Builds the next step's input: accepted [B, K+1] int32, lens [B] int32, drafts [B, n] ->
+    [last accepted, drafts] int32, -1 where the n drafts are fewer than K."""
+    last, missing = last_accepted(accepted, lens), accepted.shape[1] - 1 - drafts.shape[1]
+    tokens = torch.cat([last[:, None], drafts], dim=1).to(torch.int32)
+    return nn.functional.pad(tokens, (0, missing), value=-1) if missing > 0 else tokens
 
 
 @twin(_KERNELS)

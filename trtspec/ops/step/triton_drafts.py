@@ -393,12 +393,14 @@ def _limit_kernel(
 
 
 def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
-    """Puts each request's last accepted token before its drafts."""
-    num_seqs, columns = drafts.shape[0], drafts.shape[1] + 1
+    """Puts each request's last accepted token before its drafts, and -1 behind them."""
+    num_seqs, num_drafts = drafts.shape
+    columns = max(accepted.shape[1], num_drafts + 1)
     out = ints(accepted, num_seqs, columns, dtype=torch.int32)
     _next_new_kernel[(num_seqs,)](
         Accepted(accepted, accepted.stride(0), lens),
         Grid.of(drafts),
+        num_drafts,
         out,
         columns,
         BLOCK=triton.next_power_of_2(columns),
@@ -409,7 +411,9 @@ def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
 
 
 @triton.jit
-def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _next_new_kernel(
+    accepted, drafts, num_drafts, out_ptr, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     after_previous(PDL)
     seq = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -417,7 +421,8 @@ def _next_new_kernel(accepted, drafts, out_ptr, columns, BLOCK: tl.constexpr, PD
     length = tl.load(accepted.lens + seq)
     last = tl.load(accepted.tokens + seq * accepted.stride + length - 1).to(tl.int32)
     entry = drafts.x + seq * drafts.seq_stride + (column - 1) * drafts.row_stride
-    draft = tl.load(entry, mask=mask & (column > 0), other=-1).to(tl.int32)
+    is_draft = (column > 0) & (column <= num_drafts)
+    draft = tl.load(entry, mask=is_draft, other=-1).to(tl.int32)
     tl.store(out_ptr + seq * columns + column, tl.where(column > 0, draft, last), mask=mask)
 
 
