@@ -17,18 +17,6 @@ def mask_target(guided: GuidedStep, logits: Tensor) -> Tensor:
     return mask_logits(logits, masks, None)
 
 
-def revive_rows(logits: Tensor, num_contexts: int, num_drafts: int) -> Tensor:
-    """Returns logits [C + G*(K'+1), V] with zeros in rows after drafts of which nothing is left.
-
-    A grammar and bans may leave nothing after a draft that will be rejected. That is no error of
-    the request. Should the draft be accepted, what comes out breaks the grammar.
-    """
-    rows = torch.arange(logits.shape[0], device=logits.device) - num_contexts
-    is_after_draft = (rows >= 0) & (rows % (num_drafts + 1) > 0)
-    is_empty = logits.amax(1) == float("-inf")
-    return logits.masked_fill((is_empty & is_after_draft)[:, None], 0.0)
-
-
 def hand_over_accepted(guided: GuidedStep, *, has_pass: bool) -> None:
     """Leaves for the host what was accepted, if it masks the drafts.
 

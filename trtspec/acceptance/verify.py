@@ -27,8 +27,9 @@ from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
+from .empty_rows import cut, end_drafts_before_empty_rows
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
-from .guided import mask_target, revive_rows
+from .guided import mask_target
 from .rule import Candidates, Judged
 from .rules import rule_of
 from .target import sample_target_tokens
@@ -122,15 +123,18 @@ class Verification(nn.Module):
             logits = mask_target(guided, logits)
         with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
             candidates.step.require(self.step_needs)
+            limit = None  # of tokens, where bans may leave none
             if candidates.step.logits_state is not None:
                 shaped = _shaped(candidates, candidates.step.logits_state)
-                if guided is not None:
-                    shaped = revive_rows(shaped, num_contexts, drafts.shape[1])
                 candidates = replace(candidates, logits=shaped)
+                if drafts.numel():
+                    candidates, limit = end_drafts_before_empty_rows(candidates)
             if sharded is None:
                 accepted = self._judge(candidates, spec_metadata)
             else:
                 accepted = self._judge_best(candidates, sharded)
+            if limit is not None:
+                accepted = cut(accepted, limit, num_contexts)
             tokens, lens = accepted.tokens, accepted.lens
             verified = tokens[:, : drafts.shape[1] + 1]
             self.after_acceptance(verified, lens, num_contexts, spec_metadata)
