@@ -117,10 +117,10 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 4}, "prompt"),
-        ({"prompt": [97]}, None),
-        ({"prompt": [-1]}, None),
+        ({"prompt": [97]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
         ({"prompt": [["a"]]}, "prompt.0.0"),
-        ({"prompt": ""}, None),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"model": None}, "model"),
         ({"stream": "yes"}, "stream"),
@@ -173,7 +173,7 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content.0.type",
         ),
-        ({"messages": [{"role": "user", "content": "a" * 300}]}, None),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -182,8 +182,8 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": []}, "functions"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "messages"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "messages"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"store": True}, "store"),
     ],
@@ -192,6 +192,19 @@ def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: s
 def test_wrong_chats_are_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
     body = {"model": "tiny", "messages": USER, "max_tokens": 4} | fields
     refused(served.post(CHAT, body), 400, param)
+
+
+def test_offsets_count_special_tokens_of_the_prompt(served: Served) -> None:
+    """They are characters of the text, which begins with the prompt as it was sent."""
+    prompt = "ab</s>b c"
+    body = {**BASE, "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": 1}
+    (choice,) = served.post(TEXT, body).json()["choices"]
+    text, known = choice["text"], choice["logprobs"]
+    assert text.startswith(prompt)
+    ends = [*known["text_offset"][1:], len(text)]
+    parts = [text[i:j] for i, j in zip(known["text_offset"], ends, strict=True)]
+    assert parts[:6] == ["a", "b", "</s>", "b", " ", "c"] and len(parts) == 9
+    assert parts[:6] == known["tokens"][:6]
 
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:

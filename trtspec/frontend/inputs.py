@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,13 @@ NOT_VARIABLES = frozenset(
         "truncation",
     }
 )
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raises RequestError for a name that is no variable of a chat template."""
+    reserved = sorted(NOT_VARIABLES.intersection(names))
+    if reserved:
+        raise RequestError(f"{reserved[0]!r} is no variable of a chat template: leave it out.")
 
 
 class Inputs:
@@ -93,9 +100,7 @@ class Inputs:
             raise RequestError(
                 f"messages={messages!r}: give a list like [{{'role': 'user', 'content': '…'}}]."
             )
-        reserved = sorted(NOT_VARIABLES.intersection(variables))
-        if reserved:
-            raise RequestError(f"{reserved[0]!r} is no variable of a chat template: leave it out.")
+        check_variables(variables)
         conversation = [with_plain_text(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(

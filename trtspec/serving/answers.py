@@ -179,8 +179,13 @@ def metrics_of(llm: AsyncFront, requests: Sequence[Request]) -> Json | None:
     }
 
 
-async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
+async def start(
+    streams: Sequence[OutputStream], config: ServerConfig, prompt_field: str
+) -> None:
     """Queues the requests. If one is refused, the others are cancelled.
+
+    Args:
+        prompt_field: the field of the request that holds the prompt.
 
     Raises:
         ApiError: with the reason.
@@ -195,7 +200,7 @@ async def start(streams: Sequence[OutputStream], config: ServerConfig) -> None:
         for stream in streams:
             stream.cancel()
         if isinstance(error, RequestError | QueueFullError | EngineError):
-            raise of_library(error) from None
+            raise of_library(error, prompt_field) from None
         raise
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import EngineError, RequestError
 from ..frontend.async_front import AsyncFront, OutputStream, Tokens
 from ..frontend.engine_thread import Bell
+from ..frontend.inputs import check_variables
 from ..frontend.outputs import Piece
 from .answers import (
     Header,
@@ -99,6 +100,10 @@ class ChatEndpoint:
         messages = conversation_of(request.messages)
         variables = request.chat_template_kwargs or {}
         try:
+            check_variables(variables)
+        except RequestError as error:
+            raise refused("chat_template_kwargs", str(error)) from None
+        try:
             tokens = await self.llm.tokenize_chat(messages, tools, variables)
         except (RequestError, EngineError) as error:
             raised = of_library(error)
@@ -140,7 +145,7 @@ class ChatEndpoint:
         stream.is_whole = not request.stream and request.parallel_tool_calls
         stream.keep_counts = not request.parallel_tool_calls
         stream.tokenizer = keep_markers(self.tokenizer, marked) if marked else self.tokenizer
-        await start([stream], self.config)
+        await start([stream], self.config, "messages")
         make = partial(self._choice, request, is_inside)
         return ChatAnswer(self, request, stream, [make() for _ in range(request.n)])
 

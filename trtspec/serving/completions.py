@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..api.outputs import Logprob
 from ..errors import EngineError, RequestError
@@ -37,6 +37,14 @@ from .streams import DONE
 from .token_names import TokenNames
 
 Prompt = str | list[int]
+
+
+class Echo(NamedTuple):
+    """A prompt as the answer begins with it."""
+
+    text: str  # of token ids without special tokens, of a text prompt as it was sent
+    offsets: list[int] | None = None
+    """Characters before each token, where they are asked for and the tokenizer knows them."""
 
 
 class CompletionEndpoint:
@@ -75,17 +83,21 @@ class CompletionEndpoint:
             if request.stream:  # one task reads them all
                 stream.bell = streams[0].bell
         try:
-            await start(streams, self.config)
+            await start(streams, self.config, "prompt")
             echoes = [await self._echo(request, prompt) for prompt in prompts]
         except (RequestError, EngineError) as error:
-            raise of_library(error) from None
+            raise of_library(error, "prompt") from None
         return CompletionAnswer(self, request, streams, echoes)
 
-    async def _echo(self, request: CompletionRequest, prompt: Prompt) -> str:
-        if not request.echo or isinstance(prompt, str):
-            return prompt if request.echo and isinstance(prompt, str) else ""
-        tokenizer = self.llm.tokenizer
-        return await self.llm.in_thread(lambda: tokenizer.decode(prompt, skip_special_tokens=True))
+    async def _echo(self, request: CompletionRequest, prompt: Prompt) -> Echo:
+        if not request.echo:
+            return Echo("")
+        tokenizer, in_thread = self.llm.tokenizer, self.llm.in_thread
+        if not isinstance(prompt, str):
+            return Echo(await in_thread(lambda: tokenizer.decode(prompt, skip_special_tokens=True)))
+        if request.logprobs is None:
+            return Echo(prompt)
+        return Echo(prompt, await in_thread(lambda: _offsets(tokenizer, prompt)))
 
 
 def _prompts(request: CompletionRequest, most: int) -> list[Prompt]:
@@ -95,6 +107,18 @@ def _prompts(request: CompletionRequest, most: int) -> list[Prompt]:
     if not 0 < len(given) <= most:
         raise refused("prompt", f"'prompt' has {len(given)} prompts: give 1 … {most}.")
     return list(given)
+
+
+def _offsets(tokenizer: Any, text: str) -> list[int] | None:
+    """Returns the characters before each of a text's tokens; None if the tokenizer does not say."""
+    if not tokenizer.is_fast:
+        return None
+    offsets, end = [], 0
+    for first, last in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+        is_added = first == last  # as the one that begins every text
+        offsets.append(end if is_added else first)
+        end = max(end, last)
+    return offsets
 
 
 def _num_echoed(request: CompletionRequest) -> int | None:
@@ -151,14 +175,16 @@ class CompletionAnswer:
         endpoint: CompletionEndpoint,
         request: CompletionRequest,
         streams: Sequence[OutputStream],
-        echoes: Sequence[str],
+        echoes: Sequence[Echo],
     ):
         self._llm, self._names, self._request = endpoint.llm, endpoint.names, request
         self._streams, self._echoes, self._n = streams, echoes, request.n
         self._num_top = request.logprobs or 0
         tokenizer, has_texts = endpoint.llm.tokenizer, request.include_token_sources
         self._choices = [
-            _Choice(tokenizer, has_texts, len(echo)) for echo in echoes for _ in range(request.n)
+            _Choice(tokenizer, has_texts, len(echo.text))
+            for echo in echoes
+            for _ in range(request.n)
         ]
         self._drops_output = request.max_tokens == 0
         self._header = Header("text_completion", endpoint.model_name, "cmpl")
@@ -187,7 +213,7 @@ class CompletionAnswer:
         """Returns the choices of one prompt."""
         first, has_logprobs = number * self._n, self._request.logprobs is not None
         choices: list[Json] = [
-            {"index": first + i, "text": self._echoes[number], "logprobs": None}
+            {"index": first + i, "text": self._echoes[number].text, "logprobs": None}
             for i in range(self._n)
         ]
         while pieces := await next_pieces(self._streams[number], self._request):
@@ -206,18 +232,19 @@ class CompletionAnswer:
                 if choice.texts is not None:
                     tokens = entry.setdefault("trtspec", {"tokens": []})["tokens"]
                     tokens += choice.texts.of(piece)
-        await self._add_prompt(self._streams[number].requests[0], choices)
+        await self._add_prompt(number, choices)
         return choices
 
-    async def _add_prompt(self, request: Request, choices: list[Json]) -> None:
-        """Adds what is asked of the prompt. A long one takes its time, beside the event loop."""
-        asked, names = self._request, self._names
+    async def _add_prompt(self, number: int, choices: list[Json]) -> None:
+        """Adds what is asked of a prompt. A long one takes its time, beside the event loop."""
+        asked, names, request = self._request, self._names, self._streams[number].requests[0]
         if (count := asked.prompt_logprobs) is not None:
             known = await asyncio.to_thread(prompt_logprobs_of, names, request, count)
             for choice in choices:
                 choice["prompt_logprobs"] = known
         if (count := _num_echoed(asked)) is not None:
             prompt = await asyncio.to_thread(self._echoed, request, count)
+            prompt["text_offset"] = self._echoes[number].offsets or prompt["text_offset"]
             for choice in choices:
                 output = choice["logprobs"]
                 choice["logprobs"] = {key: prompt[key] + output[key] for key in prompt}
@@ -295,7 +322,7 @@ class CompletionAnswer:
         choice, text, reason = self._choices[index], piece.text, piece.finish_reason
         choice.num_tokens += len(piece.token_ids)
         if not choice.is_begun:
-            choice.is_begun, text = True, self._echoes[number] + text
+            choice.is_begun, text = True, self._echoes[number].text + text
         has_logprobs, has_texts = self._request.logprobs is not None, choice.texts is not None
         if not (has_logprobs or has_texts or reason):
             if not text:

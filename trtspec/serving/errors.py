@@ -12,6 +12,7 @@ from ..errors import EngineError, QueueFullError, RequestError, TrtspecError
 
 RETRY_SECONDS = 1
 _FIELD = re.compile(r"^(?:SamplingParams|GuidedDecodingParams)\.(\w+)")
+_PROMPT = re.compile(r"^(?:The prompt |Prompt token )")
 _TYPE_NAME = re.compile(r"str|bool|int|float|(?:list|dict|literal)\[.*\]|NamedTool")
 """What pydantic adds to the path of a field that may be of several types."""
 _OURS_TO_API = {"max_tokens": "max_tokens", "stop_strings": "stop"}
@@ -68,23 +69,33 @@ def refused(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def of_library(error: TrtspecError) -> ApiError:
-    """Returns what an error of the library is to a client."""
+def of_library(error: TrtspecError, prompt_field: str | None = None) -> ApiError:
+    """Returns what an error of the library is to a client.
+
+    Args:
+        prompt_field: the request's field that holds the prompt.
+    """
     message = str(error)
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full")
     if isinstance(error, EngineError):
         return ApiError(503, message, code="engine_unavailable")
     if isinstance(error, RequestError):
-        field = _FIELD.match(message)
         is_long = "max_seq_len" in message
         return ApiError(
             400,
             message,
-            param=_OURS_TO_API.get(field[1], field[1]) if field else None,
+            param=_param_of(message, prompt_field),
             code="context_length_exceeded" if is_long else None,
         )
     return ApiError(500, message)
+
+
+def _param_of(message: str, prompt_field: str | None) -> str | None:
+    field = _FIELD.match(message)
+    if field:
+        return _OURS_TO_API.get(field[1], field[1])
+    return prompt_field if _PROMPT.match(message) else None
 
 
 def of_validation(error: ValidationError) -> ApiError:
