@@ -335,6 +335,30 @@ def test_random_schedules(engine_of: Any, oracle: Oracle, data: st.DataObject) -
     assert executor.kv_cache.num_free_blocks == executor.kv_cache.num_blocks - 2
 
 
+def test_what_is_known_of_a_batch_is_of_its_requests(target_dir: Path) -> None:
+    """A batch of the same generations is the last one's record, until one of them leaves."""
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_batch_size=2, max_seq_len=64)
+    executor, batches = llm.executor, []
+    launch = executor._launch
+
+    def launched(batch: Any, *args: Any) -> Any:
+        batches.append(batch)
+        return launch(batch, *args)
+
+    executor._launch = launched  # type: ignore[method-assign]
+    for temperature, count in ((0.0, 12), (1.0, 6), (0.0, 9)):
+        params = SamplingParams(max_tokens=count, temperature=temperature, ignore_eos=True)
+        executor.enqueue([3, 5], params)
+    executor.run_until_done()
+    decoding = [batch for batch in batches if not batch.contexts]
+    assert len({id(batch) for batch in decoding}) < len(decoding) / 2
+    assert {batch.all_greedy for batch in decoding} == {True, False}
+    for batch in batches:
+        params_of = [request.sampling_params for request in batch.requests]
+        assert batch.all_greedy == all(params.temperature == 0 for params in params_of)
+    assert executor.scheduler._last.generations == [], "it keeps no request that has ended"
+
+
 def test_many_operations_leak_nothing(engine_of: Any) -> None:
     import tracemalloc
 

@@ -130,9 +130,7 @@ class AutoDraftLen(DraftLen):
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         most = super().of(batch, part)
-        self._gives_way = self._is_default and (
-            self._is_runtime_given or any(map(self._would_tell, batch.requests))
-        )
+        self._gives_way = self._is_default and (self._is_runtime_given or self._would_tell(batch))
         if self._gives_way and part.generations:
             return min(most, self.limit)
         if not part.generations:
@@ -144,7 +142,7 @@ class AutoDraftLen(DraftLen):
 
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
-        self._gives_way |= self._is_default and any(map(self._would_tell, waiting))
+        self._gives_way |= self._is_default and self._would_tell(ScheduledBatch([], list(waiting)))
         if self._gives_way:
             return self.max_draft_len
         decides = self._steps + 1 >= self._until
@@ -155,11 +153,9 @@ class AutoDraftLen(DraftLen):
     def may_rest(self) -> bool:
         return not self._gives_way
 
-    def _would_tell(self, request: Request) -> bool:
+    def _would_tell(self, batch: ScheduledBatch) -> bool:
         """Whether a request's outcome shows how many drafts its steps had."""
-        params = request.sampling_params
-        is_seeded = self._seeds_matter and params.seed is not None and not params.is_greedy
-        return is_seeded or request.steps is not None
+        return batch.records_steps or (self._seeds_matter and batch.has_seeds)
 
     def close(self) -> None:
         self._save()
@@ -185,6 +181,8 @@ class AutoDraftLen(DraftLen):
 
     # -- what steps bring ----------------------------------------------------------------------
     def add_result(self, result: RequestResult) -> None:
+        if not result.num_asked:
+            return
         is_greedy = result.request.sampling_params.is_greedy
         self._acceptance[is_greedy].add(result.num_asked, len(result.tokens) - 1)
 

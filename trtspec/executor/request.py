@@ -270,9 +270,15 @@ class ScheduledBatch:
         return any(request.sampling_params.has_filters for request in self.requests)
 
     @cached_property
+    def has_seeds(self) -> bool:
+        """Whether a request is sampled with a seed of its own."""
+        params = (request.sampling_params for request in self.requests)
+        return any(p.seed is not None and not p.is_greedy for p in params)
+
+    @cached_property
     def records_steps(self) -> bool:
-        """Whether the steps of a generation are recorded."""
-        return any(request.steps is not None for request in self.generations)
+        """Whether the steps of a request are recorded."""
+        return any(request.steps is not None for request in self.requests)
 
     def __bool__(self) -> bool:
         return bool(self.contexts or self.generations)

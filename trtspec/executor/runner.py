@@ -175,7 +175,7 @@ class StepRunner:
     def count_proposed(self, batch: ScheduledBatch, num_drafts: int) -> Tensor | None:
         """Returns how many drafts the slots of generations hold, [G] int64; None if no request
         records it."""
-        if not batch.records_steps:
+        if not (batch.generations and batch.records_steps):
             return None
         slots = rows_to_tensor([r.slot for r in batch.generations], torch.int64, self.device)
         return (self.step.state.next_tokens[slots, 1 : num_drafts + 1] >= 0).sum(1)

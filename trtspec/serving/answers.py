@@ -179,9 +179,7 @@ def metrics_of(llm: AsyncFront, requests: Sequence[Request]) -> Json | None:
     }
 
 
-async def start(
-    streams: Sequence[OutputStream], config: ServerConfig, prompt_field: str
-) -> None:
+async def start(streams: Sequence[OutputStream], config: ServerConfig, prompt_field: str) -> None:
     """Queues the requests. If one is refused, the others are cancelled.
 
     Args:

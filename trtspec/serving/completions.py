@@ -114,7 +114,9 @@ def _offsets(tokenizer: Any, text: str) -> list[int] | None:
     if not tokenizer.is_fast:
         return None
     offsets, end = [], 0
-    for first, last in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+    for first, last in tokenizer(text, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]:
         is_added = first == last  # as the one that begins every text
         offsets.append(end if is_added else first)
         end = max(end, last)
