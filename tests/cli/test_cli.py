@@ -132,6 +132,7 @@ class FakeLLM:
         spec = self._spec_stats(self.num_tokens)
         known = {
             "generated_tokens": self.num_tokens,
+            "prefill_seconds": self.num_tokens / speed / 4,
             "decode_seconds": self.num_tokens / speed,
             "tokens_per_second": speed,
             "acceptance_length": spec.acceptance_length,
@@ -558,7 +559,17 @@ SWEEP = ["bench", "--sweep", "--speculative", "ngram", "--max-draft-len", "3", "
 def test_a_sweep_has_a_row_per_place_and_a_column_per_way(run, fake):
     code, out, err = run(*SWEEP, "--concurrency", "1,4", "--temperatures", "0,0.7")
     assert code == 0, err
-    for word in ("plain", "K=1", "K=2", "K=3", "auto", "sa", "auto/plain", "auto/best"):
+    for word in (
+        "plain",
+        "K=1",
+        "K=2",
+        "K=3",
+        "auto",
+        "sa",
+        "auto/plain",
+        "with prompts",
+        "auto/best",
+    ):
         assert word in out
     assert out.count("chat") == 4 and out.count("agent") == 4
     assert "2.50" in out and "1.00" in out and "median of 1 run(s)" in out
@@ -611,9 +622,11 @@ def test_a_sweep_in_json_and_csv(run, tmp_path):
     assert cell["temperature"] == 0.5 and cell["kind"] == "code" and cell["context"] is None
     assert list(cell["columns"]) == ["plain", "K=1", "K=3", "auto"]
     assert cell["columns"]["auto"] == {
-        "tokens_per_second": 50.0, "tokens_per_second_runs": [50.0, 50.0], "acceptance_length": 3.0,
+        "tokens_per_second": 50.0, "tokens_per_second_runs": [50.0, 50.0],
+        "tokens_per_second_with_prompts": 40.0, "acceptance_length": 3.0,
     }  # fmt: skip
     assert cell["auto_over_plain"] == 2.5 and cell["auto_over_best_fixed"] == 1.0
+    assert cell["auto_over_plain_with_prompts"] == 2.5
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0].startswith("concurrency,temperature,kind,context,column,")
     assert lines[1:3] == ["3,0.5,code,,plain,20.0000,1.0000", "3,0.5,code,,K=1,50.0000,3.0000"]

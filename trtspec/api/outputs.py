@@ -117,6 +117,12 @@ class EngineStats:
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
     num_looked_up_drafts: int = 0
 
+    @property
+    def tokens_per_second_with_prompts(self) -> float:
+        """All tokens over the time of all steps."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.generated_tokens / seconds if seconds > 0 else 0.0
+
 
 def acceptance_stats(
     accepted_lens: dict[int, int],

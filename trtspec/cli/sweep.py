@@ -296,7 +296,7 @@ def _print_table(console: Console, about: dict[str, Any], sweep: Sweep) -> None:
             f"{about['model']}, {about['mode'].upper()} K={about['max_draft_len']}, "
             f"{about['dtype']} on {about['device']}, {about['max_tokens']} tokens; median of "
             f"{about['repeat']} run(s). tok/s of decoding, below it the acceptance length; the "
-            "best fixed K is bold"
+            "best fixed K is bold. With prompts: of all steps"
         ),
         soft_wrap=True,
     )
@@ -308,7 +308,7 @@ def _print_table(console: Console, about: dict[str, Any], sweep: Sweep) -> None:
         table.add_column(way.name, justify="right", no_wrap=True)
     names = {way.name for way in sweep.ways}
     compared = "auto" in names and ("plain" in names or any(w.is_fixed for w in sweep.ways))
-    for heading in ("auto/plain", "auto/best") if compared else ():
+    for heading in ("auto/plain", "with prompts", "auto/best") if compared else ():
         table.add_column(heading, justify="right")
     for cell in sweep.cells:
         place = cell.place
@@ -328,12 +328,17 @@ def _figures(sweep: Sweep, cell: Cell, way: Way) -> Text:
 
 
 def _verdicts(sweep: Sweep, cell: Cell) -> list[Text]:
-    """Returns `auto` over plain and over the best fixed K, marked where it falls short."""
+    """Returns `auto` over plain, of decoding and of all steps, and over the best fixed K, marked
+    where it falls short."""
     from ..report.sweep import AUTO, NEAR_BEST, NEVER_SLOWER, PLAIN
 
     texts = []
-    for other, least in ((PLAIN, NEVER_SLOWER), (sweep.best_fixed(cell), NEAR_BEST)):
-        ratio = sweep.over(cell, AUTO, other)
+    best = sweep.best_fixed(cell)
+    for ratio, least in (
+        (sweep.over(cell, AUTO, PLAIN), NEVER_SLOWER),
+        (sweep.over(cell, AUTO, PLAIN, with_prompts=True), NEVER_SLOWER),
+        (sweep.over(cell, AUTO, best), NEAR_BEST),
+    ):
         if ratio is None:
             texts.append(Text("-"))
         elif ratio >= least:

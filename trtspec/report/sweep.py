@@ -105,6 +105,10 @@ class Cell:
         """Returns tokens per second of decoding, the median of the runs."""
         return median(run.tokens_per_second for run in self.runs[name])
 
+    def speed_with_prompts(self, name: str) -> float:
+        """Returns tokens per second of all steps, the median of the runs."""
+        return median(run.tokens_per_second_with_prompts for run in self.runs[name])
+
     def acceptance_length(self, name: str) -> float:
         return median(run.acceptance_length for run in self.runs[name])
 
@@ -121,14 +125,17 @@ class Sweep:
         names = [way.name for way in self.ways if way.is_fixed]
         return max(names, key=cell.speed, default=None)
 
-    def over(self, cell: Cell, name: str, other: str | None) -> float | None:
+    def over(
+        self, cell: Cell, name: str, other: str | None, *, with_prompts: bool = False
+    ) -> float | None:
         """Returns one way's speed over another's; None if the sweep lacks one of them."""
         names = {way.name for way in self.ways}
         if name not in names or other not in names:
             return None
         assert other is not None
-        below = cell.speed(other)
-        return cell.speed(name) / below if below else None
+        speed = cell.speed_with_prompts if with_prompts else cell.speed
+        below = speed(other)
+        return speed(name) / below if below else None
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a record for each cell, as JSON has it."""
@@ -139,6 +146,7 @@ class Sweep:
                 way.name: {
                     "tokens_per_second": cell.speed(way.name),
                     "tokens_per_second_runs": [r.tokens_per_second for r in cell.runs[way.name]],
+                    "tokens_per_second_with_prompts": cell.speed_with_prompts(way.name),
                     "acceptance_length": cell.acceptance_length(way.name),
                 }
                 for way in self.ways
@@ -150,6 +158,7 @@ class Sweep:
                     "columns": columns,
                     "best_fixed": best,
                     "auto_over_plain": self.over(cell, AUTO, PLAIN),
+                    "auto_over_plain_with_prompts": self.over(cell, AUTO, PLAIN, with_prompts=True),
                     "auto_over_best_fixed": self.over(cell, AUTO, best),
                 }
             )
