@@ -123,18 +123,10 @@ class Verification(nn.Module):
             logits = mask_target(guided, logits)
         with self._candidates(logits, drafts, num_contexts, spec_metadata) as candidates:
             candidates.step.require(self.step_needs)
-            limit = None  # of tokens, where bans may leave none
-            if candidates.step.logits_state is not None:
-                shaped = _shaped(candidates, candidates.step.logits_state)
-                candidates = replace(candidates, logits=shaped)
-                if drafts.numel():
-                    candidates, limit = end_drafts_before_empty_rows(candidates)
             if sharded is None:
-                accepted = self._judge(candidates, spec_metadata)
+                accepted = self._judge_shaped(candidates, spec_metadata)
             else:
                 accepted = self._judge_best(candidates, sharded)
-            if limit is not None:
-                accepted = cut(accepted, limit, num_contexts)
             tokens, lens = accepted.tokens, accepted.lens
             verified = tokens[:, : drafts.shape[1] + 1]
             self.after_acceptance(verified, lens, num_contexts, spec_metadata)
@@ -163,6 +155,17 @@ class Verification(nn.Module):
                 memory=self.draft_memory,
                 step=step,
             )
+
+    def _judge_shaped(self, candidates: Candidates, spec: SpecMetadata) -> Accepted:
+        """Applies penalties, biases and bans, where a request has some, then `_judge`."""
+        state = candidates.step.logits_state
+        if state is None:
+            return self._judge(candidates, spec)
+        candidates = replace(candidates, logits=_shaped(candidates, state))
+        if not candidates.drafts.numel():
+            return self._judge(candidates, spec)
+        candidates, limit = end_drafts_before_empty_rows(candidates)
+        return cut(self._judge(candidates, spec), limit, candidates.num_contexts)
 
     def _judge(self, candidates: Candidates, spec: SpecMetadata) -> Accepted:
         """Applies the rule, or a subclass's overrides of its parts."""
