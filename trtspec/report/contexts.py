@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
+from typing import NamedTuple
 
 from ..data.acceptance_prompts import AcceptancePrompt
 from ..errors import ConfigError
@@ -37,27 +37,65 @@ def pad_prompt(
     ids = encode(list(prompt.messages))
     if len(ids) >= length:
         return ids
-    turns: list[Message] = []
-    for turn in _turns(texts):
-        shorter, ids = len(ids), encode(_before(prompt, turns + turn))
-        if len(ids) >= length:
-            break
-        if len(ids) <= shorter:
+    pairs, coming = list[list[Message]](), _turns(texts)
+
+    def before(count: int) -> list[Message]:
+        while len(pairs) < count:
+            pairs.append(next(coming))
+        return [message for pair in pairs[:count] for message in pair]
+
+    def with_turns(count: int) -> int:
+        return len(encode(_before(prompt, before(count))))
+
+    low, high = _Point(0, len(ids)), _Point(1, with_turns(1))
+    while high.tokens < length:
+        if high.tokens <= low.tokens:
             raise ConfigError(
-                f"Turns before prompt {prompt.id!r} make it no longer than {len(ids)} tokens, not "
-                f"{length}: the chat template leaves earlier turns out. Give no contexts."
+                f"Turns before prompt {prompt.id!r} make it no longer than {high.tokens} tokens, "
+                f"not {length}: the chat template leaves earlier turns out. Give no contexts."
             )
-        turns += turn
-    # The last turn's text is cut after the word that reaches the length. `ids` is known to.
-    instruction, _, text = turn[0]["content"].partition("\n\n")
+        each = (high.tokens - len(ids)) / high.parts
+        count = max(high.parts + 1, int((length - len(ids)) / each) + 1)
+        low, high = high, _Point(count, with_turns(count))
+    low, high = _closest(low, high, length, with_turns)
+    # The last turn's text is cut after the word that reaches the length. `high` is known to.
+    *turns, request, answer = before(high.parts)
+    instruction, _, text = request["content"].partition("\n\n")
     words = text.split(" ")
 
     def cut(count: int) -> list[int]:
         content = f"{instruction}\n\n{' '.join(words[:count])}"
-        return encode(_before(prompt, [*turns, {"role": "user", "content": content}, turn[1]]))
+        return encode(_before(prompt, [*turns, {"role": "user", "content": content}, answer]))
 
-    count = 1 + bisect_left(range(1, len(words)), length, key=lambda n: len(cut(n)))
-    return cut(count)
+    nothing, everything = _Point(0, low.tokens), _Point(len(words), high.tokens)
+    _, high = _closest(nothing, everything, length, lambda count: len(cut(count)))
+    return cut(high.parts)
+
+
+class _Point(NamedTuple):
+    """How many tokens a prompt has with so many turns, or words."""
+
+    parts: int
+    tokens: int
+
+
+def _closest(
+    low: _Point, high: _Point, length: int, tokens_of: Callable[[int], int]
+) -> tuple[_Point, _Point]:
+    """Returns two counts that follow each other: with the second one `length` is reached.
+
+    It is between these two. Each try renders and tokenises the whole prompt, so few are made: in
+    turns where a straight line reaches the length, and in the middle.
+    """
+    is_line = True
+    while high.parts - low.parts > 1:
+        span, share = high.parts - low.parts, 0.5
+        if is_line:
+            share = (length - low.tokens) / (high.tokens - low.tokens)
+        count = low.parts + min(max(round(share * span), 1), span - 1)
+        is_line, tried = not is_line, _Point(count, tokens_of(count))
+        low, high = (tried, high) if tried.tokens < length else (low, tried)
+    return low, high
 
 
 def padding_texts(
