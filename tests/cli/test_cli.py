@@ -629,7 +629,10 @@ def test_a_sweep_in_json_and_csv(run, tmp_path):
     assert cell["auto_over_plain_with_prompts"] == pytest.approx(2.5)
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0].startswith("concurrency,temperature,kind,context,column,")
-    assert lines[1:3] == ["3,0.5,code,,plain,20.0000,1.0000", "3,0.5,code,,K=1,50.0000,3.0000"]
+    assert lines[1:3] == [
+        "3,0.5,code,,plain,20.0000,1.0000,16.0000",
+        "3,0.5,code,,K=1,50.0000,3.0000,40.0000",
+    ]
 
 
 def test_where_auto_falls_short_is_marked(run, fake, monkeypatch):

@@ -742,6 +742,33 @@ def test_times_are_kept_for_the_next_engine(
     assert not other.executor._draft_len.costs.is_known(GREEDY, 3)
 
 
+def test_blocks_for_drafts_are_given_back_at_rest(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every eighth step may draft again, so rows are reserved for it. The next one gives them back,
+    though it accepts all that it verifies: nothing."""
+
+    def at_rest(auto: AutoDraftLen, batch: ScheduledBatch, most: int) -> int:
+        auto._steps += 1
+        auto._until, auto.chosen = -(-auto._steps // 8) * 8 + 1, 0
+        return 0
+
+    monkeypatch.setattr(AutoDraftLen, "_choose", at_rest)
+    config = NGramDecodingConfig(max_draft_len=8, draft_len_schedule="auto")
+    llm = LLM(
+        target_dir, config, device="cpu", dtype="float32", max_seq_len=96,
+        kv_cache_config=KvCacheConfig(max_tokens=200, tokens_per_block=1),
+    )  # fmt: skip
+    executor, ahead = llm.executor, []
+    request = executor.enqueue([3, 5, 7], SamplingParams(max_tokens=60, ignore_eos=True))
+    while executor.has_work:
+        executor.step()
+        if request.is_generation:
+            (table,) = executor.kv_cache.table_of(request.request_id)
+            ahead.append(len(table) - request.past_upper)
+    assert max(ahead[9:]) == 8 and sorted(ahead)[len(ahead) // 2] == 0
+
+
 def test_what_is_counted_is_what_was_accepted(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

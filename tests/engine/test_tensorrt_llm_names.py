@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prefill_metadata
+from oracle import Oracle
+from tiny import prefill_metadata, tiny_model_dir
 from tiny_heads import mtp_model_dir
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -23,6 +24,7 @@ from trtspec.checkpoints.hf_config import load_config
 from trtspec.errors import ConfigError
 from trtspec.metadata.mode import SpeculativeDecodingMode
 from trtspec.workers import WORKER_OF_MODE, MTPEagleWorker, NGramWorker, SpecWorkerBase
+from trtspec.workers.protocols import DraftInputs
 
 VOCAB, PROMPT = 97, [5, 6, 7, 8, 5, 6, 7, 9, 3, 4, 11, 2]
 
@@ -373,3 +375,33 @@ def test_overriding_what_acceptance_does_not_call_is_refused() -> None:
 def test_a_worker_that_writes_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"write draft.* or all of forward"):
         type("Empty", (SpecWorkerBase,), {})(None)
+
+
+class ByHand(NGramWorker):
+    """Builds the next step's input and fills `no_drafts` by itself, with room for all drafts."""
+
+    def draft(self, inputs: DraftInputs) -> Tensor:
+        self.add_accepted(inputs)
+        drafts = self.no_drafts(inputs)
+        drafts[:, 0], drafts[:, self.max_draft_len - 1] = 7, 9
+        return drafts
+
+    def build_next_new_tokens(self, accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
+        assert drafts.shape[1] == self.max_draft_len
+        last = accepted.gather(1, (lens[:, None] - 1).long())
+        return torch.cat([last, drafts], dim=1).to(torch.int32)
+
+
+@pytest.mark.parametrize("draft_len", [3, 1, 0])
+def test_overrides_see_all_drafts_where_fewer_are_proposed(tmp_path: Path, draft_len: int) -> None:
+    target = tiny_model_dir(tmp_path)
+    config = NGramDecodingConfig(max_draft_len=3)
+    llm = LLM(target, config, device="cpu", dtype="float32", max_seq_len=64)
+    llm.executor.worker.__class__ = ByHand
+    llm.executor.runtime_draft_len = draft_len
+    request = llm.executor.enqueue([5, 6, 5, 6], SamplingParams(max_tokens=8, ignore_eos=True))
+    llm.executor.step()
+    left = llm.executor.state.next_tokens[request.slot, 1:].tolist()
+    assert left == {3: [7, -1, 9], 1: [7, -1, -1], 0: [-1, -1, -1]}[draft_len]
+    llm.executor.run_until_done()
+    assert request.output_token_ids == Oracle(target).extend([5, 6, 5, 6], 8)

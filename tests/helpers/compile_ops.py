@@ -169,7 +169,7 @@ def step() -> dict[str, Any]:
         (triton_drafts.keep_missed, certain, certain, certain, states[0], lens, missed),
         (triton_drafts.to_target_ids, lens, longs(DRAFT_VOCAB)),
         (triton_drafts.limit_drafts, (lens, lens), certain, 40, K),
-        (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K)),
+        (triton_drafts.next_new_tokens, accepted, lens, ints(GENERATIONS, K), K),
         (triton_bitmask.mask_logits, states[0].bfloat16(), ints(8, 2), None),
         (triton_bitmask.mask_logits, states[0], ints(8, 3), longs(48)),
         (triton_handover.write_to_host, accepted, ints(8, K + 1)),

@@ -650,7 +650,7 @@ def test_next_new_tokens_and_saving_them(seed: int, num_seqs: int, k: int) -> No
     drafts = ints([[rng.randint(-1, 50) for _ in range(k + 1)] for _ in range(num_seqs)])
     proposed = rng.randint(0, k)
     drafts = drafts.view(num_seqs, k + 1)[:, 1 : 1 + proposed]
-    tokens = run("next_new_tokens", ints(accepted).view(num_seqs, k + 1), ints(lens), drafts)
+    tokens = run("next_new_tokens", ints(accepted).view(num_seqs, k + 1), ints(lens), drafts, k)
     expected = [
         [row[n - 1], *d, *[-1] * (k - proposed)]
         for row, n, d in zip(accepted, lens, drafts.tolist(), strict=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,11 @@ from tiny import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trtspec import LLM, GuidedDecodingParams, SamplingParams, UserProvidedDecodingConfig
+from trtspec.acceptance.empty_rows import cut, fill_empty_rows
+from trtspec.acceptance.rule import Candidates
+from trtspec.acceptance.rules import RULES
+from trtspec.metadata.draft_memory import DraftMemory
+from trtspec.metadata.sampling import SamplingMetadata
 
 VOCAB, A, B = 97, 7, 8
 PROMPT = [5, 17, 3]
@@ -61,7 +68,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("rule", ["rejection", "block", "exact_match", "strict"])
+@pytest.mark.parametrize("rule", ["rejection", "strict"])  # of sure drafts the others are the first
 @pytest.mark.parametrize("is_guided", [False, True], ids=["alone", "beside a grammar"])
 def test_texts_are_those_of_plain_decoding(
     target_dir: Path, rule: str, is_guided: bool, device: str
@@ -116,6 +123,122 @@ def test_sampled_texts_have_their_distribution(target_dir: Path, rule: str) -> N
     chi = sum((said[text] - count * p) ** 2 / (count * p) for text, p in wanted.items())
     freedom = torch.tensor((len(wanted) - 1) / 2).double()
     assert float(torch.special.gammaincc(freedom, torch.tensor(chi / 2).double())) > 1e-3
+
+
+# -- drafts of a network, whose distribution is remembered ---------------------------------------
+FEW, K, COUNT = 3, 2, 20_000  # tokens, drafts, requests
+Text = tuple[int, ...]
+LEFT_WITH_NOTHING: set[Text] = {(1,), (0, 0), (2, 1)}
+
+
+class Case:
+    """Targets and drafters by text, drafts that are drawn, and one context before all requests."""
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(1)
+        texts = [text for n in range(K + 1) for text in itertools.product(range(FEW), repeat=n)]
+        self.target = {text: torch.randn(FEW, generator=random) for text in texts}
+        drafter = {text: torch.randn(FEW, generator=random) for text in texts}
+        self.drafts = torch.empty(COUNT, K, dtype=torch.int32)
+        self.logits, drawn_from = torch.empty(COUNT, K + 1, FEW), torch.empty(COUNT, K, FEW)
+        for row in range(COUNT):
+            text: Text = ()
+            for i in range(K + 1):
+                self.logits[row, i] = (
+                    float("-inf") if text in LEFT_WITH_NOTHING else self.target[text]
+                )
+                if i < K:
+                    drawn_from[row, i] = drafter[text]
+                    weights = drafter[text].softmax(-1)
+                    draft = int(torch.multinomial(weights, 1, generator=random))
+                    self.drafts[row, i], text = draft, (*text, draft)
+        cpu = torch.device("cpu")
+        self.memory = DraftMemory.allocate(COUNT + 1, K, FEW, FEW, None, cpu, torch.float32)
+        self.memory.logits[1 : COUNT + 1] = drawn_from
+        chosen = self.drafts.to(torch.int64)[..., None]
+        self.memory.log_q[1 : COUNT + 1] = drawn_from.log_softmax(-1).gather(-1, chosen)[..., 0]
+
+    def candidates(self) -> Candidates:
+        rows = 1 + COUNT * (K + 1)
+        positions = torch.cat([torch.tensor([9]), torch.arange(10, 11 + K).repeat(COUNT)])
+        sampling = SamplingMetadata(
+            temperatures=torch.ones(rows),
+            top_ks=torch.zeros(rows, dtype=torch.int32),
+            top_ps=torch.ones(rows),
+            seeds=torch.cat([torch.tensor([7]), torch.arange(COUNT).repeat_interleave(K + 1)]),
+            positions=positions,
+            all_greedy=False,
+            has_filters=False,
+        )
+        step: Any = SimpleNamespace(
+            sizes=SimpleNamespace(num_contexts=1),
+            sampling=sampling,
+            slot_ids=torch.arange(COUNT + 1),
+            next_prompt_tokens=torch.tensor([2]),
+            state={},
+        )
+        nothing = torch.full((1, FEW), float("-inf"))  # of the context, whose token is known
+        return Candidates(
+            logits=torch.cat([nothing, self.logits.view(-1, FEW)]), drafts=self.drafts,
+            max_draft_len=K, memory=self.memory, step=step,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_accepted_drafts_have_the_targets_distribution(rule: str) -> None:
+    """What a step puts out, and then tokens of the target, up to a text with nothing after it."""
+    case = Case()
+    candidates = case.candidates()
+    limit = fill_empty_rows(candidates)
+    accepted = cut(RULES[rule].apply(candidates), limit, num_contexts=1)
+    assert not accepted.bad_requests.any()
+    assert torch.equal(accepted.num_accepted_drafts, accepted.lens - 1)
+    said: Counter[Text] = Counter()
+    random = torch.Generator().manual_seed(5)
+    for tokens, length in zip(
+        accepted.tokens[1:].tolist(), accepted.lens[1:].tolist(), strict=True
+    ):
+        text = tuple(tokens[:length])
+        assert tokens[length:] == [-1] * (K + 1 - length)
+        assert not any(text[:i] in LEFT_WITH_NOTHING for i in range(length))
+        while len(text) <= K and text not in LEFT_WITH_NOTHING:
+            weights = case.target[text].softmax(-1)
+            text = (*text, int(torch.multinomial(weights, 1, generator=random)))
+        said[text] += 1
+    wanted, open_texts = dict[Text, float](), {(): 1.0}
+    while open_texts:
+        text, p = open_texts.popitem()
+        if len(text) > K or text in LEFT_WITH_NOTHING:
+            wanted[text] = p
+            continue
+        for token, share in enumerate(case.target[text].softmax(-1).tolist()):
+            open_texts[*text, token] = p * share
+    assert set(said) <= set(wanted) and accepted.lens.float().mean() > 1.3
+    chi = sum((said[text] - COUNT * p) ** 2 / (COUNT * p) for text, p in wanted.items())
+    freedom = torch.tensor((len(wanted) - 1) / 2).double()
+    assert float(torch.special.gammaincc(freedom, torch.tensor(chi / 2).double())) > 1e-3
+
+
+def test_a_preempted_request_is_not_failed_by_the_row_before_its_last_token(
+    target_dir: Path,
+) -> None:
+    """It is computed again up to there. That row's bans are those of the whole output."""
+    others = [token for token in range(VOCAB) if token not in (A, B)]
+    params = SamplingParams(
+        max_tokens=9, ignore_eos=True, stop_token_ids=[B], min_tokens=1, bad_token_ids=others,
+        bad_words=[[A, A]],
+    )  # fmt: skip
+    for is_preempted in (False, True):
+        executor = _engine(target_dir, None).executor
+        request = executor.enqueue(PROMPT, params)
+        executor.step()
+        while executor._pending:
+            executor._read(executor._pending.popleft())
+        assert request.output_token_ids == [A]
+        if is_preempted:
+            executor.scheduler.preempt(request)
+        executor.run_until_done()
+        assert (request.output_token_ids, request.finish_reason) == ([A, B], "stop")
 
 
 def _texts(target_dir: Path, temperature: float, longest: int) -> dict[tuple[int, ...], float]:

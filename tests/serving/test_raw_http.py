@@ -15,6 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as families
 from served import Served, greedy, make_llm, raw_post, read_all, served_model_dir
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from trtspec.serving.completions import _offsets
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BASE = {"model": "tiny", "prompt": "abc 12", "temperature": 0, "ignore_eos": True}
@@ -205,6 +210,15 @@ def test_offsets_count_special_tokens_of_the_prompt(served: Served) -> None:
     parts = [text[i:j] for i, j in zip(known["text_offset"], ends, strict=True)]
     assert parts[:6] == ["a", "b", "</s>", "b", " ", "c"] and len(parts) == 9
     assert parts[:6] == known["tokens"][:6]
+
+
+def test_offsets_of_tokenizers_that_leave_a_space_out() -> None:
+    texts = {"hello": 0, "\u0120world": 1, "\u0120again": 2}
+    tokenizer = Tokenizer(WordLevel(texts, unk_token="hello"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert _offsets(fast, "hello world again") == [0, 5, 11]
 
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:

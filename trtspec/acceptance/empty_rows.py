@@ -1,9 +1,12 @@
-"""Rows of which bans leave nothing: the output ends before the first of them.
+"""Rows of which bans leave nothing: no output goes beyond the first of them.
 
 Banned tokens and a grammar together may leave no token at all. Behind an accepted draft that is an
 error of the request, as in plain decoding, unless its output ends earlier. Behind a rejected one it
-is none. So a step puts out what comes before such a row. The next one begins with it, if there is a
-next one, and then the request ends with an error.
+is none. So a step puts out what comes before such a row. If the output goes on, the next step
+begins with the row, and the request ends with an error.
+
+Rows whose token is known, inside a prompt or behind the output of a preempted request, choose
+nothing. Bans that follow the output do not fit them.
 """
 
 from __future__ import annotations
@@ -18,27 +21,34 @@ from ..ops.tokens.greedy import Accepted
 from .rule import Candidates
 
 
-def end_drafts_before_empty_rows(candidates: Candidates) -> tuple[Candidates, Tensor]:
-    """Returns what a rule can judge, without drafts from a request's first empty row on, and
-    without empty rows after drafts.
+def fill_empty_rows(candidates: Candidates) -> Tensor:
+    """Writes zeros to empty rows that are no error by themselves: after drafts, and of contexts
+    whose token is known. What a rule chooses there must be cut off.
+
+    A rule's first tokens do not depend on what the target has behind them, so whatever stands there
+    is lossless.
 
     Returns:
-        (the candidates, [G] int64: how many tokens may come out, K'+1 where no row is empty).
+        [G] int64: how many tokens may come out, K'+1 where no row is empty.
     """
-    contexts, num_drafts, logits = candidates.num_contexts, candidates.num_drafts, candidates.logits
-    rows = logits[contexts:].unflatten(0, (-1, num_drafts + 1))
-    is_empty = rows.amax(-1) == float("-inf")  # [G, K'+1]
-    is_empty[:, 0] = False
-    column = torch.arange(num_drafts + 1, device=logits.device)
-    limit = torch.where(is_empty, column, num_drafts + 1).amin(1)
-    drafts = torch.where(column[:-1] < limit[:, None], candidates.drafts, -1)
-    is_filled = nn.functional.pad(is_empty.flatten(), (contexts, 0))
-    logits = logits.masked_fill(is_filled[:, None], 0.0)
-    return replace(candidates, logits=logits, drafts=drafts), limit
+    contexts, rows_each = candidates.num_contexts, candidates.num_drafts + 1
+    is_empty = candidates.logits.amax(-1) == float("-inf")  # of NaN it is False
+    is_known = candidates.step.next_prompt_tokens[:contexts] >= 0
+    after_drafts = is_empty[contexts:].view(-1, rows_each)[:, 1:]
+    fills = nn.functional.pad(after_drafts, (1, 0)).flatten()
+    fills = torch.cat([is_empty[:contexts] & is_known, fills])
+    candidates.logits.masked_fill_(fills[:, None], 0.0)
+    row = torch.arange(1, rows_each, device=fills.device)
+    return nn.functional.pad(
+        torch.where(after_drafts, row, rows_each), (1, 0), value=rows_each
+    ).amin(1)
 
 
 def cut(accepted: Accepted, limit: Tensor, num_contexts: int) -> Accepted:
-    """Returns the outcome of a step with at most `limit` [G] tokens of each generation."""
+    """Returns the outcome of a step with at most `limit` [G] tokens of each generation.
+
+    The last token of one that is cut is an accepted draft, in the place of the bonus.
+    """
     lens = accepted.lens.clone()
     lens[num_contexts:] = torch.minimum(lens[num_contexts:], limit.to(lens.dtype))
     return replace(

@@ -1,6 +1,6 @@
 """The half of a worker that chooses the target's tokens and accepts drafts.
 
-    logits -> (grammar's mask) -> (penalties …) -> rule -> tokens, lens
+    logits -> (grammar's mask) -> (penalties …) -> rule -> (cut before empty rows) -> tokens, lens
 
 The rule (`rules.py`) does the last part, by a kernel where one serves. A subclass may override
 `sample_target_tokens`, `accept` or `apply_forced_acceptance`. These three are then called one by
@@ -27,7 +27,7 @@ from ..metadata.spec import SpecMetadata
 from ..metadata.step import StepNeeds, StepSizes, no_sampling
 from ..ops.tokens.greedy import Accepted, accept_greedy
 from ..ops.tokens.penalties import count_output, shape_logits
-from .empty_rows import cut, end_drafts_before_empty_rows
+from .empty_rows import cut, fill_empty_rows
 from .forced import Forced, forced_lens, get_force_num_accepted_tokens
 from .guided import mask_target
 from .rule import Candidates, Judged
@@ -162,9 +162,9 @@ class Verification(nn.Module):
         if state is None:
             return self._judge(candidates, spec)
         candidates = replace(candidates, logits=_shaped(candidates, state))
-        if not candidates.drafts.numel():
+        if not (candidates.drafts.numel() or candidates.num_contexts):
             return self._judge(candidates, spec)
-        candidates, limit = end_drafts_before_empty_rows(candidates)
+        limit = fill_empty_rows(candidates)
         return cut(self._judge(candidates, spec), limit, candidates.num_contexts)
 
     def _judge(self, candidates: Candidates, spec: SpecMetadata) -> Accepted:

@@ -119,7 +119,7 @@ class EngineStats:
 
     @property
     def tokens_per_second_with_prompts(self) -> float:
-        """All tokens over the time of all steps."""
+        """All generated tokens, each request's first too, over the time of all steps."""
         seconds = self.prefill_seconds + self.decode_seconds
         return self.generated_tokens / seconds if seconds > 0 else 0.0
 

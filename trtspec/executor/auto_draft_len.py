@@ -142,7 +142,8 @@ class AutoDraftLen(DraftLen):
 
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
-        self._gives_way |= self._is_default and self._would_tell(ScheduledBatch([], list(waiting)))
+        soon = ScheduledBatch([], list(waiting))  # as if they decoded already
+        self._gives_way |= self._is_default and self._would_tell(soon)
         if self._gives_way:
             return self.max_draft_len
         decides = self._steps + 1 >= self._until
@@ -154,7 +155,7 @@ class AutoDraftLen(DraftLen):
         return not self._gives_way
 
     def _would_tell(self, batch: ScheduledBatch) -> bool:
-        """Whether a request's outcome shows how many drafts its steps had."""
+        """Whether the outcome of one of these requests shows how many drafts its steps had."""
         return batch.records_steps or (self._seeds_matter and batch.has_seeds)
 
     def close(self) -> None:

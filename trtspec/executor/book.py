@@ -113,7 +113,8 @@ class RequestBook:
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again
-        if len(result.tokens) < num_rows and not request.is_finished:
+        used_all = len(result.tokens) == num_rows == self.scheduler.rows  # that were reserved
+        if not (used_all or request.is_finished):
             self.scheduler.trim(request)
         return num_appended
 

@@ -173,8 +173,8 @@ class StepRunner:
         return min(asked, int((self.step.state.next_tokens[slots, 1:] >= 0).sum(1).max()))
 
     def count_proposed(self, batch: ScheduledBatch, num_drafts: int) -> Tensor | None:
-        """Returns how many drafts the slots of generations hold, [G] int64; None if no request
-        records it."""
+        """Returns how many drafts the slots of generations hold, [G] int64; None if no request of
+        the batch records it."""
         if not (batch.generations and batch.records_steps):
             return None
         slots = rows_to_tensor([r.slot for r in batch.generations], torch.int64, self.device)

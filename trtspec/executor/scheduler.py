@@ -43,8 +43,8 @@ class Scheduler:
         """Steps of slots that were free for a waiting request since prompts last started."""
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
         self._last = ScheduledBatch([], [])
-        """The last batch of generations alone. The next one is mostly the same: then what is known
-        of its requests together need not be asked again."""
+        """The last batch of generations alone, until one of its requests leaves. The next one is
+        mostly the same: then what is known of the requests together need not be asked again."""
 
     def needed_tokens(self, request: Request) -> int:
         """Returns the tokens of KV to hold before another generation step of `request`."""

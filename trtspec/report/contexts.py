@@ -73,7 +73,7 @@ def pad_prompt(
 
 
 class _Point(NamedTuple):
-    """How many tokens a prompt has with so many turns, or words."""
+    """How many tokens a prompt has with a number of turns, or words."""
 
     parts: int
     tokens: int

@@ -168,9 +168,14 @@ class Sweep:
         """Returns a line for each cell and column."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow([*Place._fields, "column", "tokens_per_second", "acceptance_length"])
+        names = "tokens_per_second", "acceptance_length", "tokens_per_second_with_prompts"
+        writer.writerow([*Place._fields, "column", *names])
         for cell, way in product(self.cells, self.ways):
-            values = cell.speed(way.name), cell.acceptance_length(way.name)
+            values = (
+                cell.speed(way.name),
+                cell.acceptance_length(way.name),
+                cell.speed_with_prompts(way.name),
+            )
             writer.writerow([*cell.place, way.name, *(f"{value:.4f}" for value in values)])
         return buffer.getvalue()
 

@@ -113,12 +113,11 @@ def _offsets(tokenizer: Any, text: str) -> list[int] | None:
     """Returns the characters before each of a text's tokens; None if the tokenizer does not say."""
     if not tokenizer.is_fast:
         return None
+    known = tokenizer(text, return_offsets_mapping=True, verbose=False)
     offsets, end = [], 0
-    for first, last in tokenizer(text, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]:
-        is_added = first == last  # as the one that begins every text
-        offsets.append(end if is_added else first)
+    for first, last in known["offset_mapping"]:
+        # A token that is added has no characters. Some tokenizers leave out a space before a word.
+        offsets.append(end if first == last else min(first, end))
         end = max(end, last)
     return offsets
 
@@ -246,7 +245,9 @@ class CompletionAnswer:
                 choice["prompt_logprobs"] = known
         if (count := _num_echoed(asked)) is not None:
             prompt = await asyncio.to_thread(self._echoed, request, count)
-            prompt["text_offset"] = self._echoes[number].offsets or prompt["text_offset"]
+            offsets = self._echoes[number].offsets
+            if offsets is not None and len(offsets) == len(prompt["text_offset"]):
+                prompt["text_offset"] = offsets
             for choice in choices:
                 output = choice["logprobs"]
                 choice["logprobs"] = {key: prompt[key] + output[key] for key in prompt}

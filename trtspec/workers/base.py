@@ -336,20 +336,26 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
         """Builds the dictionary that `forward` returns; next_drafts [B, K], or those proposed."""
         accepted, lens = inputs.accepted_tokens, inputs.num_accepted_tokens
         next_drafts = next_drafts[:, : inputs.step.draft_len]
-        next_new_tokens = self.build_next_new_tokens(accepted, lens, next_drafts)
+        if type(self).build_next_new_tokens is SpecWorkerBase.build_next_new_tokens:
+            following = next_new_tokens(accepted, lens, next_drafts, self.max_draft_len)
+        else:  # which takes [B, K]
+            unused = self.max_draft_len - next_drafts.shape[1]
+            next_drafts = nn.functional.pad(next_drafts, (0, unused), value=-1)
+            following = self.build_next_new_tokens(accepted, lens, next_drafts)
         return {
             "logits": logits,
             "new_tokens": accepted,
             "new_tokens_lens": lens,
-            "next_draft_tokens": next_new_tokens[:, 1:],
-            "next_new_tokens": next_new_tokens,
+            "next_draft_tokens": following[:, 1:],
+            "next_new_tokens": following,
         }
 
     def no_drafts(self, inputs: DraftInputs) -> Tensor:
-        """Returns int32 of -1 for the drafts to propose, which may be fewer than K."""
+        """Returns [B, K] int32 of -1."""
         lens = inputs.num_accepted_tokens
-        shape = lens.shape[0], inputs.step.draft_len
-        return torch.full(shape, -1, dtype=torch.int32, device=lens.device)
+        return torch.full(
+            (lens.shape[0], self.max_draft_len), -1, dtype=torch.int32, device=lens.device
+        )
 
     def draft(self, inputs: DraftInputs) -> Tensor:
         """Proposes drafts for the next step, [B, K] int32, -1 where there is none.
@@ -493,9 +499,9 @@ class SpecWorkerBase(Verification, TensorRTLLMNames, ABC):
     def build_next_new_tokens(
         self, accepted_tokens: Tensor, num_accepted_tokens: Tensor, next_draft_tokens: Tensor
     ) -> Tensor:
-        """Returns the next step's input: [last accepted, next drafts], [B, K+1] int32, -1 where
-        there are fewer drafts."""
-        return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens)
+        """Returns the next step's input: [last accepted, next drafts], [B, K+1] int32."""
+        k = next_draft_tokens.shape[1]
+        return next_new_tokens(accepted_tokens, num_accepted_tokens, next_draft_tokens, k)
 
     def prepare_context_input_ids(
         self,

@@ -32,7 +32,13 @@ from ..ops.step.rows import BlockRows, block_rows, draft_step, gather_rows
 from ..ops.tokens.markov_walk import walk_markov
 from ..ops.tokens.probability import best_probabilities, walk_probabilities
 from ..ops.tokens.walk import PathCandidates, candidate_scores, walk_candidates
-from .heads import draft_source, merged_embeds, read_undrafted, shifted_input_ids
+from .heads import (
+    draft_source,
+    merged_embeds,
+    nothing_drafted,
+    read_undrafted,
+    shifted_input_ids,
+)
 from .one_pass import OnePassWorker
 from .protocols import BlockDraftModel, DraftInputs, both_outputs
 
@@ -65,7 +71,7 @@ class DFlashWorker(OnePassWorker):
         head = cast(BlockDraftModel, model)
         if inputs.step.missed is not None:
             read_undrafted(self, inputs)
-            return self.no_drafts(inputs)
+            return nothing_drafted(inputs)
         if head.reads_next_tokens:
             ids, embeds = shifted_input_ids(self, inputs, meta), merged_embeds(inputs)
             head.read_context(hidden_states, meta.position_ids, meta, ids, **embeds)

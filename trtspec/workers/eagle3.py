@@ -32,7 +32,14 @@ from ..metadata.accepted_path import certain_rows
 from ..metadata.attention import AttentionMetadata
 from ..ops.step.rows import draft_step, finish_drafts, gather_rows, shift_for_drafting
 from .base import SpecWorkerBase, is_text
-from .heads import draft_source, merged_embeds, one_layer, read_undrafted, shifted_input_ids
+from .heads import (
+    draft_source,
+    merged_embeds,
+    nothing_drafted,
+    one_layer,
+    read_undrafted,
+    shifted_input_ids,
+)
 from .protocols import DraftInputs, DraftModel, both_outputs
 
 
@@ -83,7 +90,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     def draft(self, inputs: DraftInputs) -> Tensor:
         if inputs.step.draft_len == 0:
             self.skip_passes(inputs)
-            return self.no_drafts(inputs)
+            return nothing_drafted(inputs)
         chain = self.first_pass(inputs)
         for _ in range(1, inputs.step.draft_len):
             chain = self.next_pass(chain)

@@ -61,6 +61,11 @@ def read_undrafted(worker: SpecWorkerBase, inputs: DraftInputs) -> None:
         model(ids, meta.position_ids, projected, meta, step=0, **embeds)
 
 
+def nothing_drafted(inputs: DraftInputs) -> Tensor:
+    """Returns [B, 0] int32: the drafts of a step that proposes none."""
+    return inputs.accepted_tokens[:, :0]
+
+
 def draft_network(inputs: DraftInputs) -> tuple[DraftModel | LanguageModel, AttentionMetadata]:
     """Returns the drafting network and the target's metadata.
 

@@ -392,10 +392,10 @@ def _limit_kernel(
         tl.store(draft_ptr + seq * WIDTH + i, draft, mask=mask)
 
 
-def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor) -> Tensor:
+def next_new_tokens(accepted: Tensor, lens: Tensor, drafts: Tensor, max_draft_len: int) -> Tensor:
     """Puts each request's last accepted token before its drafts, and -1 behind them."""
     num_seqs, num_drafts = drafts.shape
-    columns = max(accepted.shape[1], num_drafts + 1)
+    columns = max(max_draft_len, num_drafts) + 1
     out = ints(accepted, num_seqs, columns, dtype=torch.int32)
     _next_new_kernel[(num_seqs,)](
         Accepted(accepted, accepted.stride(0), lens),
