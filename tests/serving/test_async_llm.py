@@ -379,6 +379,8 @@ def test_what_is_refused_leaves_others_alone(model_dir: Path, reference: LLM) ->
         for prompt, params in refused:
             with pytest.raises(RequestError):
                 await anext(llm.generate(prompt, params))
+        with pytest.raises(RequestError, match=r"list of 2 text\(s\): give one text"):
+            await anext(llm.generate(["a", "b"]))  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="give SamplingParams"):
             llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
         for empty in ({}, [], 0, ""):

@@ -69,6 +69,10 @@ class Inputs:
         if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence):
             raise RequestError(f"prompt={prompt!r}: give text or a list of token ids.")
         if not isinstance(prompt, str):
+            if len(prompt) > 0 and all(isinstance(part, str) for part in prompt):
+                raise RequestError(
+                    f"The prompt is a list of {len(prompt)} text(s): give one text, or token ids."
+                )
             return None, list(prompt)
         if self.tokenizer is None:
             raise RequestError(
