@@ -62,6 +62,7 @@ REQUESTS = {
     "an output that ends before": {"max_tokens": 2, "logit_bias": {A: 50}},
     "a stop token before": {"max_tokens": 9, "logit_bias": {A: 50}, "stop_token_ids": [A]},
     "no token left": {"max_tokens": 9, "logit_bias": {A: 50}},
+    "not even a first token": {"max_tokens": 9, "bad_words": [[A], [B]]},
     "no token left, sampled": {"max_tokens": 9, "logit_bias": {A: 5}, "temperature": 1.0},
     "rejected, sampled": {"max_tokens": 9, "logit_bias": {B: 5}, "temperature": 1.0},
 }
@@ -81,7 +82,7 @@ def test_texts_are_those_of_plain_decoding(
         for name, settings in REQUESTS.items():
             if "sampled" in name and rule in ("rejection", "block"):
                 continue  # their seeded tokens are others with drafts
-            params = SamplingParams(seed=1, **BANS, **settings)
+            params = SamplingParams(seed=1, **BANS | settings)
             output = llm.generate([PROMPT, [9, 9]][: 1 + is_guided], [params, *beside])[0]
             said = output.outputs[0]
             assert (said.finish_reason == "error") == ("nothing is above" in (output.error or ""))
@@ -90,6 +91,7 @@ def test_texts_are_those_of_plain_decoding(
     assert plain == drafted
     assert [reason for _, reason in plain.values()][:4] == ["length", "length", "stop", "error"]
     assert plain["no token left"][0] == [A, A]
+    assert plain["not even a first token"] == ([], "error")
 
 
 @pytest.mark.parametrize(("max_tokens", "reason"), [(2, "length"), (9, "error")])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.tokens.accept import mask_after
 from ..ops.tokens.greedy import Accepted
@@ -32,16 +32,13 @@ def fill_empty_rows(candidates: Candidates) -> Tensor:
         [G] int64: how many tokens may come out, K'+1 where no row is empty.
     """
     contexts, rows_each = candidates.num_contexts, candidates.num_drafts + 1
-    is_empty = candidates.logits.amax(-1) == float("-inf")  # of NaN it is False
-    is_known = candidates.step.next_prompt_tokens[:contexts] >= 0
-    after_drafts = is_empty[contexts:].view(-1, rows_each)[:, 1:]
-    fills = nn.functional.pad(after_drafts, (1, 0)).flatten()
-    fills = torch.cat([is_empty[:contexts] & is_known, fills])
+    fills = candidates.logits.amax(-1) == float("-inf")  # of NaN it is False
+    fills[:contexts] &= candidates.step.next_prompt_tokens[:contexts] >= 0
+    of_generations = fills[contexts:].view(-1, rows_each)
+    of_generations[:, 0] = False
     candidates.logits.masked_fill_(fills[:, None], 0.0)
-    row = torch.arange(1, rows_each, device=fills.device)
-    return nn.functional.pad(
-        torch.where(after_drafts, row, rows_each), (1, 0), value=rows_each
-    ).amin(1)
+    row = torch.arange(rows_each, device=fills.device)
+    return torch.where(of_generations, row, rows_each).amin(1)
 
 
 def cut(accepted: Accepted, limit: Tensor, num_contexts: int) -> Accepted:

@@ -142,8 +142,9 @@ class AutoDraftLen(DraftLen):
 
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
-        soon = ScheduledBatch([], list(waiting))  # as if they decoded already
-        self._gives_way |= self._is_default and self._would_tell(soon)
+        if self._is_default:
+            soon = ScheduledBatch([], list(waiting))  # as if they decoded already
+            self._gives_way |= self._would_tell(soon)
         if self._gives_way:
             return self.max_draft_len
         decides = self._steps + 1 >= self._until
@@ -182,7 +183,7 @@ class AutoDraftLen(DraftLen):
 
     # -- what steps bring ----------------------------------------------------------------------
     def add_result(self, result: RequestResult) -> None:
-        if not result.num_asked:
+        if not result.num_asked:  # it says nothing of drafts
             return
         is_greedy = result.request.sampling_params.is_greedy
         self._acceptance[is_greedy].add(result.num_asked, len(result.tokens) - 1)

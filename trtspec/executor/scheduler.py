@@ -378,4 +378,5 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot, self._last = -1, ScheduledBatch([], [])
+        request.slot = -1
+        self._last = ScheduledBatch([], [])
