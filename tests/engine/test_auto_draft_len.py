@@ -65,8 +65,10 @@ class Engine:
         overlap: bool = False,
         launches: Launches | None = None,
         options: dict[str, Any] | None = None,
+        host: float = HOST_SECONDS,
         **limits: Any,
     ):
+        self.host = host
         self.now, self.seconds, self.overlap = 0.0, seconds, overlap
         clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(auto_draft_len, "time", clock)
@@ -108,7 +110,7 @@ class Engine:
             records_steps=False,
             num_sampled=size * (temperature > 0),
         )
-        self.now += HOST_SECONDS * self.overlap
+        self.now += self.host * self.overlap
         began, is_in_flight = self.now, bool(self.in_flight)
         chosen = self.auto.of(batch, batch)
         self.lengths[chosen] += 1
@@ -122,12 +124,13 @@ class Engine:
         self.asked = chosen
         # A slow step now and then, as where the host was busy.
         seconds = self.seconds(size, chosen) * (8 if self.rng.random() < 0.01 else 1)
-        step = SimpleNamespace(batch=batch, draft_len=chosen)
+        step = SimpleNamespace(batch=batch, draft_len=chosen, waited=0.0)
         self.device_is_free = max(self.now, self.device_is_free) + seconds + 0.02 * has_prompt
         self.in_flight.append((step, self.device_is_free, results))
         read = []
         while len(self.in_flight) > self.overlap:
             one, end, its = self.in_flight.pop(0)
+            one.waited = max(0.0, end - self.now)
             self.now = max(self.now, end)
             read.append(one)
             for asked, accepted in its:
@@ -176,6 +179,24 @@ def test_near_the_best_length_and_never_below_plain(
     fixed = [fixed_speed(of_gpu, rates, k, size) for k in range(K + 1)]
     assert speed > 0.95 * max(fixed), (speed, fixed, engine.lengths)
     assert speed > 0.98 * fixed[0], (speed, fixed, engine.lengths)
+
+
+@pytest.mark.parametrize("host", [0.8e-3, 1.0e-3, 1.4e-3])
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.6, 0.7])
+def test_drafts_that_the_device_makes_while_the_host_works_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch, host: float, rate: float
+) -> None:
+    """The host needs as long for any number of drafts. Device times are known from the start."""
+    engine = Engine(monkeypatch, of_gpu, known_costs(32), overlap=True, host=host)
+    rates = [rate] * K
+    engine.run(1500, rates, 32)
+    speed = engine.run(3000, rates, 32)
+
+    def seconds(size: int, k: int) -> float:
+        return max(host, of_gpu(size, k))
+
+    fixed = [fixed_speed(seconds, rates, k, 32) for k in range(K + 1)]
+    assert speed > 0.95 * max(fixed), (speed, fixed, engine.lengths)
 
 
 @pytest.mark.parametrize("rate", [0.03, 0.95])
@@ -593,6 +614,32 @@ def test_times_move_together() -> None:
     for _ in range(300):
         costs.add(GREEDY, 2, 3.0)
     assert costs.of(GREEDY, [0, 2]) == pytest.approx({0: 2.0, 2: 3.0}, rel=0.01)
+
+
+def test_the_time_of_a_busy_host_is_no_time_of_the_device() -> None:
+    costs = StepCosts()
+    for k, seconds in ((0, 1.0), (1, 1.2), (3, 1.6)):
+        costs.set(GREEDY, k, seconds)
+    for _ in range(10):
+        costs.add(GREEDY, 1, 1.5, waited=0.01)
+    # Without drafts the host works less; with two it is still the slower one.
+    expected = {0: 0.75 * 1.49, 1: 1.49, 2: 1.49, 3: 1.6}
+    assert costs.of(GREEDY, [0, 1, 2, 3]) == pytest.approx(expected)
+    for _ in range(10):
+        costs.add(GREEDY, 0, 1.3, waited=0.0)
+    assert costs.of(GREEDY, [0, 3]) == pytest.approx({0: 1.3, 3: 1.6})
+    for _ in range(300):
+        costs.add(GREEDY, 3, 3.2, waited=1.7)  # the device is twice as slow
+    expected = {0: 2.0, 1: 2.4, 3: 3.2}
+    assert costs.of(GREEDY, [0, 1, 3]) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_length_never_timed_takes_what_a_busy_host_took() -> None:
+    costs = StepCosts()
+    for _ in range(10):
+        costs.add(GREEDY, 2, 1.5, waited=0.0)
+    assert costs.of(GREEDY, [2]) == {2: 1.5}
+    assert costs.is_known(GREEDY, 2)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """`AutoDraftLen`: the draft length with the most tokens per second, found while serving.
 
 With K drafts a request's step yields 1 + c1 + c1·c2 + … tokens, where ci is the share of drafts i
-accepted among those whose predecessors were. A step takes t(n, K) seconds for n requests. Both are
-measured on the steps themselves. So a length is tried for a few steps where its time is unknown.
-Its neighbours are tried now and then, ever more rarely while nothing changes.
+accepted among those whose predecessors were. A step takes t(n, K) seconds for n requests, the
+device's or the host's, whichever is slower. All are measured on the steps themselves. So a length
+is tried for a few steps where its time is unknown. Its neighbours are tried now and then, ever more
+rarely while nothing changes.
 
 The choice looks at finished steps alone, never at the drafts that it decides on. So it changes no
 distribution of tokens. Seeded tokens may change where they depend on K.
@@ -209,9 +210,11 @@ class AutoDraftLen(DraftLen):
         steps = launched if self._runs_at_launch else read
         if len(steps) != 1 or steps[0].batch.contexts or not steps[0].batch.generations:
             return
-        self._timed = self.shape_of(steps[0].batch), steps[0].draft_len
+        shape, draft_len = self._timed = self.shape_of(steps[0].batch), steps[0].draft_len
         if self._timed == before:  # the first one may verify fewer than it proposes
-            self.costs.add(*self._timed, seconds)
+            # With grammars, and without a step in flight, host and device wait for each other.
+            apart = is_in_flight and not (self._runs_at_launch or shape.is_guided)
+            self.costs.add(shape, draft_len, seconds, steps[0].waited if apart else None)
 
     # -- the choice ----------------------------------------------------------------------------
     def _choose(self, batch: ScheduledBatch, most: int) -> int:

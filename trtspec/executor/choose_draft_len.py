@@ -18,7 +18,7 @@ from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-VERSION = 5  # of the steps: another one makes times of earlier releases unknown
+VERSION = 6  # of the steps: another one makes times of earlier releases unknown
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for lengths not yet timed
 
 

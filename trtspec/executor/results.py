@@ -5,6 +5,7 @@ It returns one `RequestResult` for each request of the step. `RequestBook` appli
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +54,7 @@ class LaunchedStep:
     is_replay: bool  # a graph ran it
     finish: Callable[[], Results] | None
     """Launches what is left of the step, and the copies of its results; None once that is done."""
+    waited: float = 0.0  # seconds that the host waited for its results
     _results: Results | None = None
 
     def end_launch(self) -> None:
@@ -203,7 +205,9 @@ class StepReader:
         """Waits for the copies. Returns one result per request of the step, contexts first."""
         results = launched.results
         if results.ready is not None:
+            began = time.perf_counter()
             results.ready.synchronize()
+            launched.waited = time.perf_counter() - began
         tokens, lens = results.new_tokens.tolist(), results.new_tokens_lens.tolist()
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch

@@ -332,6 +332,8 @@ class Scheduler:
         """Gives back the blocks that a generation did not need, once its tokens are read, but for
         those that the next step would take again."""
         held = request.past_upper + self.extra_kv
+        if not self.kv_cache.holds_more(request.request_id, held):  # nearly every time
+            return
         if not request.ends_with_what_is_in_flight:
             held = max(held, self.needed_tokens(request))
         self.kv_cache.trim(request.request_id, held)

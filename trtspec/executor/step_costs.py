@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 FEW, WEIGHT = 5, 0.03
 MOST = 1.5  # times the average: what a slow step counts at most
+LEAST_WAIT = 0.02  # of a step: where the host waits less, the device was done before
+HOST_AT_REST = 0.75  # of what the host's work takes with drafts: what it takes without any
 GUESSED_SHARE = 0.05  # of a step's time, for one more draft, before anything is measured
 
 
@@ -53,21 +55,40 @@ class _Cell:
 class StepCosts:
     """A table of seconds. What was not measured is derived from its nearest neighbours.
 
+    Under overlap a step takes as long as the device or the host needs, whichever is slower. Drafts
+    make the device's part longer, and hardly the host's. So both are known apart.
+
     Args:
         path: JSON file to read and write; None keeps nothing.
     """
 
     def __init__(self, path: Path | None = None):
         self.path, self._is_saved = path, True
-        self._cells: dict[StepShape, dict[int, _Cell]] = {}
+        self._cells: dict[StepShape, dict[int, _Cell]] = {}  # of the device
+        self._hosts: dict[StepShape, dict[int, _Cell]] = {}  # since this engine started
+        self._waits = 0  # steps in a row that the host waited for
         self._load()
 
-    def add(self, shape: StepShape, draft_len: int, seconds: float) -> None:
+    def add(
+        self, shape: StepShape, draft_len: int, seconds: float, waited: float | None = None
+    ) -> None:
         """Adds the time of one step.
 
-        What makes steps longer or shorter does so with any length, such as contexts that grow. So
-        the shape's other times follow this one.
+        What makes the device's steps longer or shorter does so with any length, such as contexts
+        that grow. So the shape's other times follow this one. Where the host hardly waited, the
+        time is the host's, and says of the device only that it takes no longer.
+
+        Args:
+            waited: the part of it that the host waited for the device. None: the whole is taken for
+                the device's.
         """
+        if waited is not None:
+            hosts = self._hosts.setdefault(shape, {})
+            hosts.setdefault(draft_len, _Cell(0.0)).add(seconds - waited)
+            self._waits = 0 if waited < LEAST_WAIT * seconds else self._waits + 1
+            # One slow step among those that the host is slower for says nothing.
+            if self._waits < FEW and self.is_known(shape, draft_len):
+                return
         cells = self._cells.setdefault(shape, {})
         cell = cells.setdefault(draft_len, _Cell(seconds))
         before, was_settled = cell.seconds, cell.is_settled
@@ -93,7 +114,23 @@ class StepCosts:
         Without any, a draft is guessed to take a twentieth of a step.
         """
         known, near = self._measured(shape), self._measured(self._nearest(shape))
-        return {k: known[k] if k in known else _scaled(known, near, k) for k in draft_lens}
+        device = {k: known[k] if k in known else _scaled(known, near, k) for k in draft_lens}
+        return {k: max(seconds, self._host(shape, k)) for k, seconds in device.items()}
+
+    def _host(self, shape: StepShape, draft_len: int) -> float:
+        """Returns the seconds that the host works for a step, 0 if that is not known.
+
+        With other numbers of drafts it is about the same, without any it is less.
+        """
+        cells = self._hosts.get(shape)
+        if not cells:
+            return 0.0
+        rests = draft_len == 0
+        nearest = min(cells, key=lambda k: ((k == 0) != rests, abs(k - draft_len)))
+        seconds = cells[nearest].seconds
+        if (nearest == 0) == rests:
+            return seconds
+        return seconds * HOST_AT_REST if rests else seconds / HOST_AT_REST
 
     def _measured(self, shape: StepShape | None) -> dict[int, float]:
         cells = {} if shape is None else self._cells.get(shape, {})

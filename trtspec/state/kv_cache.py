@@ -183,11 +183,14 @@ class KVCacheManager:
         tables = self._tables.get(request_id) or [[] for _ in self._pools]
         return tables, [self.blocks_for(num_tokens) - len(table) for table in tables]
 
+    def holds_more(self, request_id: int, num_tokens: int) -> bool:
+        """Whether a request has blocks past its first `num_tokens` tokens."""
+        keep = self.blocks_for(num_tokens)
+        return max(map(len, self._tables[request_id]), default=0) > keep
+
     def trim(self, request_id: int, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
         tables, keep = self._tables[request_id], self.blocks_for(num_tokens)
-        if tables and max(map(len, tables)) <= keep:  # nearly every time
-            return
         for table, pool in zip(tables, self._pools, strict=True):
             if len(table) > keep:
                 pool.free(_held(table[keep:]))
