@@ -110,7 +110,8 @@ class Engine:
             records_steps=False,
             num_sampled=size * (temperature > 0),
         )
-        self.now += self.host * self.overlap
+        if self.overlap:
+            self.now += self.host * (1 if self.asked else 0.75)
         began, is_in_flight = self.now, bool(self.in_flight)
         chosen = self.auto.of(batch, batch)
         self.lengths[chosen] += 1
@@ -186,14 +187,14 @@ def test_near_the_best_length_and_never_below_plain(
 def test_drafts_that_the_device_makes_while_the_host_works_cost_nothing(
     monkeypatch: pytest.MonkeyPatch, host: float, rate: float
 ) -> None:
-    """The host needs as long for any number of drafts. Device times are known from the start."""
+    """The host works as long for any number of them. Device times are known from the start."""
     engine = Engine(monkeypatch, of_gpu, known_costs(32), overlap=True, host=host)
     rates = [rate] * K
     engine.run(1500, rates, 32)
     speed = engine.run(3000, rates, 32)
 
     def seconds(size: int, k: int) -> float:
-        return max(host, of_gpu(size, k))
+        return max(host if k else 0.75 * host, of_gpu(size, k))
 
     fixed = [fixed_speed(seconds, rates, k, 32) for k in range(K + 1)]
     assert speed > 0.95 * max(fixed), (speed, fixed, engine.lengths)
@@ -625,13 +626,22 @@ def test_the_time_of_a_busy_host_is_no_time_of_the_device() -> None:
     # Without drafts the host works less; with two it is still the slower one.
     expected = {0: 0.75 * 1.49, 1: 1.49, 2: 1.49, 3: 1.6}
     assert costs.of(GREEDY, [0, 1, 2, 3]) == pytest.approx(expected)
-    for _ in range(10):
-        costs.add(GREEDY, 0, 1.3, waited=0.0)
-    assert costs.of(GREEDY, [0, 3]) == pytest.approx({0: 1.3, 3: 1.6})
     for _ in range(300):
-        costs.add(GREEDY, 3, 3.2, waited=1.7)  # the device is twice as slow
+        costs.add(GREEDY, 3, 1.6, waited=1.1)  # the host is quick again, with any length
+    assert costs.of(GREEDY, [0, 1, 3]) == pytest.approx({0: 1.0, 1: 1.2, 3: 1.6}, rel=0.01)
+    for _ in range(300):
+        costs.add(GREEDY, 3, 3.2, waited=2.7)  # and the device twice as slow
     expected = {0: 2.0, 1: 2.4, 3: 3.2}
     assert costs.of(GREEDY, [0, 1, 3]) == pytest.approx(expected, rel=0.01)
+
+
+def test_what_the_host_takes_at_rest_says_what_it_takes_with_drafts() -> None:
+    costs = StepCosts()
+    costs.set(GREEDY, 0, 1.0)
+    costs.set(GREEDY, 2, 1.1)
+    for _ in range(10):
+        costs.add(GREEDY, 0, 1.5, waited=0.0)
+    assert costs.of(GREEDY, [0, 2]) == pytest.approx({0: 1.5, 2: 2.0})
 
 
 def test_a_length_never_timed_takes_what_a_busy_host_took() -> None:

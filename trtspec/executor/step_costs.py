@@ -65,7 +65,7 @@ class StepCosts:
     def __init__(self, path: Path | None = None):
         self.path, self._is_saved = path, True
         self._cells: dict[StepShape, dict[int, _Cell]] = {}  # of the device
-        self._hosts: dict[StepShape, dict[int, _Cell]] = {}  # since this engine started
+        self._hosts: dict[StepShape, _Cell] = {}  # with drafts, since this engine started
         self._waits = 0  # steps in a row that the host waited for
         self._load()
 
@@ -83,8 +83,8 @@ class StepCosts:
                 the device's.
         """
         if waited is not None:
-            hosts = self._hosts.setdefault(shape, {})
-            hosts.setdefault(draft_len, _Cell(0.0)).add(seconds - waited)
+            host = (seconds - waited) / (1 if draft_len else HOST_AT_REST)
+            self._hosts.setdefault(shape, _Cell(host)).add(host)
             self._waits = 0 if waited < LEAST_WAIT * seconds else self._waits + 1
             # One slow step among those that the host is slower for says nothing.
             if self._waits < FEW and self.is_known(shape, draft_len):
@@ -120,17 +120,10 @@ class StepCosts:
     def _host(self, shape: StepShape, draft_len: int) -> float:
         """Returns the seconds that the host works for a step, 0 if that is not known.
 
-        With other numbers of drafts it is about the same, without any it is less.
+        It is one number for all lengths but 0, for it follows what else the machine does.
         """
-        cells = self._hosts.get(shape)
-        if not cells:
-            return 0.0
-        rests = draft_len == 0
-        nearest = min(cells, key=lambda k: ((k == 0) != rests, abs(k - draft_len)))
-        seconds = cells[nearest].seconds
-        if (nearest == 0) == rests:
-            return seconds
-        return seconds * HOST_AT_REST if rests else seconds / HOST_AT_REST
+        cell = self._hosts.get(shape)
+        return 0.0 if cell is None else cell.seconds * (1 if draft_len else HOST_AT_REST)
 
     def _measured(self, shape: StepShape | None) -> dict[int, float]:
         cells = {} if shape is None else self._cells.get(shape, {})
