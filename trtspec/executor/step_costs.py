@@ -76,7 +76,7 @@ class StepCosts:
 
         What makes the device's steps longer or shorter does so with any length, such as contexts
         that grow. So the shape's other times follow this one. Where the host hardly waited, the
-        time is the host's, and says of the device only that it takes no longer.
+        time is the host's, and the device's stay as they are.
 
         Args:
             waited: the part of it that the host waited for the device. None: the whole is taken for
