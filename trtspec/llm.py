@@ -47,7 +47,7 @@ class LLM:
         self.inputs = Inputs(self.model_dir, load_tokenizer(self.model_dir))
         self._texts = RequestTexts(self.tokenizer)
         self.executor.set_tokenizer(self.tokenizer)
-        self.executor.stop_check = self._texts.hit_stop_string
+        self.executor.stop_string_check = self._texts.hit_stop_string
         self.acceptance_of_drafts = Acceptance.of(self.executor)
         self.device = self.executor.device
         self.dtype = self.executor.target.norm.weight.dtype

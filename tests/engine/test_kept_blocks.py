@@ -1,14 +1,16 @@
-"""Blocks that a step did not need go back, but for those that the next step takes again."""
+"""Blocks that others want and a request does not need go back, but for its next step's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matrix import config_of, cpu_engine, make_drafters
 from tiny import tiny_model_dir
 
 from trtspec import KvCacheConfig, SamplingParams
+from trtspec.executor.scheduler import Scheduler
 from trtspec.state.kv_cache import KVCacheManager
 
 PROMPTS = [[3, 5, 7 + i] for i in range(3)]
@@ -17,7 +19,8 @@ PROMPTS = [[3, 5, 7 + i] for i in range(3)]
 def test_no_block_is_given_back_and_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of a random head are refused, so steps reserve more than they need."""
+    """Drafts of a random head are refused, so steps reserve more than they need. Other requests
+    seem to want blocks before each step."""
     given_back: dict[int, int] = {}
     taken_again, trimmed = [], []
     reserve, trim = KVCacheManager.reserve, KVCacheManager.trim
@@ -38,6 +41,13 @@ def test_no_block_is_given_back_and_taken_again(
         given_back[request_id] = before - count(self, request_id)
         trimmed.append(given_back[request_id])
 
+    schedule = Scheduler.schedule
+
+    def scheduling(self: Scheduler) -> Any:
+        self._trim_all()
+        return schedule(self)
+
+    monkeypatch.setattr(Scheduler, "schedule", scheduling)
     monkeypatch.setattr(KVCacheManager, "reserve", reserving)
     monkeypatch.setattr(KVCacheManager, "trim", trimming)
     config = config_of("eagle3", 4, make_drafters(tmp_path / "drafters"))

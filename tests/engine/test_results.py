@@ -6,24 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtspec.executor import results
-from trtspec.executor.results import StepReader
+from trtspec.executor import pinned
+from trtspec.executor.pinned import Piece, PinnedBuffers
 from trtspec.ops.tokens.greedy import Accepted
 
 DEVICE = torch.device("cpu")
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What was copied."""
-    seen: list[Tensor] = []
-
-    def copy(self: StepReader, tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor.clone()
-
-    monkeypatch.setattr(StepReader, "_to_host", copy)
-    return seen
 
 
 def _accepted(batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,26 +23,39 @@ def _accepted(batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("batch", "width", "count"), [(1, 1, 1), (5, 4, 5), (7, 9, 3)])
-def test_parts_of_one_piece_are_copied_at_once(
-    copied: list[Tensor], batch: int, width: int, count: int
-) -> None:
+def test_parts_of_one_piece_are_copied_at_once(batch: int, width: int, count: int) -> None:
     given = [part[:count] for part in _accepted(batch, width)]
-    expected = [part.clone() for part in given]
-    found = StepReader(DEVICE)._all_to_host(*given)
-    assert len(copied) == 1
+    expected = [part.tolist() for part in given]
+    piece = Piece.of(*given)
+    assert piece is not None
+    copy = torch.full((2 * len(piece.memory),), 0xEE, dtype=torch.uint8)  # a larger buffer
+    copy[: len(piece.memory)] = piece.memory
     for part in given:
         part.zero_()  # the next step's results
-    for ours, part in zip(found, expected, strict=True):
-        assert ours.dtype == part.dtype and torch.equal(ours, part)
+    found = piece.arrays(copy.numpy())
+    assert [part.tolist() for part in found] == expected
+    assert [part.dtype.name for part in found] == ["int32", "int32", "bool"]
 
 
-def test_others_are_copied_one_by_one(
-    copied: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = torch.arange(3), torch.arange(4), torch.ones(2, dtype=torch.bool)
-    found = StepReader(DEVICE)._all_to_host(*given)
-    assert all(torch.equal(*pair) for pair in zip(found, given, strict=True))
-    assert len(copied) == 3
-    monkeypatch.setattr(results, "MAX_PIECE_BYTES", 20)  # a few parts of something large
-    StepReader(DEVICE)._all_to_host(*_accepted(5, 4))
-    assert len(copied) == 6
+def test_others_are_no_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Piece.of(torch.arange(3), torch.arange(4), torch.ones(2, dtype=torch.bool)) is None
+    assert Piece.of(*_accepted(5, 4)) is not None
+    monkeypatch.setattr(pinned, "MAX_PIECE_BYTES", 20)  # a few parts of something large
+    assert Piece.of(*_accepted(5, 4)) is None
+
+
+@pytest.mark.gpu
+def test_a_buffer_is_not_used_while_a_copy_is_on_its_way() -> None:
+    buffers = PinnedBuffers()
+    source = torch.ones(4 << 20, dtype=torch.uint8, device="cuda")
+    first = buffers.take(1 << 20)
+    torch.cuda._sleep(200_000_000)  # cycles, some 0.1 s
+    first.tensor.copy_(source[: 1 << 20], non_blocking=True)
+    first.event.record()
+    buffers.give(first)
+    second = buffers.take(1 << 20)
+    assert second is not first
+    torch.cuda.synchronize()
+    assert buffers.take(1000) is first, "a smaller copy fits"
+    buffers.give(first)
+    assert len(buffers.take(2 << 20).memory) >= 2 << 20, "a larger one does not"

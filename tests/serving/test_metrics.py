@@ -403,8 +403,7 @@ def test_warnings_of_forced_acceptance_and_a_dead_drafter(
     assert served.value("trtspec:cuda_graphs") == 0  # on a CPU
     assert served.client.get("/live").json()["forced_acceptance"] == 2
     watch = served.llm.executor.dead_drafter_watch
-    for _ in range(watch.window):
-        watch.see(accepted=False)
+    watch.see([False] * watch.window)
     assert served.value("trtspec:drafter_is_dead") == 1
     assert served.client.get("/live").json()["drafter_is_dead"] is True
 

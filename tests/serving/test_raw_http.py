@@ -453,14 +453,14 @@ def test_no_header_or_body_reaches_the_file_system(
 def test_an_error_of_one_request_stays_its_own(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = served.llm.executor.stop_check
+    want = served.llm.executor.stop_string_check
 
     def broken(request: Any) -> bool:
         if request.sampling_params.stop_strings == ("zz",) and len(request.output_token_ids) > 3:
             raise ZeroDivisionError
         return want(request)
 
-    monkeypatch.setattr(served.llm.executor, "stop_check", broken)
+    monkeypatch.setattr(served.llm.executor, "stop_string_check", broken)
     refused(served.post(TEXT, LONG | {"stop": "zz"}), 500)
     reply = served.post(TEXT, LONG | {"stop": "zz", "stream": True})
     events = [line for line in reply.text.splitlines() if line.startswith("data: ")]

@@ -234,14 +234,7 @@ class SamplingParams:
     def ends(self, eos: tuple[int, ...]) -> frozenset[int]:
         """Returns the tokens that end the output of a model with these end tokens."""
         eos = () if self.ignore_eos else eos
-        if eos not in self._ends:
-            self._ends[eos] = frozenset((*(self.stop_token_ids or ()), *eos))
-        return self._ends[eos]
-
-    @cached_property
-    def _ends(self) -> dict[tuple[int, ...], frozenset[int]]:
-        """Caches `ends`, which is read after every step."""
-        return {}
+        return frozenset((*(self.stop_token_ids or ()), *eos))
 
     @cached_property
     def shapes_logits(self) -> bool:

@@ -64,6 +64,7 @@ class Admission:
             sampling_params=params,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_total_tokens=min(len(token_ids) + params.max_tokens, self.config.max_seq_len),
+            end_ids=end_ids(params, self.target.config),
             embeds=embeds,
             cache_salt=cache_salt,
             images=embeds.images if embeds is not None and reads_images_whole else (),

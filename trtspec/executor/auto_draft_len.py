@@ -13,7 +13,7 @@ distribution of tokens. Seeded tokens may change where they depend on K.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,11 +183,14 @@ class AutoDraftLen(DraftLen):
         return {kind: acceptance.rates for kind, acceptance in self._acceptance.items()}
 
     # -- what steps bring ----------------------------------------------------------------------
-    def add_result(self, result: RequestResult) -> None:
-        if not result.num_asked:  # it says nothing of drafts
-            return
-        is_greedy = result.request.sampling_params.is_greedy
-        self._acceptance[is_greedy].add(result.num_asked, len(result.tokens) - 1)
+    def add_results(self, results: Sequence[RequestResult]) -> None:
+        seen = Counter(
+            (r.request.sampling_params.is_greedy, r.num_asked, len(r.tokens) - 1)
+            for r in results
+            if r.num_asked and r.is_generation  # others say nothing of drafts
+        )
+        for (is_greedy, num_asked, num_accepted), count in seen.items():
+            self._acceptance[is_greedy].add(num_asked, num_accepted, count)
 
     def end_step(
         self,

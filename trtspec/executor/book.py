@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..errors import RankError
@@ -21,17 +21,15 @@ class RequestBook:
     """Holds live requests by id, and finished ones until a step returns them.
 
     Args:
-        eos_token_ids: of the model.
         saver: set where hidden states are saved. A request that ends is one sample, or none.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        eos_token_ids: tuple[int, ...],
         saver: HiddenStatesSaver | None,
     ):
-        self.scheduler, self.eos_token_ids, self.saver = scheduler, eos_token_ids, saver
+        self.scheduler, self.saver = scheduler, saver
         self.live: dict[int, Request] = {}
         self.held: dict[int, Request] = {}  # live, not scheduled: their grammar is not compiled yet
         self.finished: list[Request] = []
@@ -73,7 +71,7 @@ class RequestBook:
         self,
         result: RequestResult,
         num_rows: int,
-        stop_check: StopCheck | None,
+        stop_checks: Sequence[StopCheck],
         ends_grammar: bool = False,
     ) -> int:
         """Adds one step's tokens to a request, and ends it where they end it.
@@ -93,8 +91,7 @@ class RequestBook:
         if result.is_generation:
             request.past_upper -= num_rows - len(result.tokens)
         try:
-            ends = request.sampling_params.ends(self.eos_token_ids)
-            reason = request.append(result.tokens, ends, stop_check)
+            reason = request.append(result.tokens, stop_checks)
         except Exception as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {described(error)}")
@@ -109,13 +106,12 @@ class RequestBook:
             request.sources += result.sources[:num_appended]
         if result.hidden is not None:
             self.save_rows(request, result.hidden)
-        self.scheduler.publish(request)
+        chain = request.prefix
+        if chain is not None and len(request.prompt_token_ids) + len(output) >= chain.next_at:
+            self.scheduler.publish(request)
         if reason is not None:
             self.finish(request, reason)
         request.num_read = len(output)  # later tokens may be computed again
-        used_all = len(result.tokens) == num_rows == self.scheduler.rows  # that were reserved
-        if not (used_all or request.is_finished):
-            self.scheduler.trim(request)
         return num_appended
 
     def save_rows(self, request: Request, rows: HiddenRows) -> None:

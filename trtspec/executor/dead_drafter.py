@@ -7,6 +7,7 @@ the host reads anyway.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from ..metadata.mode import SpeculativeDecodingMode
 
@@ -24,7 +25,7 @@ def is_dead(proposed: int, accepted: int) -> bool:
 
 
 class DeadDrafterWatch:
-    """Counts the first drafts of `window` steps, judges them, and starts again. Warns once."""
+    """Counts `window` first drafts or more, judges them, and starts again. Warns once."""
 
     def __init__(self, window: int = WINDOW):
         self.window = window
@@ -35,12 +36,12 @@ class DeadDrafterWatch:
     def for_mode(cls, mode: SpeculativeDecodingMode) -> DeadDrafterWatch | None:
         return cls() if mode.drafts_with_network() else None
 
-    def see(self, accepted: bool, temperature: float = 0.0) -> None:
-        """Counts one step that verified a first draft."""
-        if self.has_warned or temperature > HOTTEST:
+    def see(self, accepted: Sequence[bool]) -> None:
+        """Counts first drafts that a step verified, of requests no hotter than `HOTTEST`."""
+        if self.has_warned:
             return
-        self._proposed += 1
-        self._accepted += accepted
+        self._proposed += len(accepted)
+        self._accepted += sum(accepted)
         if self._proposed < self.window:
             return
         if is_dead(self._proposed, self._accepted):

@@ -67,8 +67,8 @@ class DraftLen:
         scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
         return min(self._runtime, scheduled)
 
-    def add_result(self, result: RequestResult) -> None:
-        """Called with the result of a generation's step."""
+    def add_results(self, results: Sequence[RequestResult]) -> None:
+        """Called with the results of a step that brought tokens."""
 
     def end_step(
         self,

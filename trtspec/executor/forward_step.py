@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..state.slots import SlotState
 from ..workers.base import SpecWorkerBase
 from ..workers.protocols import DraftInputs, DraftModel, LanguageModel
 from .inputs import PromptRows, StepTensors
+from .pinned import Piece
 
 FEWEST_ROWS = 512
 """Of a pass over prompts, from which on its last layer is computed for the rows with logits alone.
@@ -39,6 +41,11 @@ class StepOutputs:
     drafts: Tensor | None = None  # [B, K] int32, for the next step; None: in the slots alone
     prompt_logprobs: TokenLogprobs | None = None  # of `StepTensors.prompt_rows`
     num_verified: Tensor | None = None  # [G] int32, drafts of each generation; None: all K'
+
+    @cached_property
+    def piece(self) -> Piece | None:
+        """The memory that tokens, lengths and marks are parts of, if it is one."""
+        return Piece.of(self.new_tokens, self.new_tokens_lens, self.bad_requests)
 
 
 @torch.inference_mode()

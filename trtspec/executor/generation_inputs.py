@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..metadata.attention import NULL_BLOCK
 from ..state.kv_cache import KVCacheManager
+from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request
 
 _Row = tuple[int, int, int]
 """Slot, request and the version of its tables."""
+
+
+class StagedRows(NamedTuple):
+    """Rows that are to be sent."""
+
+    host: Tensor  # int32
+    buffer: PinnedBuffer | None  # that they are in; None on CPU
 
 
 class GenerationInputs:
@@ -39,6 +49,7 @@ class GenerationInputs:
         length = size * (2 + sum(self.widths))
         self.sent = torch.zeros(length, dtype=torch.int32, device=device)
         self._host = torch.zeros(length, dtype=torch.int32)
+        self._buffers = PinnedBuffers()
         # The same memory. Numpy writes a few numbers in less time than torch.
         self._host_slots = self._slots_of(self._host).numpy()
         self._host_tables = self._tables_of(self._host).numpy()
@@ -71,11 +82,12 @@ class GenerationInputs:
     def _tables_of(self, tensor: Tensor) -> Tensor:
         return tensor[2 * self.size :].view(self.size, sum(self.widths))
 
-    def rows_to_send(self, requests: Sequence[Request], count: int) -> Tensor | None:
+    def rows_to_send(self, requests: Sequence[Request], count: int) -> StagedRows | None:
         """Returns what `send` takes for these requests, in the first of `count` rows; None if the
         device has it."""
-        version, rows = self.kv_cache.version, self._rows
-        now = [(r.slot, r.request_id, version(r.request_id)) for r in requests]
+        rows, ids = self._rows, [request.request_id for request in requests]
+        slots = [request.slot for request in requests]
+        now: list[_Row] = list(zip(slots, ids, self.kv_cache.versions(ids), strict=True))
         now += [self._inert] * (count - len(now))
         if rows[:count] == now:
             return None
@@ -83,8 +95,13 @@ class GenerationInputs:
         rows[:count] = now
         self._write(changed, requests)
         length = 2 * self.size + count * sum(self.widths)
-        host = torch.empty(length, dtype=torch.int32, pin_memory=self.sent.is_cuda)
-        return host.copy_(self._host[:length])
+        if not self.sent.is_cuda:
+            return StagedRows(self._host[:length].clone(), None)
+        # A copy, for rows are written again while it is on its way.
+        buffer = self._buffers.take(length * self._host.element_size())
+        host = buffer.tensor.view(torch.int32)[:length]
+        np.copyto(buffer.memory.view(np.int32)[:length], self._host.numpy()[:length])
+        return StagedRows(host, buffer)
 
     def _write(self, places: list[int], requests: Sequence[Request]) -> None:
         """Writes these rows on the host."""
@@ -98,6 +115,10 @@ class GenerationInputs:
                 row[start : start + len(table)] = table
                 start += width
 
-    def send(self, rows: Tensor) -> None:
+    def send(self, rows: StagedRows) -> None:
         """Sends what `rows_to_send` returned, for the graphs that are launched from now on."""
-        self.sent[: rows.shape[0]].copy_(rows, non_blocking=True)
+        host, buffer = rows
+        self.sent[: host.shape[0]].copy_(host, non_blocking=True)
+        if buffer is not None:
+            buffer.event.record()
+            self._buffers.give(buffer)

@@ -73,6 +73,7 @@ class _Part(NamedTuple):
 class _Captured(NamedTuple):
     parts: list[_Part]  # of the step; in two-engine modes also of each draft pass
     outputs: StepOutputs | None  # None: of no step
+    rows: dict[int, StepOutputs]  # views of the outputs of fewer requests, by how many
 
 
 class CudaGraphs:
@@ -218,8 +219,11 @@ class CudaGraphs:
         """Launches a step's graphs, up to the first `DraftPoint`."""
         captured = self._graphs[key]
         assert captured.outputs is not None
-        num_rows = 1 if key.context_tokens else key.num_drafts + 1
-        outputs = first_rows(captured.outputs, num_requests, num_rows)
+        outputs = captured.rows.get(num_requests)
+        if outputs is None:
+            num_rows = 1 if key.context_tokens else key.num_drafts + 1
+            outputs = first_rows(captured.outputs, num_requests, num_rows)
+            captured.rows[num_requests] = outputs
         rest = _launch_parts(captured.parts, reach)
         next(rest, None)
         return StepLaunch(outputs, is_replay=True, rest=rest)
@@ -322,7 +326,7 @@ class CudaGraphs:
                         next(passes)
         finally:
             self._reach = None
-        return _Captured(parts=recorder.parts, outputs=outputs)
+        return _Captured(parts=recorder.parts, outputs=outputs, rows={})
 
     def _draft_passes(self, outputs: StepOutputs | None) -> Iterator[None]:
         return iter(()) if outputs is None else self.step.draft_passes(outputs)

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ..api.sampling_params import SamplingParams
@@ -312,6 +313,6 @@ class GuidedBatch:
         self.error.setdefault(row.request.request_id, error)
 
 
-def tokens_of(tokens: Tensor, lens: Tensor, drafts: Tensor) -> Tokens:
-    """Returns what was read back, of tensors on the host."""
+def tokens_of(tokens: np.ndarray, lens: np.ndarray, drafts: Tensor) -> Tokens:
+    """Returns what was read back, on the host."""
     return Tokens(tokens.tolist(), lens.tolist(), drafts.tolist())

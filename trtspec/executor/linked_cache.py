@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ..state.prefix import PrefixChain, PrefixHit
 class CopiedTables(NamedTuple):
     """A request's block tables as rank 0 has them."""
 
-    tables: list[list[int]]  # one for each group
+    tables: list[array[int]]  # one for each group
     version: int
     owner: int | None  # as `LinkedKVCache.owner_of`
 

@@ -75,8 +75,8 @@ class NoWatch:
     def add_read(self, step: LaunchedStep) -> None:
         """Called for each step whose results are on the host."""
 
-    def add_result(self, result: RequestResult, count: int) -> None:
-        """Called for each request that got `count` tokens of a step."""
+    def add_results(self, results: Sequence[RequestResult], counts: Sequence[int]) -> None:
+        """Called with the results of requests that got tokens of a step, and how many."""
 
 
 class Watch(NoWatch):
@@ -129,9 +129,9 @@ class Watch(NoWatch):
     def add_read(self, step: LaunchedStep) -> None:
         self.read.append(step)
 
-    def add_result(self, result: RequestResult, count: int) -> None:
-        self.results.append(result)
-        self.counts.append(count)
+    def add_results(self, results: Sequence[RequestResult], counts: Sequence[int]) -> None:
+        self.results += results
+        self.counts += counts
 
     def add_finished(self, request: Request) -> None:
         if request not in self.finished:  # an interrupt may have come in between

@@ -35,7 +35,7 @@ from .dead_drafter import DeadDrafterWatch
 from .guide import Guide, GuidedBatch
 from .host_drafts import draft_on_host
 from .observer import NoWatch, StepObserver, Watch
-from .request import Request, ScheduledBatch, StepPlan, StopCheck
+from .request import Request, RequestState, ScheduledBatch, StepPlan, StopCheck
 from .results import LaunchedStep, RequestResult, StepReader
 from .runner import StepRunner
 from .saving import HiddenStatesSaver
@@ -90,13 +90,14 @@ class PyExecutor:
         self._admission = Admission(
             target=target, config=config, mode=self.mode, max_draft_len=self.max_draft_len
         )
-        self.book = RequestBook(self.scheduler, target.config.eos_token_ids, saver)
+        self.book = RequestBook(self.scheduler, saver)
         self.reader = StepReader(self.device)
         self.guide = Guide(target.config, self.forced_acceptance is not None)
         self.statistics = Statistics(self.mode, self.max_draft_len)
         self._looked_up_before = 0
         self._draft_len = draft_len_of(runner)
-        self.stop_check: StopCheck | None = None
+        self.stop_check: StopCheck | None = None  # asked of every request
+        self.stop_string_check: StopCheck | None = None  # asked of those with stop strings
         self.record_steps = False
         """Requests queued from now on keep a `StepRecord` of every generation step."""
         self._watch: NoWatch = NoWatch()  # gathers facts, if there is an observer
@@ -137,10 +138,10 @@ class PyExecutor:
     ) -> Request:
         """Checks a request and makes it, for `add`. A thread that does not step may call it."""
         params, admission = sampling_params or SamplingParams(), self.admission
-        if params.stop_strings and self.stop_check is None:
+        if params.stop_strings and not self._stop_checks:
             raise RequestError(
-                f"stop={params.stop!r} needs text: set executor.stop_check, use LLM, or give "
-                "stop_token_ids."
+                f"stop={params.stop!r} needs text: set executor.stop_string_check, use LLM, or "
+                "give stop_token_ids."
             )
         request = admission.make_request(prompt, params, cache_salt)
         request.steps = [] if self.record_steps else None
@@ -235,7 +236,7 @@ class PyExecutor:
         finally:  # also where samples cannot be written
             self._is_shut_down = True
             vars(self).pop("_admission", None)  # it holds the target
-            self.stop_check = None
+            self.stop_check = self.stop_string_check = None
             self.guide.close()
             self.runner.release_memory()
             self._draft_len.close()
@@ -481,45 +482,62 @@ class PyExecutor:
             request.num_in_flight -= 1
             if result.is_bad:
                 request.is_poisoned = True
-            if request.is_finished and request.num_in_flight == 0:
+            if request.state is RequestState.FINISHED and request.num_in_flight == 0:
                 self.scheduler.release_blocks(request)
-        num_rows, is_forced = launched.num_drafts + 1, self.forced_acceptance is not None
-        guided = launched.guided
-        for result in results:
-            request = result.request
-            if request.is_finished:  # it stopped while this step ran
-                continue
-            if guided is None or request.is_poisoned:
-                self._apply(result, num_rows, is_forced)
-            elif (error := guided.error.get(request.request_id)) is not None:
-                self.book.fail(request, error)
-            else:
-                is_end = guided.is_complete.get(request.request_id, False)
-                self._apply(guided.cut(result), num_rows, is_forced, is_end)
+        applied: list[RequestResult] = []
+        counts: list[int] = []  # of the tokens that each of these added
+        try:
+            self._apply_all(results, launched, applied, counts)
+        finally:
+            is_forced = self.forced_acceptance is not None
+            self.statistics.add_results(applied, counts, is_forced=is_forced)
+            self._draft_len.add_results(applied)
+            self._watch.add_results(applied, counts)
         if self.saver is not None:
             self.saver.write_full_shard()
         if self._drafts_on_host:
             self._draft_on_host([r for r in launched.batch.requests if r.is_generation])
 
-    def _apply(
-        self, result: RequestResult, num_rows: int, is_forced: bool, ends_grammar: bool = False
+    def _apply_all(
+        self,
+        results: list[RequestResult],
+        launched: LaunchedStep,
+        applied: list[RequestResult],
+        counts: list[int],
     ) -> None:
-        """Applies a step's result to its request."""
-        request = result.request
-        if request.is_poisoned:
-            self.book.fail_poisoned(request)
-            return
-        if result.prompt_logprobs is not None:
-            assert request.prompt_logprobs is not None
-            request.prompt_logprobs.add(*result.prompt_logprobs)
-        if result.yields_token:
-            count = self.book.add_tokens(result, num_rows, self.stop_check, ends_grammar)
-            self.statistics.add_result(result, count, is_forced=is_forced)
-            if result.is_generation:
-                self._draft_len.add_result(result)
-            self._watch.add_result(result, count)
-        elif result.hidden is not None:
-            self.book.save_rows(request, result.hidden)
+        """Applies a step's results to their requests. Adds those that bring tokens to `applied`,
+        with how many were added."""
+        guided, num_rows = launched.guided, launched.num_drafts + 1
+        add_tokens, check = self.book.add_tokens, self.stop_check
+        checks = () if check is None else (check,)
+        for result in results:
+            request, is_end = result.request, False
+            if request.state is RequestState.FINISHED:  # it stopped while this step ran
+                continue
+            if request.is_poisoned:
+                self.book.fail_poisoned(request)
+                continue
+            if guided is not None:
+                if (error := guided.error.get(request.request_id)) is not None:
+                    self.book.fail(request, error)
+                    continue
+                is_end = guided.is_complete.get(request.request_id, False)
+                result = guided.cut(result)
+            if result.prompt_logprobs is not None:
+                assert request.prompt_logprobs is not None
+                request.prompt_logprobs.add(*result.prompt_logprobs)
+            if result.yields_token:
+                has_strings = request.sampling_params.stop_strings
+                asked = self._stop_checks if has_strings else checks
+                counts.append(add_tokens(result, num_rows, asked, is_end))
+                applied.append(result)
+            elif result.hidden is not None:
+                self.book.save_rows(request, result.hidden)
+
+    @property
+    def _stop_checks(self) -> list[StopCheck]:
+        """What is asked after each token of a request with stop strings."""
+        return [check for check in (self.stop_check, self.stop_string_check) if check is not None]
 
     def _draft_on_host(self, requests: list[Request]) -> None:
         config = self.worker.config

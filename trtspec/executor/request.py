@@ -41,6 +41,7 @@ class Request:
     sampling_params: SamplingParams
     seed: int
     max_total_tokens: int  # prompt and output together, from max_tokens and the engine's limit
+    end_ids: frozenset[int] = frozenset()  # tokens that end its output
     embeds: EmbedsPrompt | None = None  # of a prompt that is not all text
     images: tuple[tuple[int, int], ...] = ()  # [start, end) of those that one pass must hold
     arrived: float = 0.0  # when a server had it, of time.perf_counter(); 0.0: when it is queued
@@ -115,7 +116,8 @@ class Request:
         Each is taken to yield one token at least. (Parts of prompts but the last yield none, nor
         does the context pass after a preemption. Then the next step may be launched one step late.)
         """
-        return self.num_tokens + self.num_in_flight >= self.max_total_tokens
+        known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return known + self.num_in_flight >= self.max_total_tokens
 
     def least_context_tokens(self, first: int) -> int:
         """Returns how many tokens a context pass from `first` on must read: all of an image that is
@@ -144,36 +146,26 @@ class Request:
         self.embeds = self.grammar = self.prefix = None
         self.num_in_flight = 0
 
-    def append(
-        self, tokens: Sequence[int], ends: frozenset[int], stop_check: StopCheck | None
-    ) -> str | None:
+    def append(self, tokens: Sequence[int], stop_checks: Sequence[StopCheck]) -> str | None:
         """Adds a step's tokens. Returns why the request ends, if it does.
 
         They are added one by one, so that a stop inside an accepted run cuts the output where it
         would have ended without speculation. What the stop check raises is not caught.
         """
-        output, limit = self.output_token_ids, self.max_total_tokens - len(self.prompt_token_ids)
+        output, ends = self.output_token_ids, self.end_ids
+        limit = self.max_total_tokens - len(self.prompt_token_ids)
+        if not stop_checks and len(output) + len(tokens) < limit and ends.isdisjoint(tokens):
+            output += tokens
+            return None
         for token in tokens:
             output.append(token)
-            if token in ends or (stop_check is not None and stop_check(self)):
+            if token in ends or any(check(self) for check in stop_checks):
                 return "stop"
             if len(output) >= limit:
                 return "length"
             if self.is_finished:  # cancelled by its stop check
                 break
         return None
-
-    def record_step(self, num_accepted_tokens: int, num_asked: int) -> None:
-        """Counts one generation step.
-
-        Args:
-            num_accepted_tokens: accepted drafts plus the bonus.
-            num_asked: drafts that it was asked to verify.
-        """
-        accepted = num_accepted_tokens - 1
-        self.num_steps += 1
-        self.accepted_lens[accepted] += 1
-        self.num_draft_tokens += max(num_asked, accepted)  # forced acceptance needs no drafts
 
 
 StopCheck = Callable[[Request], bool]
@@ -302,19 +294,23 @@ class StepPlan(NamedTuple):
 
     def count_as_launched(self) -> None:
         """Updates the requests' upper bounds for a step that is launched."""
+        rows, draft_len = self.num_drafts + 1, self.draft_len
         for chunk in self.batch.contexts:
             request = chunk.request
             request.num_computed = request.past_upper = chunk.end
             if chunk.is_last:  # also of a preempted request, whose last token is known
                 request.state = RequestState.GENERATION
+            request.num_drafts = draft_len
+            request.num_in_flight += 1
         for request in self.batch.generations:
-            request.past_upper += self.num_drafts + 1
-            if self.reads_missed:
+            request.past_upper += rows
+            request.num_drafts = draft_len
+            request.num_in_flight += 1
+        if self.reads_missed:
+            for request in self.batch.generations:
                 request.num_missed = 0
-            if self.leaves_head:
+        if self.leaves_head:
+            for request in self.batch.generations:
                 if not request.num_missed:
                     request.first_missed = request.num_tokens - 1
                 request.num_missed += 1
-        for request in self.batch.requests:
-            request.num_drafts = self.draft_len
-            request.num_in_flight += 1

@@ -12,32 +12,33 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..api.outputs import Logprob
 from ..ops.tokens.logprobs import TokenLogprobs
+from .forward_step import StepOutputs
 from .guide import GuidedBatch, tokens_of
 from .logprobs import LogprobRows, logprob_entry
+from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request, ScheduledBatch, StepPlan
 from .step_launch import StepLaunch
 
-MAX_PIECE_BYTES = 1 << 20
-"""Of memory that several results are parts of: more is not copied for their sake."""
-
 
 class Results(NamedTuple):
-    """A step's tensors on the host, once `ready`."""
+    """What a step computed, on the host, once `ready`."""
 
-    new_tokens: Tensor  # this and the next fields as in StepOutputs
-    new_tokens_lens: Tensor
-    bad_requests: Tensor
+    new_tokens: np.ndarray  # this and the next fields as in StepOutputs
+    new_tokens_lens: np.ndarray
+    bad_requests: np.ndarray
     hidden_states: Tensor | None
     logprobs: TokenLogprobs | None
     drafts: Tensor | None  # [B, K] int32, for the next step, where there are grammars
     prompt_logprobs: TokenLogprobs | None
     num_verified: Tensor | None
     ready: torch.cuda.Event | None  # None on CPU
+    buffer: PinnedBuffer | None  # that the arrays are in
 
 
 @dataclass(eq=False)
@@ -110,6 +111,7 @@ class StepReader:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
+        self._buffers = PinnedBuffers()
 
     def copy(
         self,
@@ -138,7 +140,10 @@ class StepReader:
             yields_token=yields_token,
             num_drafts=plan.num_drafts,
             draft_len=plan.draft_len,
-            num_asked=[min(request.num_drafts, most_asked) for request in batch.requests],
+            num_asked=[
+                asked if (asked := request.num_drafts) < most_asked else most_asked
+                for request in batch.requests
+            ],
             num_proposed=None if num_proposed is None else self._to_host(num_proposed),
             guided=guided,
             is_replay=launch.is_replay,
@@ -148,46 +153,45 @@ class StepReader:
     def _finish(self, launch: StepLaunch, drafts_of: Callable[[], Tensor] | None) -> Results:
         outputs = launch.finish()
         hidden, drafts, verified = outputs.hidden_states, None, outputs.num_verified
-        tokens, lens, bad = self._all_to_host(
-            outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests
-        )
+        arrays, buffer = self._small_to_host(outputs)
         if drafts_of is not None:
             drafts = drafts_of() if outputs.drafts is None else outputs.drafts
         return Results(
-            new_tokens=tokens,
-            new_tokens_lens=lens,
-            bad_requests=bad,
+            new_tokens=arrays[0],
+            new_tokens_lens=arrays[1],
+            bad_requests=arrays[2],
             hidden_states=None if hidden is None else self._to_host(hidden),
             logprobs=self._logprobs_to_host(outputs.logprobs),
             drafts=None if drafts is None else self._to_host(drafts),
             prompt_logprobs=self._logprobs_to_host(outputs.prompt_logprobs),
             num_verified=None if verified is None else self._to_host(verified),
-            ready=self._record_event(),  # after all copies
+            ready=self._record_event(buffer),  # after all copies
+            buffer=buffer,
         )
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self.on_gpu else tensor
 
-    def _all_to_host(self, *tensors: Tensor) -> list[Tensor]:
-        """Returns copies of all, by one copy where they are parts of one small piece of memory."""
-        memory = tensors[0].untyped_storage()
-        in_one_piece = all(t.untyped_storage().data_ptr() == memory.data_ptr() for t in tensors)
-        if not in_one_piece or memory.nbytes() > MAX_PIECE_BYTES:
-            return [self._to_host(tensor) for tensor in tensors]
-        whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-        on_host = self._to_host(whole).untyped_storage()
-        return [
-            torch.empty(0, dtype=t.dtype).set_(on_host, t.storage_offset(), t.shape, t.stride())
-            for t in tensors
-        ]
+    def _small_to_host(
+        self, outputs: StepOutputs
+    ) -> tuple[Sequence[np.ndarray], PinnedBuffer | None]:
+        """Copies tokens, lengths and marks, by one copy where they are parts of one piece."""
+        piece = outputs.piece if self.on_gpu else None
+        if piece is None:
+            tensors = outputs.new_tokens, outputs.new_tokens_lens, outputs.bad_requests
+            return [self._to_host(tensor).numpy() for tensor in tensors], None
+        num_bytes = piece.memory.shape[0]
+        buffer = self._buffers.take(num_bytes)
+        buffer.tensor[:num_bytes].copy_(piece.memory, non_blocking=True)
+        return piece.arrays(buffer.memory), buffer
 
     def _logprobs_to_host(self, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
         return logprobs.to_host() if logprobs is not None and self.on_gpu else logprobs
 
-    def _record_event(self) -> torch.cuda.Event | None:
+    def _record_event(self, buffer: PinnedBuffer | None) -> torch.cuda.Event | None:
         if not self.on_gpu:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event() if buffer is None else buffer.event
         event.record()
         return event
 
@@ -212,6 +216,8 @@ class StepReader:
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch
         is_bad = results.bad_requests.tolist()
+        if results.buffer is not None:  # all of it is read
+            self._buffers.give(results.buffer)
         for row, part in enumerate(prompts):
             is_bad[row] |= part is not None and part.rows.has_nan
         columns: dict[str, Sequence[Any]] = {

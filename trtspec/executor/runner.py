@@ -160,11 +160,12 @@ class StepRunner:
         """
         if self.max_draft_len == 0 or not generations:
             return self.max_draft_len
-        asked = max(request.num_drafts for request in generations)
         is_forced = self.step.worker.force_num_accepted_tokens > 0
+        if exactly is not None and self.device.type != "cpu" and not is_forced:
+            return exactly
+        asked = max([request.num_drafts for request in generations])
         if exactly is not None:
-            is_device = self.device.type != "cpu"
-            asked = exactly if is_device and not is_forced else min(asked, exactly)
+            asked = min(asked, exactly)
         if is_forced and self._max_verified is not None:
             asked = min(asked, self._max_verified // len(generations))
         if self.device.type != "cpu" or is_forced:

@@ -35,9 +35,9 @@ class RunningAcceptance:
         for position, rate in enumerate(kept[:max_draft_len]):
             self._reached[position], self._accepted[position] = KEPT, KEPT * rate
 
-    def add(self, num_asked: int, num_accepted: int) -> None:
-        """Adds a result: drafts asked for, found or not, and how many were accepted."""
-        self._seen[num_asked, num_accepted] += 1
+    def add(self, num_asked: int, num_accepted: int, count: int = 1) -> None:
+        """Adds results: drafts asked for, found or not, and how many were accepted."""
+        self._seen[num_asked, num_accepted] += count
 
     def fold(self) -> None:
         """Takes in what was added since; earlier results count less from now on."""

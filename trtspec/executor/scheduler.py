@@ -48,9 +48,13 @@ class Scheduler:
 
     def needed_tokens(self, request: Request) -> int:
         """Returns the tokens of KV to hold before another generation step of `request`."""
+        return min(request.past_upper + self._rows_ahead, self.config.max_seq_len)
+
+    @property
+    def _rows_ahead(self) -> int:
+        """Rows of KV that the next step of a generation writes, past those in flight."""
         extra = self.extra_kv if self.most_drafts else self.extra_kv_at_rest
-        worst = request.past_upper + self.most_drafts + 1 + extra
-        return min(worst, self.config.max_seq_len)
+        return self.most_drafts + 1 + extra
 
     def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
         """Returns the next batch, and the requests to preempt first.
@@ -65,12 +69,16 @@ class Scheduler:
             r for r in self.running
             if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
         ]  # fmt: skip
+        if started or (self.waiting and self._may_start()):
+            self._trim_all()
         generations, budget = self._schedule_generations(self._set_aside(started))
         short = self._reserve_all(generations)
+        if short:
+            self._trim_all()
+            short = self._reserve_all(generations)
         if short and self.may_rest and self.most_drafts:  # rather than preempt
             self.most_drafts = 0
-            for request in generations:
-                self.trim(request)
+            self._trim_all()
             short = self._reserve_all(generations)
         if short:
             return ScheduledBatch([], []), self._youngest_beside(short[0])
@@ -277,16 +285,14 @@ class Scheduler:
     def publish(self, request: Request) -> None:
         """Lets other requests find the blocks that no later step of this one writes to."""
         chain = request.prefix
-        if chain is None:
-            return
-        settled = request.num_tokens - chain.ahead  # rows whose tokens are known
-        if settled < (chain.num_published + 1) * chain.page_size:
+        if chain is None or request.num_tokens < chain.next_at:
             return
         if request.is_finished or not self.kv_cache.reuse.is_on:
             return
         computed = request.num_computed
         if request.is_generation:
             computed = max(computed, request.num_tokens - 1)
+        settled = request.num_tokens - chain.ahead  # rows whose tokens are known
         final = min(computed + 1 - max(chain.ahead, 1), settled)
         if request.num_missed:  # the head has no keys of these rows yet
             final = min(final, request.first_missed)
@@ -310,8 +316,9 @@ class Scheduler:
 
     def _reserve_all(self, generations: list[Request]) -> list[Request]:
         """Returns those for whose next step there are no blocks."""
-        reserve, needed_tokens = self.kv_cache.reserve, self.needed_tokens
-        return [r for r in generations if not reserve(r.request_id, needed_tokens(r))]
+        held, ahead = self.kv_cache.capacity, self._rows_ahead
+        growing = [r for r in generations if r.past_upper + ahead > held[r.request_id]]  # few
+        return [r for r in growing if not self._reserve(r, self.needed_tokens(r))]
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         return self.kv_cache.reserve(request.request_id, num_tokens)
@@ -328,15 +335,15 @@ class Scheduler:
         all_idle = all(r.num_in_flight == 0 for r in self.running)
         return self.running[-1:] if all_idle and len(self.running) > 1 else []
 
-    def trim(self, request: Request) -> None:
-        """Gives back the blocks that a generation did not need, once its tokens are read, but for
-        those that the next step would take again."""
-        held = request.past_upper + self.extra_kv
-        if not self.kv_cache.holds_more(request.request_id, held):  # nearly every time
-            return
-        if not request.ends_with_what_is_in_flight:
-            held = max(held, self.needed_tokens(request))
-        self.kv_cache.trim(request.request_id, held)
+    def _trim_all(self) -> None:
+        """Takes back the blocks that generations turned out not to need, but for those that the
+        next step would take again."""
+        for request in self.running:
+            if request.is_generation:
+                held = request.past_upper + self.extra_kv
+                if not request.ends_with_what_is_in_flight:
+                    held = max(held, self.needed_tokens(request))
+                self.kv_cache.trim(request.request_id, held)
 
     # -- leaving -------------------------------------------------------------------------------
     def preempt(self, request: Request) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..api.outputs import EngineStats, PrefixCacheStats, acceptance_stats
 from ..metadata.mode import SpeculativeDecodingMode
 from ..state.kv_cache import KVCacheManager
-from .dead_drafter import DeadDrafterWatch
+from .dead_drafter import HOTTEST, DeadDrafterWatch
 from .request import ScheduledBatch, StepRecord
 from .results import LaunchedStep, RequestResult
 
@@ -47,27 +47,39 @@ class Statistics:
                 self.queried_tokens += chunk.request.num_context_tokens
                 self.hit_tokens += chunk.start
 
-    def add_result(self, result: RequestResult, num_tokens: int, *, is_forced: bool) -> None:
-        """Counts the result of one step for one request.
+    def add_results(
+        self, results: Sequence[RequestResult], counts: Sequence[int], *, is_forced: bool
+    ) -> None:
+        """Counts the results of one step.
 
         Args:
-            num_tokens: tokens that were added to the request.
+            counts: tokens that were added to each request.
             is_forced: whether acceptance was forced, so that it says nothing of the drafter.
         """
-        self.generated_tokens += num_tokens
-        if not result.is_generation:
-            return
-        self.decoded_tokens += num_tokens
-        request, accepted = result.request, len(result.tokens) - 1
-        request.record_step(len(result.tokens), result.num_asked)
-        self.accepted_lens[accepted] += 1
-        if request.steps is not None and result.num_proposed is not None:
-            kv_len = request.num_tokens - num_tokens - 1  # before the step
-            # Forced acceptance also accepts where there is no draft.
-            proposed = max(result.num_proposed, accepted)
-            request.steps.append(StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted))
-        if self.dead_drafter_watch is not None and not is_forced and result.num_asked:
-            self.dead_drafter_watch.see(accepted > 0, request.sampling_params.temperature)
+        accepted_lens: list[int] = []
+        first_drafts: list[bool] = []  # whether each was accepted
+        for result, num_tokens in zip(results, counts, strict=True):
+            self.generated_tokens += num_tokens
+            if not result.is_generation:
+                continue
+            self.decoded_tokens += num_tokens
+            request, accepted, num_asked = result.request, len(result.tokens) - 1, result.num_asked
+            request.num_steps += 1
+            request.accepted_lens[accepted] += 1
+            # Forced acceptance needs no drafts.
+            request.num_draft_tokens += num_asked if num_asked > accepted else accepted
+            accepted_lens.append(accepted)
+            if request.steps is not None and result.num_proposed is not None:
+                kv_len = request.num_tokens - num_tokens - 1  # before the step
+                # Forced acceptance also accepts where there is no draft.
+                proposed = max(result.num_proposed, accepted)
+                record = StepRecord(kv_len=kv_len, proposed=proposed, accepted=accepted)
+                request.steps.append(record)
+            if num_asked and request.sampling_params.temperature <= HOTTEST:
+                first_drafts.append(accepted > 0)
+        self.accepted_lens.update(accepted_lens)
+        if self.dead_drafter_watch is not None and not is_forced:
+            self.dead_drafter_watch.see(first_drafts)
 
     def summary(self, forced_acceptance: float | None, kv_cache: KVCacheManager) -> EngineStats:
         acceptance = acceptance_stats(self.accepted_lens, self.max_draft_len)

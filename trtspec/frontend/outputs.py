@@ -28,9 +28,7 @@ class RequestTexts:
         return request.text
 
     def hit_stop_string(self, request: Request) -> bool:
-        """A `StopCheck`."""
-        if not request.sampling_params.stop_strings:
-            return False
+        """A `StopCheck` of requests with stop strings."""
         return self.text_of(request).extend(request.output_token_ids)
 
 

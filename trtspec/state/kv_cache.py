@@ -7,10 +7,10 @@ device knows how many tokens have valid KV; the host knows an upper bound `past`
     [past, past + K + 1)         written by the next verification pass
     [past + K + 1, past + 2K + 1) written by drafting, for drafters that write KV
 
-`reserve` covers the last of these ends before a step is launched. `trim` gives whole blocks back
-when the accepted count arrives, but for those that the next step would reserve again. Rejected rows
-are never cleared, only overwritten. The KV of accepted rows needs no move, because their path is a
-chain (`metadata/accepted_path.py`).
+`reserve` covers the last of these ends before a step is launched. `trim` gives whole blocks back,
+once other requests want some: those that accepted counts or a smaller K have left over. Rejected
+rows are never cleared, only overwritten. The KV of accepted rows needs no move, because their path
+is a chain (`metadata/accepted_path.py`).
 
 Behind a sliding window of W, blocks are given back while the sequence grows. With `first` the
 lowest position of any row that a pass launched from now on can have:
@@ -39,8 +39,9 @@ dealt with later than in others: it is zeroed when it is handed out (`BlockPool.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -131,7 +132,8 @@ class KVCacheManager:
         self._pools = [BlockPool(count) for count in counts]
         self._donors = self._no_donors()
         self._epoch = 0  # chains of an earlier one are not published
-        self._tables: dict[int, list[list[int]]] = {}
+        self._tables: dict[int, list[array[int]]] = {}
+        self.capacity: dict[int, int] = {}  # request -> tokens that it has blocks for
         self._clock = itertools.count(1)
         self._versions: dict[int, int] = {}  # request -> time of its tables' last change
 
@@ -151,18 +153,23 @@ class KVCacheManager:
     def reserve(self, request_id: int, num_tokens: int) -> bool:
         """Reserves blocks for `num_tokens` tokens in every group. False: there is no room, and
         nothing changed."""
-        held = self._tables.get(request_id)
-        if held and min(map(len, held)) >= self.blocks_for(num_tokens):  # nearly every time
+        held = self.capacity.get(request_id)
+        if held is not None and held >= num_tokens:
             return True
         tables, missing = self._missing(request_id, num_tokens)
-        if not self.has_room(request_id, num_tokens):
+        if not self._are_free(missing):
             return False
         for group, (table, count) in enumerate(zip(tables, missing, strict=True)):
             if count > 0:
                 table.extend(self._allocate(group, count))
-                self._versions[request_id] = next(self._clock)
         self._tables[request_id] = tables
+        self._versions[request_id] = next(self._clock)
+        self._measure(request_id)
         return True
+
+    def _measure(self, request_id: int) -> None:
+        """Notes how many tokens a request has blocks for, in every group."""
+        self.capacity[request_id] = self.page_size * min(map(len, self._tables[request_id]))
 
     def _allocate(self, group: int, count: int) -> list[int]:
         """Takes blocks of one group, and zeroes those that may hold NaN."""
@@ -175,18 +182,16 @@ class KVCacheManager:
 
     def has_room(self, request_id: int, num_tokens: int) -> bool:
         """Whether `reserve` would succeed."""
-        _, missing = self._missing(request_id, num_tokens)
-        return all(n <= pool.num_free for n, pool in zip(missing, self._pools, strict=True))
+        return self._are_free(self._missing(request_id, num_tokens)[1])
 
-    def _missing(self, request_id: int, num_tokens: int) -> tuple[list[list[int]], list[int]]:
+    def _are_free(self, counts: Sequence[int]) -> bool:
+        """Whether that many blocks of each group are free."""
+        return all([n <= pool.num_free for n, pool in zip(counts, self._pools, strict=True)])
+
+    def _missing(self, request_id: int, num_tokens: int) -> tuple[list[array[int]], list[int]]:
         """Returns its block tables, and how many blocks each lacks (none if <= 0)."""
-        tables = self._tables.get(request_id) or [[] for _ in self._pools]
+        tables = self._tables.get(request_id) or [array("i") for _ in self._pools]
         return tables, [self.blocks_for(num_tokens) - len(table) for table in tables]
-
-    def holds_more(self, request_id: int, num_tokens: int) -> bool:
-        """Whether a request has blocks past its first `num_tokens` tokens."""
-        keep = self.blocks_for(num_tokens)
-        return max(map(len, self._tables[request_id]), default=0) > keep
 
     def trim(self, request_id: int, num_tokens: int) -> None:
         """Gives back the blocks past the first `num_tokens` tokens."""
@@ -196,6 +201,7 @@ class KVCacheManager:
                 pool.free(_held(table[keep:]))
                 del table[keep:]
                 self._versions[request_id] = next(self._clock)
+        self._measure(request_id)
 
     def release_behind(self, request_id: int, first: int, num_unseen: int = 0) -> None:
         """Gives back the blocks behind the windows of the rows at `first` and later.
@@ -226,6 +232,7 @@ class KVCacheManager:
         """Gives back all blocks of a request, if it has any."""
         tables = self._tables.pop(request_id, None)
         self._versions.pop(request_id, None)
+        self.capacity.pop(request_id, None)
         if tables:
             for table, pool in zip(tables, self._pools, strict=True):
                 pool.free(_held(table)[::-1])  # a block is evicted before those that it follows
@@ -236,7 +243,7 @@ class KVCacheManager:
             self.zero(group, pool.unclean)
         self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
         self._donors = self._no_donors()
-        self._tables, self._versions = {}, {}
+        self._tables, self._versions, self.capacity = {}, {}, {}
 
     def _no_donors(self) -> Donors:
         return Donors(least=max(1, self.page_size // 4))
@@ -252,6 +259,10 @@ class KVCacheManager:
     def version(self, request_id: int) -> int:
         """Returns a number that changes whenever one of the request's block tables does."""
         return self._versions.get(request_id, 0)
+
+    def versions(self, request_ids: Sequence[int]) -> Iterable[int]:
+        """Returns `version` of each."""
+        return map(self._versions.get, request_ids, itertools.repeat(0))
 
     def scrub(self, request_id: int) -> None:
         """Zeroes a request's blocks after it wrote NaN.
@@ -330,11 +341,11 @@ class KVCacheManager:
 
         `fits` must have said that there is room.
         """
-        tables: list[list[int]] = []
+        tables: list[array[int]] = []
         for group, pool in enumerate(self._pools):
             blocks = pool.find_all(self._lookup.seen_keys(chain, hit, group))
             pool.hold(blocks)
-            tables.append([NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks)
+            tables.append(array("i", [NULL_BLOCK] * (hit.num_blocks - len(blocks)) + blocks))
         sources = []
         if hit.source is not None:
             for pool in self._pools:
@@ -350,7 +361,7 @@ class KVCacheManager:
         for group, source in enumerate(sources):
             self.copy(group, source, tables[group][hit.num_blocks], num_rows)
             self._pools[group].free([source])
-        chain.num_published = hit.num_blocks
+        chain.publish_up_to(hit.num_blocks)
 
     def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
         """Lets other requests find the request's whole blocks among its first `num_tokens` tokens.
@@ -372,7 +383,7 @@ class KVCacheManager:
                     pool.publish(table[i], chain.keys[i])
             if in_all and self.reuse.partial:
                 self._donors.add(chain, i)
-        chain.num_published = count
+        chain.publish_up_to(count)
 
     def reset_prefixes(self) -> None:
         """Forgets all keys. Running requests keep their blocks, which no request finds."""
@@ -415,8 +426,12 @@ class KVCacheManager:
                     if index_of.setdefault(block, i) != i:
                         raise KVCacheError(f"KV group {g}: block {block} is held at two positions.")
             pool.check(dict(held))
+        for request_id, tables in self._tables.items():
+            tokens = self.page_size * min(map(len, tables))
+            if self.capacity.get(request_id, tokens) != tokens:
+                raise KVCacheError(f"Request {request_id} has blocks for {tokens} tokens.")
 
 
-def _held(table: list[int]) -> list[int]:
+def _held(table: Sequence[int]) -> list[int]:
     """Returns the blocks of a table that were not given back."""
     return [block for block in table if block != NULL_BLOCK]

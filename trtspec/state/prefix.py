@@ -63,7 +63,7 @@ class PrefixChain:
         self.keys: list[bytes] = []
         self.tokens: list[bytes] = []
         """Each block's tokens and those ahead of it, 4 bytes each; empty if it is not all text."""
-        self.num_published = 0
+        self.publish_up_to(0)
 
     def extend(self, tokens: Callable[[int, int], Sequence[int]], num_tokens: int) -> None:
         """Adds the keys of blocks that `num_tokens` known tokens settle.
@@ -91,6 +91,12 @@ class PrefixChain:
             key = blake2b(key + block + other, digest_size=DIGEST_BYTES).digest()
             keys.append(key)
             self.tokens.append(b"" if other else block)
+
+    def publish_up_to(self, count: int) -> None:
+        """Notes that the first `count` blocks are published."""
+        self.num_published = count
+        self.next_at = (count + 1) * self.page_size + self.ahead
+        """Known tokens from which on another block is settled."""
 
     def parent(self, i: int) -> bytes:
         """Returns the key before block i's."""
