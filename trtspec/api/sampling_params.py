@@ -234,7 +234,14 @@ class SamplingParams:
     def ends(self, eos: tuple[int, ...]) -> frozenset[int]:
         """Returns the tokens that end the output of a model with these end tokens."""
         eos = () if self.ignore_eos else eos
-        return frozenset((*(self.stop_token_ids or ()), *eos))
+        if eos not in self._ends:
+            self._ends[eos] = frozenset((*(self.stop_token_ids or ()), *eos))
+        return self._ends[eos]
+
+    @cached_property
+    def _ends(self) -> dict[tuple[int, ...], frozenset[int]]:
+        """Caches `ends`: there may be many stop tokens, and many requests with them."""
+        return {}
 
     @cached_property
     def shapes_logits(self) -> bool:
