@@ -216,7 +216,7 @@ class StepReader:
         num_asked, num_proposed = _num_drafts(launched)
         prompts, batch = _prompt_parts(launched), launched.batch
         is_bad = results.bad_requests.tolist()
-        if results.buffer is not None:  # all of it is read
+        if results.buffer is not None:  # read, and it stays as it is until another launch
             self._buffers.give(results.buffer)
         for row, part in enumerate(prompts):
             is_bad[row] |= part is not None and part.rows.has_nan

@@ -58,7 +58,8 @@ class Statistics:
         """
         accepted_lens: list[int] = []
         first_drafts: list[bool] = []  # whether each was accepted
-        for result, num_tokens in zip(results, counts, strict=True):
+        # An interrupt may have left one count without its result.
+        for result, num_tokens in zip(results, counts, strict=False):
             self.generated_tokens += num_tokens
             if not result.is_generation:
                 continue
