@@ -59,7 +59,7 @@ class Fixed:
     def of(self, batch: Any, part: Any) -> int:
         return self.k
 
-    def add_result(self, result: Any) -> None:
+    def add_results(self, results: Any) -> None:
         pass
 
     def end_step(self, *steps: Any, **facts: Any) -> None:
@@ -117,7 +117,7 @@ class Simulated:
                 accepted += 1
             results.append((request, verified, accepted))
             request.asked = k
-        step = SimpleNamespace(batch=batch, draft_len=k)
+        step = SimpleNamespace(batch=batch, draft_len=k, waited=None)
         self.in_flight.append((step, results))
         return step
 
@@ -128,9 +128,10 @@ class Simulated:
         request.left -= count
         if verified >= 0:
             tokens = [0] * (accepted + 1)
-            self.chooser.add_result(
-                SimpleNamespace(request=request, num_asked=verified, tokens=tokens)
+            result = SimpleNamespace(
+                request=request, is_generation=True, num_asked=verified, tokens=tokens
             )
+            self.chooser.add_results([result])
         return count
 
 

@@ -139,7 +139,7 @@ class HostTimes:
             (GuidedBatch, "_write_draft_masks", "masks"),
             (DraftMasks, "wait", "wait"),
             (torch.cuda.CUDAGraph, "replay", "launch"),
-            (StepReader, "_to_host", "results"),
+            (StepReader, "_finish", "results"),
         ):
             self._watch(owner, method, name)
         return self

@@ -82,7 +82,7 @@ def main() -> None:
     while any(not request.is_generation for request in executor.book.live.values()):
         executor.step()
     executor.step()
-    executor.runner.num_drafts_to_verify = lambda generations: K  # type: ignore[method-assign]
+    executor.runner.num_drafts_to_verify = lambda generations, *limit: K  # type: ignore[method-assign]
     executor.runner.step.run = constant(args.accepted)  # type: ignore[method-assign]
     # The fastest tenth: other processes slow the rest down.
     without, counted = (quantiles(times, n=10)[0] * 1e6 for times in timed(executor, rounds))
