@@ -227,8 +227,12 @@ class LLM:
                 groups.append([self.executor.enqueue(ids, p, cache_salt=salt) for p in each])
         requests = [request for group in groups for request in group]
         try:
-            while not all(request.is_finished for request in requests):
-                self.advance()
+            left = list(requests)
+            while left:
+                if left[-1].is_finished:
+                    left.pop()
+                else:
+                    self.advance()
         finally:  # an interrupt must not leave half a batch running
             with self.lock:
                 for request in requests:

@@ -153,10 +153,13 @@ class Scheduler:
         idled, together, as many steps as there are generations. A pass over prompts costs the
         generations about that.
         """
-        free, generating = len(self._free_slots), sum(r.is_generation for r in self.running)
+        free = len(self._free_slots)
+        if not free:
+            return False
+        generating = sum(r.is_generation for r in self.running)
         if not generating or self.config.prefill_batch_size != "auto":
             return free >= (self._least_free if generating else 1)
-        return free > 0 and (free >= len(self.waiting) or self.unused >= generating)
+        return free >= len(self.waiting) or self.unused >= generating
 
     @property
     def _least_free(self) -> int:
