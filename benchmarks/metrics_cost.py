@@ -82,6 +82,7 @@ def main() -> None:
     while any(not request.is_generation for request in executor.book.live.values()):
         executor.step()
     executor.step()
+    # On a CPU drafts that are not there would be left out.
     executor.runner.num_drafts_to_verify = lambda generations, *limit: K  # type: ignore[method-assign]
     executor.runner.step.run = constant(args.accepted)  # type: ignore[method-assign]
     # The fastest tenth: other processes slow the rest down.

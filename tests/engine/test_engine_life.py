@@ -249,6 +249,28 @@ def test_stop_strings_are_found_after_the_llm_is_gone(target_dir: Path) -> None:
     assert len(request.output_token_ids) == text.index(text[4]) + 1
 
 
+def test_a_stop_check_is_asked_of_all_beside_stop_strings(target_dir: Path) -> None:
+    llm = LLM(target_dir, device="cpu", dtype="float32", max_seq_len=64)
+    llm.tokenizer = Letters()
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    text = llm.generate([3, 1], params).outputs[0].text
+    asked: list[int] = []
+
+    def check(request: Any) -> bool:
+        asked.append(request.request_id)
+        return len(request.output_token_ids) == 7
+
+    executor = llm.executor
+    executor.stop_check = check
+    stopped = executor.enqueue([3, 1], replace(params, stop=text[4]))
+    checked = executor.enqueue([3, 1], params)
+    executor.run_until_done()
+    assert stopped.finish_reason == checked.finish_reason == "stop"
+    assert len(stopped.output_token_ids) == text.index(text[4]) + 1 < 7
+    assert len(checked.output_token_ids) == 7 == asked.count(checked.request_id)
+    assert asked.count(stopped.request_id) == len(stopped.output_token_ids)
+
+
 def test_after_shutdown_outputs_can_be_read_and_nothing_new_begins(llm: LLM) -> None:
     stream = llm.generate_stream([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
     first = next(stream)

@@ -149,8 +149,9 @@ class Request:
     def append(self, tokens: Sequence[int], stop_checks: Sequence[StopCheck]) -> str | None:
         """Adds a step's tokens. Returns why the request ends, if it does.
 
-        They are added one by one, so that a stop inside an accepted run cuts the output where it
-        would have ended without speculation. What the stop check raises is not caught.
+        Where one may end it they are added one by one, so that a stop inside an accepted run cuts
+        the output where it would have ended without speculation. What a stop check raises is not
+        caught.
         """
         output, ends = self.output_token_ids, self.end_ids
         limit = self.max_total_tokens - len(self.prompt_token_ids)
