@@ -19,6 +19,7 @@ from .errors import RequestError, shown
 from .executor.admission import check_salt
 from .executor.build import build_executor
 from .executor.request import Request
+from .frontend.heap import HeapAside
 from .frontend.inputs import Inputs, Messages, Prompt, checked_id, plain
 from .frontend.outputs import Acceptance, OutputReader, RequestTexts, join
 from .metadata.mode import SpeculativeDecodingMode
@@ -226,7 +227,9 @@ class LLM:
                 each = [self.inputs.with_token_ids(one) for one in p.each()]
                 groups.append([self.executor.enqueue(ids, p, cache_salt=salt) for p in each])
         requests = [request for group in groups for request in group]
+        aside = HeapAside()
         try:
+            aside.begin()
             left = list(requests)
             while left:
                 if left[-1].is_finished:
@@ -234,6 +237,7 @@ class LLM:
                 else:
                     self.advance()
         finally:  # an interrupt must not leave half a batch running
+            aside.end()
             with self.lock:
                 for request in requests:
                     self.executor.cancel(request.request_id, report=False)

@@ -26,6 +26,7 @@ from ..api.sampling_params import MAX_TOKENS
 from ..errors import EngineError, RankError
 from ..executor.py_executor import PyExecutor
 from ..executor.request import Request
+from .heap import HeapAside
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -184,6 +185,7 @@ class EngineThread:
         self._feeds: dict[int, Followed] = {}  # by request, of this thread alone
         self._port = NewsPort()
         self._num_failed = 0
+        self._aside = HeapAside()
         self._gate, self._is_closed = threading.RLock(), False
         self.failure: str | None = None
         """Why the engine is dead; None while it works."""
@@ -275,6 +277,7 @@ class EngineThread:
                 continue
             self._num_failed = 0
             self._hand_over(finished)
+        self._aside.end()
         self._die(self.failure or SHUT_DOWN)
         with self._gate:  # nothing is posted from here on
             self._is_closed = True
@@ -284,6 +287,7 @@ class EngineThread:
 
     def _step(self) -> list[Request]:
         if self._executor.has_work:
+            self._aside.begin()
             return self._executor.step()
         return self._executor.book.take_finished()  # by a command
 
@@ -293,6 +297,7 @@ class EngineThread:
         is_idle = self.failure is not None or not self._executor.has_work
         while True:
             if is_idle and self._commands.empty():
+                self._aside.end()
                 self._port.rest()
             try:
                 command = self._commands.get(block=is_idle)
