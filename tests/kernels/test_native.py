@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,17 @@ def _has_compiler() -> bool:
     return shutil.which("nvcc") is not None and shutil.which("ninja") is not None
 
 
-def test_the_kernels_compile_without_a_gpu() -> None:
+def _optimises_little() -> dict[str, str]:
+    """Returns the environment in which nvcc takes half the time, where it can."""
+    words = subprocess.run(["nvcc", "--help"], capture_output=True, text=True, check=True).stdout
+    return {"NVCC_APPEND_FLAGS": "-Ofc=max"} if "--Ofast-compile" in words else {}
+
+
+def test_the_kernels_compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if not _has_compiler():
         pytest.skip("needs nvcc and ninja")
+    for name, value in _optimises_little().items():
+        monkeypatch.setenv(name, value)
     library = native.build("9.0a")
     for name in ("linear", "linear_swiglu", "linear_rope", "accept_greedy", "choose_drafts",
                  "update_window", "attend_clusters", "attend_prompts"):  # fmt: skip

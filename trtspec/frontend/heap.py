@@ -37,7 +37,7 @@ class HeapAside:
                     gc.freeze()
 
     def end(self) -> None:
-        """Gives the heap back once nobody else needs it. Does nothing without `begin`."""
+        """Gives the heap back once no other user needs it. Does nothing without `begin`."""
         if not self._has_begun:
             return
         self._has_begun, shared = False, HeapAside
