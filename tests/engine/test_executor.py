@@ -838,17 +838,17 @@ def test_prompts_start_together(
         max_num_tokens=24 if chunked else None, disable_overlap_scheduler=not overlap,
     )  # fmt: skip
     scheduler, starts = llm.executor.scheduler, []
-    schedule = scheduler._schedule_contexts
+    start_waiting = scheduler._start_waiting
 
-    def watch(started: Any, budget: int) -> list[Any]:
+    def watch(budget: int) -> list[Any]:
         free = len(scheduler._free_slots)
         generating = any(r.is_generation for r in scheduler.running)
-        chunks = schedule(started, budget)
-        if any(chunk.start == 0 for chunk in chunks):
+        chunks = start_waiting(budget)
+        if chunks:
             starts.append((free, generating))
         return chunks
 
-    scheduler._schedule_contexts = watch  # type: ignore[method-assign]
+    scheduler._start_waiting = watch  # type: ignore[method-assign]
     prompts = [[3 + i, 7, 5] for i in range(25)]
     params = [SamplingParams(max_tokens=4 + i % 9, ignore_eos=True) for i in range(25)]
     outputs = llm.generate(prompts, params)

@@ -15,7 +15,9 @@ from tiny_heads import eagle3_dir
 
 from trtspec import LLM, EagleDecodingConfig, RequestError
 from trtspec.cli import main
+from trtspec.executor import drafters
 from trtspec.executor.auto_draft_len import AutoDraftLen
+from trtspec.report.step_times import measure_step_ms, step_seconds_without_drafts
 from trtspec.serving import warm_up as module
 from trtspec.serving.metrics import StepMetrics
 from trtspec.serving.warm_up import Shapes, kinds_of, shapes_of, warm_up
@@ -90,6 +92,29 @@ def test_what_was_seen_of_drafts_is_forgotten(llm: LLM) -> None:
     assert isinstance(after, AutoDraftLen) and after is not before and after._steps == 0
     assert executor.runtime_draft_len == 1
     assert executor.dead_drafter_watch is not None and executor.dead_drafter_watch is not watch
+
+
+def test_lengths_that_choose_themselves_go_on_doing_so(
+    model_dir: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default they give way to a `runtime_draft_len`. What a server does before its first
+    request must not look like one."""
+    monkeypatch.setattr(drafters, "may_choose", lambda *where: True)
+    monkeypatch.setattr(AutoDraftLen, "_choose", lambda self, batch, most: 1)
+    config = EagleDecodingConfig(speculative_model=head, eagle3_layers_to_capture=[0, 1, 2])
+    with make_llm(model_dir, speculative_config=config) as llm:
+        executor = llm.executor
+        warm_up(llm, shapes=SHAPES)
+        assert step_seconds_without_drafts(llm) is not None
+        with make_llm(model_dir, speculative_config=None) as plain:
+            assert set(measure_step_ms(plain, llm, [0, 3], [[5, 6]], steps=4)) == {0, 3}
+        llm.generate([5, 6], greedy())
+        assert executor.runtime_draft_len == executor.max_draft_len == 4
+        assert executor.last_draft_len == 1
+        executor.runtime_draft_len = 3
+        warm_up(llm, shapes=SHAPES)
+        llm.generate([5, 6], greedy())
+        assert executor.last_draft_len == 3
 
 
 def test_outputs_are_those_of_an_engine_that_is_not_warm(llm: LLM, model_dir: Path) -> None:

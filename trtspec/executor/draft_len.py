@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ..checks import is_int
 from ..config import DecodingBaseConfig
@@ -43,6 +44,24 @@ class DraftLen:
                 f"runtime_draft_len={value}: it must be in 0 … max_draft_len={self.max_draft_len}."
             )
         self._runtime, self._is_runtime_given = value, True
+
+    def take_runtime(self, other: DraftLen) -> None:
+        """Takes over what was set at run time, if anything was."""
+        self._runtime, self._is_runtime_given = other._runtime, other._is_runtime_given
+
+    @contextmanager
+    def held_at(self, value: int) -> Iterator[None]:
+        """Drafts this many inside, 0 … K. Then it is as before: set at run time, or left open.
+
+        Raises:
+            ConfigError: not an int in 0 … K.
+        """
+        before = self._runtime, self._is_runtime_given
+        self.runtime = value
+        try:
+            yield
+        finally:
+            self._runtime, self._is_runtime_given = before
 
     @property
     def may_rest(self) -> bool:

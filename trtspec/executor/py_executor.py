@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -382,6 +383,11 @@ class PyExecutor:
     def runtime_draft_len(self, value: int) -> None:
         self._draft_len.runtime = value
 
+    def draft_len_held_at(self, value: int) -> AbstractContextManager[None]:
+        """Sets `runtime_draft_len` inside. Then lengths are as before, also if they choose
+        themselves, which a `runtime_draft_len` of one's own may end."""
+        return self._draft_len.held_at(value)
+
     @property
     def last_draft_len(self) -> int:
         """Drafts that the last step of generations proposed; K before the first."""
@@ -581,8 +587,8 @@ class PyExecutor:
         self.reset_prefix_cache()
         self.reset_stats()
         self.statistics.dead_drafter_watch = DeadDrafterWatch.for_mode(self.mode)
-        runtime, self._draft_len = self._draft_len.runtime, draft_len_of(self.runner)
-        self._draft_len.runtime = runtime
+        before, self._draft_len = self._draft_len, draft_len_of(self.runner)
+        self._draft_len.take_runtime(before)
 
     def _num_looked_up(self) -> int:
         """Returns the drafts that were looked up beside a network's, 0 after the shutdown."""

@@ -69,9 +69,11 @@ class Scheduler:
             r for r in self.running
             if r.state is RequestState.CONTEXT and r.num_computed < r.num_context_tokens
         ]  # fmt: skip
-        if started or (self.waiting and self._may_start()):
+        may_start = bool(self.waiting) and self._may_start()
+        if started or may_start:
             self._trim_all()
-        generations, budget = self._schedule_generations(self._set_aside(started))
+        aside = self._set_aside(started, may_start)
+        generations, budget = self._schedule_generations(aside)
         short = self._reserve_all(generations)
         if short:
             self._trim_all()
@@ -82,7 +84,9 @@ class Scheduler:
             short = self._reserve_all(generations)
         if short:
             return ScheduledBatch([], []), self._youngest_beside(short[0])
-        contexts = self._schedule_contexts(started, budget)
+        contexts = self._chunks_of(started, budget)
+        if may_start and len(contexts) == len(started):
+            contexts += self._start_waiting(budget - sum(c.end - c.start for c in contexts))
         if not contexts and not generations:
             stuck = self._stuck_contexts()
             if stuck:
@@ -117,7 +121,7 @@ class Scheduler:
         chosen = ready[: max(0, budget - aside) // rows]
         return chosen, budget - rows * len(chosen)
 
-    def _set_aside(self, started: list[Request]) -> int:
+    def _set_aside(self, started: list[Request], may_start: bool) -> int:
         """Returns the tokens that generations must leave to the next prompt.
 
         Without chunking that is all of the prompt; with it, all of an image that is next. 0: any
@@ -129,7 +133,7 @@ class Scheduler:
             least = self._least_tokens(started[0], first)
             held = self._held_after(first + least)
             return least if self.kv_cache.has_room(started[0].request_id, held) else 0
-        if not self.waiting or not self._may_start():
+        if not may_start:
             return 0
         request = self.waiting[0]
         if self._may_chunk(request) and not request.images:
@@ -156,7 +160,7 @@ class Scheduler:
         free = len(self._free_slots)
         if not free:
             return False
-        generating = sum(r.is_generation for r in self.running)
+        generating = sum(r.state is RequestState.GENERATION for r in self.running)
         if not generating or self.config.prefill_batch_size != "auto":
             return free >= (self._least_free if generating else 1)
         return free >= len(self.waiting) or self.unused >= generating
@@ -182,16 +186,15 @@ class Scheduler:
         held, spare = self._held_after(num_tokens), len(self.running)
         return self.kv_cache.fits(request.prefix, hit, held, spare)
 
-    def _schedule_contexts(self, started: list[Request], budget: int) -> list[ContextChunk]:
+    def _chunks_of(self, started: list[Request], budget: int) -> list[ContextChunk]:
+        """Returns the next parts of prompts that have begun, up to the first that does not fit."""
         chunks: list[ContextChunk] = []
         for request in started:
             chunk = self._chunk(request, budget)
             if chunk is None:
-                return chunks
+                break
             chunks.append(chunk)
             budget -= chunk.end - chunk.start
-        if self.waiting and self._may_start():
-            chunks += self._start_waiting(budget)
         return chunks
 
     def _start_waiting(self, budget: int) -> list[ContextChunk]:

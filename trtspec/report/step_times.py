@@ -36,7 +36,7 @@ def measure_step_ms(
 
     After one turn that warms up, all lengths take turns `repeat` times, `steps` steps each, so
     that a machine that slows down does so for all; the median of the turns counts. The same
-    engine drafts for every length but 0 (`runtime_draft_len`); vanilla MTP computes all its
+    engine drafts for every length but 0 (`draft_len_held_at`); vanilla MTP computes all its
     layers then, so its shorter lengths cost more here than in an engine made for them.
 
     Args:
@@ -52,22 +52,17 @@ def measure_step_ms(
     if not all(0 <= k <= longest for k in draft_lens):
         raise ConfigError(f"draft_lens={list(draft_lens)}: they must be in 0 … {longest}.")
     batch = [list(ids) for ids in islice(cycle(prompts), batch_size)]
-    before = speculative.executor.runtime_draft_len
     turns: dict[int, list[float]] = {k: [] for k in draft_lens}
-    try:
-        for turn in range(repeat + 1):
-            for number, k in enumerate(turns):
-                if progress is not None:
-                    done = turn * len(turns) + number
-                    progress("timing steps", done, (repeat + 1) * len(turns))
-                executor = speculative.executor if k else plain.executor
-                if k:
-                    executor.runtime_draft_len = k
+    for turn in range(repeat + 1):
+        for number, k in enumerate(turns):
+            if progress is not None:
+                done = turn * len(turns) + number
+                progress("timing steps", done, (repeat + 1) * len(turns))
+            executor = speculative.executor if k else plain.executor
+            with executor.draft_len_held_at(k):
                 ms = _time_steps(executor, batch, steps, k)
-                if turn:
-                    turns[k].append(ms)
-    finally:
-        speculative.executor.runtime_draft_len = before
+            if turn:
+                turns[k].append(ms)
     return {k: median(times) for k, times in turns.items()}
 
 
@@ -81,13 +76,12 @@ def step_seconds_without_drafts(llm: LLM, steps: int = 12) -> float | None:
     executor = llm.executor
     if not executor.max_draft_len:
         return None
-    before, executor.runtime_draft_len = executor.runtime_draft_len, 0
     try:
-        return _time_steps(executor, [[0] * 8], steps, 0) / 1000
+        with executor.draft_len_held_at(0):
+            return _time_steps(executor, [[0] * 8], steps, 0) / 1000
     except ConfigError:
         return None
     finally:
-        executor.runtime_draft_len = before
         llm.reset_stats()
         llm.reset_prefix_cache()
 
