@@ -218,7 +218,9 @@ def test_what_spoils_the_whole_file_is_raised_all_the_same(tmp_path: Path, token
         TrainingText(path, tokenizer, VOCAB, max_len=1)
 
 
-def test_truncation_and_examples_without_loss(tmp_path: Path, tokenizer: Any) -> None:
+def test_truncation_and_examples_without_loss(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     path = _write(
         tmp_path / "a.jsonl",
         _header(tokenizer),
@@ -232,6 +234,8 @@ def test_truncation_and_examples_without_loss(tmp_path: Path, tokenizer: Any) ->
     (kept,) = list(text)
     assert kept.input_ids.tolist() == [1, 2, 3, 4] and kept.loss_mask.tolist() == [0, 0, 1, 1]
     assert (text.counts.kept, text.counts.truncated, text.counts.without_loss) == (1, 1, 4)
+    said = [record.getMessage().removeprefix(f"{path}: ") for record in caplog.records]
+    assert said == ["4 line(s) without a token to train on left out", "1 line(s) cut at 4 tokens"]
     whole = list(TrainingText(path, tokenizer, VOCAB))
     assert len(whole) == 2 and whole[0].digest == kept.digest  # so that a split stays
 

@@ -106,7 +106,7 @@ class RequestBook:
             request.sources += result.sources[:num_appended]
         if result.hidden is not None:
             self.save_rows(request, result.hidden)
-        chain = request.prefix
+        chain = request.prefix  # as `publish` asks first: mostly there is nothing to do
         if chain is not None and len(request.prompt_token_ids) + len(output) >= chain.next_at:
             self.scheduler.publish(request)
         if reason is not None:

@@ -1,8 +1,8 @@
 """`PyExecutor`: schedule -> run -> read, one step late where the mode allows it.
 
-    step():  batch    = scheduler.schedule()            host: upper bounds only
+    step():  batch    = scheduler.schedule()            host: upper bounds only; trims
              launched = runner.run(plan)                device: one function, or its graph
-             results  = reader.read(the *previous* one) host: stop rules, trims, frees
+             results  = reader.read(the *previous* one) host: stop rules, frees
 
 Under overlap the host launches step n+1 before it reads step n. If a request stopped in step n, its
 part of step n+1 is discarded. Modes whose drafter runs on the host cannot overlap.

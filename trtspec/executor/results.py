@@ -140,7 +140,7 @@ class StepReader:
             yields_token=yields_token,
             num_drafts=plan.num_drafts,
             draft_len=plan.draft_len,
-            num_asked=[
+            num_asked=[  # min() would take longer
                 asked if (asked := request.num_drafts) < most_asked else most_asked
                 for request in batch.requests
             ],

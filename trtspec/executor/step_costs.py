@@ -76,7 +76,7 @@ class StepCosts:
 
         What makes the device's steps longer or shorter does so with any length, such as contexts
         that grow. So the shape's other times follow this one. Where the host hardly waited, the
-        time is the host's, and the device's stay as they are.
+        time is the host's. The device's stay as they are, but a length without one takes it.
 
         Args:
             waited: the part of it that the host waited for the device. None: the whole is taken for
@@ -86,7 +86,7 @@ class StepCosts:
             host = (seconds - waited) / (1 if draft_len else HOST_AT_REST)
             self._hosts.setdefault(shape, _Cell(host)).add(host)
             self._waits = 0 if waited < LEAST_WAIT * seconds else self._waits + 1
-            # One slow step among those that the host is slower for says nothing.
+            # A step or two that the host waited for, among many that it did not, say nothing.
             if self._waits < FEW and self.is_known(shape, draft_len):
                 return
         cells = self._cells.setdefault(shape, {})

@@ -429,7 +429,10 @@ class KVCacheManager:
         for request_id, tables in self._tables.items():
             tokens = self.page_size * min(map(len, tables))
             if self.capacity.get(request_id, tokens) != tokens:
-                raise KVCacheError(f"Request {request_id} has blocks for {tokens} tokens.")
+                raise KVCacheError(
+                    f"Request {request_id} has blocks for {tokens} tokens, and "
+                    f"capacity says {self.capacity[request_id]}."
+                )
 
 
 def _held(table: Sequence[int]) -> list[int]:

@@ -135,10 +135,6 @@ class Donors:
             if not siblings:
                 del self._of[place]
 
-    def clear(self) -> None:
-        self._of.clear()
-        self._place_of.clear()
-
     def longest(self, parent: bytes, wanted: Sequence[int], ahead: int) -> Donor | None:
         """Returns the block that shares most tokens with `wanted`, among the newest ones.
 

@@ -247,6 +247,16 @@ class TrainingText:
                 self.path,
                 counts.measured,
             )
+        if counts.without_loss:
+            logger.warning(
+                "%s: %d line(s) without a token to train on left out",
+                self.path,
+                counts.without_loss,
+            )
+        if counts.truncated:
+            logger.warning(
+                "%s: %d line(s) cut at %s tokens", self.path, counts.truncated, self.max_len
+            )
         if counts.bad:
             logger.warning(
                 "%s: %d bad line(s) left out, the first: %s", self.path, counts.bad, first_bad
@@ -587,4 +597,4 @@ def draft_vocabulary(
 def d2t_offsets(ids: Tensor) -> Tensor:
     """Returns the offsets d2t [size] int64, as heads store them: target_id = draft_id +
     d2t[draft_id]."""
-    return ids - torch.arange(len(ids), dtype=torch.int64)
+    return ids - torch.arange(len(ids), dtype=torch.int64, device=ids.device)

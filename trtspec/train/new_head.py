@@ -28,6 +28,7 @@ from ..models.drafters.convolved import BlockConvolution
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead, mtp_decoder_config
+from .data import d2t_offsets
 
 BLOCK_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 BLOCK_KINDS = tuple(BLOCK_NAMES)
@@ -141,7 +142,7 @@ def create_head(
     if isinstance(head, Eagle3Head):
         assert draft_ids is not None and head.lm_head is not None
         ids = draft_ids.to(device)
-        head.d2t = ids - torch.arange(len(ids), device=device)
+        head.d2t = d2t_offsets(ids)
         weight = lm_head_weight(target)
         head.lm_head.weight.data.copy_(weight[ids])  # type: ignore[union-attr]
         head.norm.weight.data.copy_(target.norm.weight + target.norm.offset)
