@@ -11,6 +11,12 @@ from guided import EOS, VOCAB, save_tokenizer
 from trtspec.guided.schema import find_unenforced
 
 INTEGER = {"type": "integer"}
+UNESCAPED = [
+    ('"', '"'), (r"\"", '"'), (r"\x22", '"'), (r"\u0022", '"'), (r"\u{22}", '"'), ('["]', '"'),
+    ('(?:say "hi")', 'say "hi"'), (r"\\", "\\"), (r"[\\]", "\\"), (r"\x5c", "\\"),
+    ("\t", "\t"), (r"\n", "\n"), (r"[\n]", "\n"), (r"\cA", "\x01"), (r"\0", "\0"), (r"[\b]", "\b"),
+]  # fmt: skip
+"""Patterns whose text must be escaped in JSON, and what XGrammar takes between the quotes."""
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "[1, 1]"),
     ({"type": "array", "items": INTEGER, "contains": {"const": 3}}, "[1]"),
@@ -27,6 +33,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "enum": [1, "a"]}, '"a"'),
     ({"type": "integer", "anyOf": [{"minimum": 9}, {"maximum": 3}]}, "7"),
     ({"$defs": {"n": INTEGER}, "$ref": "#/$defs/n", "minimum": 9}, "7"),
+    ({"$defs": {"n": INTEGER | {"$anchor": "n"}}, "$ref": "#n"}, '"a"'),
+    ({"$ref": "https://example.com/integer.json"}, '"a"'),
+    ({"type": "integer", "multipleOf": 1025}, "7"),
+    ({"type": "integer", "multipleOf": 2.5}, "7"),
+    *(({"type": "string", "pattern": pattern}, f'"{raw}"') for pattern, raw in UNESCAPED),
+    ({"type": "object", "patternProperties": {'a"': INTEGER}}, '{"a"": 1}'),
+    ({"type": "object", "propertyNames": {"pattern": 'a"'}}, '{"a"": 1}'),
 ]  # fmt: skip
 SERVED: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "minimum": 5}, "4"),
@@ -43,6 +56,14 @@ SERVED: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}, "{}"),
     ({"anyOf": [INTEGER, {"type": "null"}], "description": "either"}, '"a"'),
     ({"type": "object", "patternProperties": {"^b$": INTEGER}}, '{"a": 1}'),
+    ({"$defs": {"n": INTEGER}, "type": "array", "items": {"$ref": "#/$defs/n"}}, '["a"]'),
+    ({"anyOf": [INTEGER, {"type": "array", "items": {"$ref": "#"}}]}, '["a"]'),
+    ({"type": "integer", "multipleOf": 1024}, "7"),
+    *(
+        ({"type": "string", "pattern": pattern}, f'"{raw}"')
+        for pattern in ("[\"']", r"[^\\]", r"[^\"]*", r"[ -\\]", r"[\t-~]", ".", r"\S", r"\/[\]]")
+        for raw in ('"', "\\", "\t")
+    ),
 ]
 
 

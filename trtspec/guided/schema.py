@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ _SINGLE = (
 )
 
 
+MOST_MULTIPLE = 1024
+"""The largest "multipleOf" that XGrammar enforces."""
 _LENGTHS = "minLength", "maxLength"
 _ALONE = {
     "pattern": _LENGTHS,
@@ -83,6 +86,44 @@ def find_unread(text: str) -> str | None:
     return None
 
 
+_ATOM = re.compile(
+    r"\\u\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\c[a-zA-Z]|\\.|.", re.DOTALL
+)
+_CONTROLS = set("nrtfvb0c")
+
+
+def find_unescaped(pattern: str) -> str | None:
+    """Returns a character of a pattern that JSON escapes; None if there is none.
+
+    Those are a quotation mark, a backslash and control characters. XGrammar writes them as they
+    are, which is no JSON. From a class that has others, too, it never takes one.
+    """
+    members: list[str] | None = None  # of the class that is read
+    for atom in _ATOM.findall(pattern):
+        if members is None:
+            if atom == "[":
+                members = []
+            elif _needs_escape(atom):
+                return repr(atom)
+        elif atom != "]":
+            members.append(atom)
+        else:
+            if members and all(map(_needs_escape, members)):
+                return repr(members[0])
+            members = None
+    return None
+
+
+def _needs_escape(atom: str) -> bool:
+    if len(atom) == 1:
+        code = ord(atom)
+    elif atom[1] in "xu" and len(atom) > 2:
+        code = int(atom[2:].strip("{}"), 16)
+    else:
+        return atom[1] in _CONTROLS or atom[1] in '"\\' or atom[1] < " "
+    return code < 0x20 or chr(code) in '"\\'
+
+
 def find_unenforced(schema: Any) -> str | None:
     """Returns what the grammar of a schema would not enforce, and where; None if there is nothing.
 
@@ -116,13 +157,16 @@ def _unenforced(schema: Any, where: str) -> Iterator[str]:
             yield f'"{beside[0]}" beside "{keyword}" at {where}'
     if "multipleOf" in schema and "number" in str(schema.get("type")):
         yield f'"multipleOf" of a "number" at {where}'
+    step = schema.get("multipleOf", 1)
+    if not (isinstance(step, int | float) and step in range(1, MOST_MULTIPLE + 1)):
+        yield f'"multipleOf" {step!r}, which is not an integer in 1 … {MOST_MULTIPLE}, at {where}'
+    reference = schema.get("$ref", "#")
+    if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
+        yield f'"$ref" to {reference!r} (only "#" and "#/…" are read) at {where}'
     untyped = [keyword for keyword in _OF_TYPES if keyword in schema and "type" not in schema]
     if untyped:
         yield f'"{untyped[0]}" without "type" at {where}'
-    if isinstance(schema.get("pattern"), str):
-        unread = find_unread(schema["pattern"])
-        if unread is not None:
-            yield f'{unread} in "pattern" at {where}'
+    yield from _unheld_patterns(schema, where)
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(required, list):
         unknown = [name for name in required if name not in (properties or {})]
@@ -138,6 +182,20 @@ def _unenforced(schema: Any, where: str) -> Iterator[str]:
                 yield from _unenforced(child, f"{where}/{keyword}/{number}")
     for keyword in _SINGLE:
         yield from _unenforced(schema.get(keyword), f"{where}/{keyword}")
+
+
+def _unheld_patterns(schema: dict[str, Any], where: str) -> Iterator[str]:
+    """Yields what does not hold of "pattern" and of the names in "patternProperties"."""
+    by_name = schema.get("patternProperties")
+    names = list(by_name) if isinstance(by_name, dict) else []
+    patterns = [("pattern", schema.get("pattern")), *(("patternProperties", n) for n in names)]
+    for keyword, pattern in patterns:
+        if not isinstance(pattern, str):
+            continue
+        if (unread := find_unread(pattern)) is not None:
+            yield f'{unread} in "{keyword}" at {where}'
+        if (unescaped := find_unescaped(pattern)) is not None:
+            yield f'{unescaped}, which JSON escapes, in "{keyword}" at {where}'
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
