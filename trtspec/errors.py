@@ -5,7 +5,19 @@ Each message says what was given, what is allowed and what to do. All of them de
 class derives from it too, so callers need not import this module to catch it.
 """
 
+import threading
+
 MAX_SHOWN = 200
+
+
+def errors_of_callers() -> tuple[type[BaseException], ...]:
+    """Returns what a caller's code may raise at the cost of its request alone.
+
+    In the main thread an interrupt is the program's. No other thread gets one: there code raises
+    such exceptions by itself, as `asyncio.CancelledError`.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return (Exception,) if is_main else (BaseException,)
 
 
 def shown(value: object) -> str:

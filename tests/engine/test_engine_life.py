@@ -348,3 +348,18 @@ def test_a_large_cache_takes_memory_when_it_is_used(dtype: torch.dtype) -> None:
     for cache in (group.k_cache, group.v_cache):
         assert cache.dtype == dtype and cache.is_contiguous() and cache.data_ptr() % 64 == 0
         assert not cache[:, :8].any()
+
+
+@pytest.mark.parametrize("method", ["step", "shutdown"])
+def test_a_stop_check_cannot_step_or_shut_down_its_engine(llm: LLM, method: str) -> None:
+    """It runs within a step. Its request fails, and says so."""
+
+    def check(request: Any) -> bool:
+        getattr(llm.executor, method)()
+        return False
+
+    llm.executor.stop_check = check
+    output = llm.generate([3, 4], SamplingParams(max_tokens=4))
+    assert "which cannot step or shut down meanwhile" in str(output.error)
+    llm.executor.stop_check = None
+    assert llm.generate([3, 4], SamplingParams(max_tokens=4)).error is None

@@ -309,6 +309,21 @@ def test_a_dead_end_behind_a_rejected_draft_is_no_error(target: Path) -> None:
         assert output.error is None and output.outputs[0].text == "eab"
 
 
+def test_a_dead_end_behind_an_accepted_draft_is_plain_decodings(target: Path) -> None:
+    """After three letters the grammar wants a character that no token has."""
+    grammar = GuidedDecodingParams(regex="[abcdef]{3}~")
+    for most, reason in ((3, "length"), (8, "error")):
+        params = SamplingParams(max_tokens=most, ignore_eos=True, guided_decoding=grammar)
+        with cpu_engine(target, None) as llm:
+            wanted = llm.generate(PROMPT, params)
+        tokens = wanted.outputs[0].token_ids
+        assert len(tokens) == 3 and wanted.outputs[0].finish_reason == reason
+        with cpu_engine(target, proposing(*tokens[1:], tokens[0])) as llm:
+            output = llm.generate(PROMPT, params)
+        assert output.outputs[0].token_ids == tokens
+        assert output.outputs[0].finish_reason == reason
+
+
 def test_an_interrupt_anywhere_in_a_grammar(llm: LLM) -> None:
     """At lines of `guided/grammar.py`, every one with --full: the output is the same afterwards."""
     params = guided(max_tokens=14, regex="([cdef]|ab|xy){40}")

@@ -455,6 +455,102 @@ def test_after_a_step_that_fails_all_go_on(
     run(model_dir, test)
 
 
+def test_a_step_that_always_fails_at_one_place_ends_the_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though each time the prompts are computed again before, which does not fail."""
+
+    async def test(llm: AsyncLLM) -> None:
+        runner, num_failed = llm.llm.executor.runner, 0
+        original = runner.run
+
+        def fails_there(plan: Any) -> Any:
+            nonlocal num_failed
+            if any(len(request.output_token_ids) == 5 for request in plan.batch.generations):
+                num_failed += 1
+                raise RuntimeError("always here")
+            return original(plan)
+
+        monkeypatch.setattr(runner, "run", fails_there)
+        with pytest.raises(EngineError, match="always here"):
+            await asyncio.wait_for(read(llm, "a", LONG), 30)
+        assert num_failed == 2 and llm.failure is not None
+
+    run(model_dir, test)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_what_a_stop_check_raises_ends_its_request_alone(
+    model_dir: Path, reference: LLM, error: type[BaseException]
+) -> None:
+    (wanted,) = reference.generate(PROMPTS[:1], greedy(40))
+
+    async def test(llm: AsyncLLM) -> None:
+        def check(request: Any) -> bool:
+            if request.sampling_params == LONG and len(request.output_token_ids) == 3:
+                raise error
+            return False
+
+        llm.llm.executor.stop_check = check
+        bad, good = await asyncio.gather(
+            asyncio.wait_for(read(llm, "a", LONG), 30), read(llm, PROMPTS[0], greedy(40))
+        )
+        assert bad.outputs[0].finish_reason == "error" and error.__name__ in str(bad.error)
+        assert same(good, wanted) and llm.failure is None
+
+    run(model_dir, test)
+
+
+def test_an_exception_of_another_kind_in_a_step_is_a_failed_step(
+    model_dir: Path, reference: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (wanted,) = reference.generate(PROMPTS[:1], greedy(40))
+
+    async def test(llm: AsyncLLM) -> None:
+        runner = llm.llm.executor.runner
+
+        def fails(plan: Any) -> Any:
+            monkeypatch.undo()
+            raise SystemExit
+
+        monkeypatch.setattr(runner, "run", fails)
+        output = await asyncio.wait_for(read(llm, PROMPTS[0], greedy(40)), 30)
+        assert same(output, wanted) and llm.failure is None
+
+    run(model_dir, test)
+
+
+def test_a_shutdown_is_an_engine_error_wherever_a_request_is(model_dir: Path) -> None:
+    """Also where its prompt waits for its turn to be tokenised."""
+
+    async def main(num_turns: int) -> list[Any]:
+        llm = AsyncLLM(make_llm(model_dir))
+        tasks = [asyncio.create_task(read(llm, "a b c", LONG)) for _ in range(6)]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await llm.shutdown()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    for num_turns in range(8):
+        for outcome in asyncio.run(main(num_turns)):
+            if not isinstance(outcome, EngineError):
+                assert outcome.outputs[0].finish_reason == "cancelled"
+
+
+def test_a_second_shutdown_returns_with_the_first(model_dir: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(make_llm(model_dir))
+        stream = llm.generate("a", LONG)
+        await anext(stream)
+        first = asyncio.create_task(llm.shutdown(timeout=30))
+        await asyncio.sleep(0)
+        await llm.shutdown()
+        assert not llm._engine._thread.is_alive()
+        await first
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_fails_says_why_to_all(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

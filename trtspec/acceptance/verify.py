@@ -157,11 +157,15 @@ class Verification(nn.Module):
             )
 
     def _judge_shaped(self, candidates: Candidates, spec: SpecMetadata) -> Accepted:
-        """Applies penalties, biases and bans, where a request has some, then `_judge`."""
+        """Applies penalties, biases and bans, where a request has some, then `_judge`.
+
+        They or a grammar may leave no token of a row.
+        """
         state = candidates.step.logits_state
-        if state is None:
+        if state is not None:
+            candidates = replace(candidates, logits=_shaped(candidates, state))
+        elif spec.guided is None:
             return self._judge(candidates, spec)
-        candidates = replace(candidates, logits=_shaped(candidates, state))
         if not (candidates.drafts.numel() or candidates.num_contexts):
             return self._judge(candidates, spec)
         limit = fill_empty_rows(candidates)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..errors import RankError
+from ..errors import RankError, errors_of_callers
 from ..workers.protocols import EndedText
 from .request import Request, RequestState, ScheduledBatch, StopCheck
 from .results import HiddenRows, RequestResult
@@ -92,7 +92,7 @@ class RequestBook:
             request.past_upper -= num_rows - len(result.tokens)
         try:
             reason = request.append(result.tokens, stop_checks)
-        except Exception as error:  # the stop check is the caller's code
+        except errors_of_callers() as error:  # the stop check is the caller's code
             logger.exception("The stop check of request %d raised.", request.request_id)
             self.fail(request, f"the stop check raised {described(error)}")
         num_appended = len(output) - before
@@ -202,5 +202,5 @@ class RequestBook:
                     self.on_finish(request)
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ..config import Drafter
-from ..errors import DrafterError
+from ..errors import DrafterError, errors_of_callers
 from .book import RequestBook, described
 from .request import Request
 
@@ -50,7 +50,7 @@ def ask_drafter(
             f"{name}.draft returned {proposal!r} ({error}): it must return a flat sequence of "
             "token ids."
         ) from error
-    except Exception as error:  # the user's code may raise anything, also while it is iterated
+    except errors_of_callers() as error:  # also while it is iterated
         raise DrafterError(f"{name}.draft raised {described(error)}") from error
     if len(tokens) > max_draft_len:
         raise DrafterError(f"{name}.draft returned more than max_draft_len={max_draft_len} tokens.")

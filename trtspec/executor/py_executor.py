@@ -106,7 +106,7 @@ class PyExecutor:
         self._cancel_later: deque[tuple[int, bool]] = deque()  # (request, whether to return it)
         self._drafts_on_host = self.mode.drafts_on_host()
         self._is_half_done = False  # an exception left a step half done
-        self._drafter_runs = False  # a `Drafter`, within a step
+        self._is_in_step = False
         self._is_shut_down = False
 
     # -- requests ------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class PyExecutor:
 
         New requests raise RequestError. A second call does nothing.
         """
-        self._check_no_drafter_calls()
+        self._check_not_in_step()
         try:
             for request_id in [] if self._is_shut_down else list(self.book.live):
                 self.cancel(request_id)
@@ -245,12 +245,12 @@ class PyExecutor:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _check_no_drafter_calls(self) -> None:
-        """Raises RequestError where a `Drafter` calls the engine that it drafts for."""
-        if self._drafter_runs:
+    def _check_not_in_step(self) -> None:
+        """Raises RequestError where a step's callback calls the engine again."""
+        if self._is_in_step and not self._is_half_done:
             raise RequestError(
-                "A drafter runs within a step of its engine, which cannot step or shut down "
-                "meanwhile. Let it draft with another LLM."
+                "Drafters, stop checks and observers run within a step of their engine, which "
+                "cannot step or shut down meanwhile. Let them use another LLM."
             )
 
     @property
@@ -285,12 +285,13 @@ class PyExecutor:
         After any exception, an interrupt too, the executor can go on. No request is lost: each ends
         with "error" or as it would have ended.
         """
-        self._check_no_drafter_calls()
+        self._check_not_in_step()
         if self._is_shut_down:
             return self.book.take_finished()
         if self._is_half_done:
             self._start_over()
         try:
+            self._is_in_step = True
             return self._launch_and_read()
         except BaseException:
             self._is_half_done = True  # should a second interrupt come here
@@ -333,6 +334,7 @@ class PyExecutor:
             self.statistics.add_seconds(launched_at - started, launched or read)
             self.statistics.add_seconds(time.perf_counter() - launched_at, read or launched)
         self._watch.end_step()
+        self._is_in_step = False
         return self.book.take_finished()
 
     def _start_over(self) -> None:
@@ -349,7 +351,7 @@ class PyExecutor:
         self.book.start_over()
         self.runner.start_over()
         self._watch.drop_step()
-        self._is_half_done = self._drafter_runs = False
+        self._is_half_done = self._is_in_step = False
 
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
@@ -549,9 +551,7 @@ class PyExecutor:
         config = self.worker.config
         assert isinstance(config, UserProvidedDecodingConfig)
         vocab_size = self.target.config.vocab_size
-        self._drafter_runs = True  # until `_start_over`, should it raise
         drafts = draft_on_host(config.drafter, requests, vocab_size, self.book)
-        self._drafter_runs = False
         self.runner.set_drafts(drafts)
         for request in requests:
             if request.grammar is not None and request.slot in drafts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -93,7 +94,7 @@ class AsyncFront(ABC):
         # Twice: a normalizer may drop characters.
         self._max_chars = 2 * longest * facts.max_seq_len
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closing = False
+        self._is_closing, self._is_closed = False, threading.Event()
         self._idle = asyncio.Event()
 
     # -- the engine, as a subclass reaches it ----------------------------------------------------
@@ -289,7 +290,14 @@ class AsyncFront(ABC):
         """Runs what takes long beside the event loop and the engine, one at a time."""
         if self._is_closing:
             raise EngineError(SHUT_DOWN)
-        return await asyncio.get_running_loop().run_in_executor(self._preparer, function)
+        future = self._preparer.submit(function)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and not (task is not None and task.cancelling()):
+                raise EngineError(SHUT_DOWN) from None  # by `shutdown`
+            raise
 
     # -- the engine ------------------------------------------------------------------------------
     async def stats(self) -> EngineStats:
@@ -303,12 +311,22 @@ class AsyncFront(ABC):
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Refuses new requests, waits for those that run, and frees the memory.
 
+        A second call returns with the first one.
+
         Args:
             timeout: seconds after which those that still run are aborted.
         """
+        loop = asyncio.get_running_loop()
         is_first, self._is_closing = not self._is_closing, True
         if not is_first:
+            await loop.run_in_executor(None, self._is_closed.wait)
             return
+        try:
+            await self._shut_down(timeout)
+        finally:
+            self._is_closed.set()
+
+    async def _shut_down(self, timeout: float) -> None:
         if timeout and not await self._is_idle_within(timeout):
             self.abort_all()
             await self._is_idle_within(STOP_SECONDS)

@@ -31,7 +31,8 @@ from .heap import HeapAside
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_FAILED_STEPS = 2
-"""After a step that raises, all requests start over. After two in a row the engine is dead."""
+"""After a step that raises, all requests start over. If another one raises before all that ran have
+a new token, the engine is dead."""
 
 
 SHUT_DOWN = "The engine is shut down."
@@ -185,6 +186,9 @@ class EngineThread:
         self._feeds: dict[int, Followed] = {}  # by request, of this thread alone
         self._port = NewsPort()
         self._num_failed = 0
+        self._behind: dict[Request, int] = {}
+        """Requests that ran when a step failed, with the tokens that they had, until they have
+        more."""
         self._aside = HeapAside()
         self._gate, self._is_closed = threading.RLock(), False
         self.failure: str | None = None
@@ -269,13 +273,16 @@ class EngineThread:
                     break
                 with self._lock:
                     finished = self._step()
-            except Exception as error:  # a cancellation raises too, where the device is gone
+            except BaseException as error:  # a cancellation raises too, where the device is gone
                 logger.exception("A step of the engine failed.")
                 self._num_failed += 1
+                live = self._executor.book.live.values()
+                self._behind = {r: r.num_read for r in live if r.cached_tokens is not None}
                 if self._num_failed >= MAX_FAILED_STEPS or isinstance(error, RankError):
                     self._die(f"the engine failed ({type(error).__name__}: {error})")
                 continue
-            self._num_failed = 0
+            if self._num_failed and not self._are_behind():
+                self._num_failed = 0
             self._hand_over(finished)
         self._aside.end()
         self._die(self.failure or SHUT_DOWN)
@@ -284,6 +291,13 @@ class EngineThread:
             while not self._commands.empty():
                 if (command := self._commands.get()) is not None:
                     command()
+
+    def _are_behind(self) -> bool:
+        """Whether a request is no further than when a step failed. That step may come again."""
+        for request in list(self._behind):
+            if request.is_finished or request.num_read > self._behind[request]:
+                del self._behind[request]
+        return bool(self._behind)
 
     def _step(self) -> list[Request]:
         if self._executor.has_work:
