@@ -32,8 +32,13 @@ from trtspec.checkpoints.zoo import resolve_head
 from trtspec.executor import auto_draft_len, drafters
 from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.drafters import LoadedDrafter, may_choose
-from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
-from trtspec.executor.request import ScheduledBatch
+from trtspec.executor.graphs import (
+    MOST_STAND_INS,
+    CudaGraphs,
+    GraphKey,
+    GraphMemoryError,
+)
+from trtspec.executor.request import ScheduledBatch, StepPlan
 from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
 from trtspec.executor.step_costs import StepCosts, StepShape
 
@@ -511,6 +516,40 @@ def test_a_length_whose_graph_found_no_memory_is_not_used(monkeypatch: pytest.Mo
     assert set(engine.lengths) == {0}, "it runs without a graph"
     engine.run(100, [0.9] * K, 16)
     assert engine.auto.chosen > 1
+
+
+def test_a_larger_pass_over_prompts_stands_in_for_one_that_is_not_captured() -> None:
+    """Eight times. Then it has a graph of its own, as at once where nothing larger has one."""
+    small, middle, large = shapes = [
+        SimpleNamespace(num_tokens=n, num_contexts=n // 16, fill=lambda chunks: None)
+        for n in (128, 256, 512)
+    ]
+    graphs: Any = object.__new__(CudaGraphs)
+    graphs.contexts, graphs._graphs, graphs._num_stood_in = shapes, {}, Counter()
+    captured, ran = [], []
+
+    def capture(inputs: Any, key: GraphKey) -> bool:
+        captured.append(key.context_tokens)
+        graphs._graphs[key] = None
+        return True
+
+    graphs._capture_contexts = capture
+    graphs._replay = lambda key, *_: ran.append(key.context_tokens)
+    params = SamplingParams(temperature=0)
+    request = SimpleNamespace(sampling_params=params)
+    chunk = SimpleNamespace(request=request)
+    plan = StepPlan(ScheduledBatch([chunk], []), num_drafts=2, draft_len=2)  # type: ignore[list-item]
+    graphs.may_stand_in = True
+    graphs.run_contexts(middle, plan)
+    assert captured == ran == [256]
+    graphs.run_contexts(large, plan)
+    for _ in range(MOST_STAND_INS):
+        graphs.run_contexts(small, plan)
+    assert captured == [256, 512] and ran[2:] == [256] * MOST_STAND_INS
+    graphs.run_contexts(small, plan)
+    graphs.may_stand_in = False
+    graphs.run_contexts(small, plan._replace(draft_len=1))
+    assert captured == [256, 512, 128, 128] and ran[-2:] == [128, 128]
 
 
 def test_a_graph_without_memory_is_captured_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,7 @@ def draft_len_of(runner: StepRunner) -> DraftLen:
     # Over several ranks a replay of one rank alone would hang.
     if graphs is not None and runner.step.target.config.parallel.size == 1:
         _capture(graphs, auto)
+        graphs.may_stand_in = True
     return auto
 
 

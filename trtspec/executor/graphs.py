@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ from .step_launch import StepLaunch
 logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
+MOST_STAND_INS = 8  # before a pass over prompts has a graph of its own
 TIMED_CONTEXT = 512  # tokens that the rows of a timed step attend to
 IN_A_ROW = 4  # steps that are timed together: so the host's launches are hidden, as in use
 
@@ -104,6 +106,11 @@ class CudaGraphs:
         self.may_lose_graphs = False
         """Whether a step runs eagerly where there is no memory for its graph, and not again."""
         self._lost: set[GraphKey] = set()
+        self.may_stand_in = False
+        """Whether a larger captured pass over prompts stands in for a missing one at first. Where
+        lengths choose themselves passes differ from run to run, and a capture takes as long as
+        dozens of steps."""
+        self._num_stood_in: Counter[GraphKey] = Counter()
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
@@ -194,11 +201,26 @@ class CudaGraphs:
         eagerly.
         """
         chunks = plan.batch.contexts
-        key = _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
-        if key not in self._graphs and not self._capture_contexts(inputs, key):
-            return None
+        key = _key_of_contexts(plan, inputs)
+        if key not in self._graphs:
+            larger = self._stand_in(inputs, plan)
+            if larger is not None:
+                inputs, key = larger, _key_of_contexts(plan, larger)
+            elif not self._capture_contexts(inputs, key):
+                return None
         inputs.fill(chunks)
         return self._replay(key, len(chunks), plan.reach)
+
+    def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
+        """Returns the smallest larger shape whose graph may run this pass. Each shape is captured
+        after `MOST_STAND_INS` of them."""
+        key = _key_of_contexts(plan, inputs)
+        if not self.may_stand_in or self._num_stood_in[key] >= MOST_STAND_INS:
+            return None
+        larger = self.contexts[self.contexts.index(inputs) + 1 :]
+        found = next((one for one in larger if _key_of_contexts(plan, one) in self._graphs), None)
+        self._num_stood_in[key] += found is not None
+        return found
 
     def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
         """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
@@ -389,6 +411,10 @@ def _key_of(plan: StepPlan, batch_size: int, context_tokens: int = 0) -> GraphKe
         shapes_logits=plan.batch.shapes_logits,
         is_guided=plan.batch.is_guided,
     )
+
+
+def _key_of_contexts(plan: StepPlan, inputs: ContextInputs) -> GraphKey:
+    return _key_of(plan, batch_size=inputs.num_contexts, context_tokens=inputs.num_tokens)
 
 
 def _key_of_missed(batch_size: int) -> GraphKey:

@@ -59,6 +59,8 @@ def warm_up(
         if shapes is None:
             shapes = shapes_of(executor, run.room)
             kinds = kinds if executor.device.type != "cpu" else kinds[:1]
+        if executor.graphs is not None:
+            executor.graphs.may_stand_in = False  # until `forget_requests`: capture them all
         # Random prompts would make every drafter look dead.
         executor.statistics.dead_drafter_watch = None
         try:
