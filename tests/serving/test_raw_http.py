@@ -414,6 +414,66 @@ def test_pipelined_requests_are_answered_in_turn(served: Served) -> None:
     assert received.count(b"HTTP/1.1 200") == 3
 
 
+UPGRADE = "Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\nConnection: Upgrade, HTTP2-Settings"
+
+
+def offering(body: bytes, is_chunked: bool = False) -> bytes:
+    """Returns a request as Java's client sends it, which offers HTTP/2."""
+    request = raw_post(TEXT, body).replace(b"\r\n", b"\r\n" + UPGRADE.encode() + b"\r\n", 1)
+    if is_chunked:
+        head = request.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+        request = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    return request
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("how", ["at once", "body later", "byte by byte", "pipelined"])
+def test_offers_of_another_protocol_are_ignored(
+    served: Served, caplog: pytest.LogCaptureFixture, how: str, is_chunked: bool
+) -> None:
+    body = json.dumps(BASE | {"max_tokens": 3}).encode()
+    request, count = offering(body, is_chunked), 1
+    pieces = [request]
+    if how == "body later":
+        head, _, rest = request.partition(b"\r\n\r\n")
+        pieces = [head + b"\r\n\r\n", rest]
+    elif how == "byte by byte":
+        pieces = [request[i : i + 1] for i in range(len(request))]
+    elif how == "pipelined":
+        pieces, count = [request + raw_post(TEXT, body) + request], 3
+    want = served.post(TEXT, body).json()["choices"][0]["text"]
+    with served.connect() as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.05 if how == "body later" else 0)
+        received, deadline = b"", time.monotonic() + 10
+        while received.count(b'"usage"') < count and time.monotonic() < deadline:
+            received += connection.recv(65536)
+    assert received.count(b"HTTP/1.1 200") == received.count(json.dumps(want).encode()) == count
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("end", [b"Connection: close\r\n", b""], ids=["close", "HTTP/1.0"])
+def test_offers_before_the_connection_ends_are_ignored(served: Served, end: bytes) -> None:
+    request = offering(json.dumps(BASE | {"max_tokens": 3}).encode())
+    request = request.replace(b"Host", end + b"Host") if end else request.replace(b"1.1", b"1.0", 1)
+    with served.connect() as connection:
+        connection.sendall(request)
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 200") and b'"usage"' in received
+
+
+def test_tunnels_are_refused(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps(BASE | {"max_tokens": 3}).encode()
+    with served.connect() as connection:
+        connection.sendall(f"CONNECT {TEXT} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        connection.sendall(raw_post(TEXT, body).replace(b"Host", b"Connection: close\r\nHost"))
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 405") and b"HTTP/1.1 200" in received
+    assert not caplog.records
+
+
 def test_tokens_and_small_endpoints(served: Served) -> None:
     ids = served.llm.tokenizer.encode("abc 12")
     reply = served.post("/tokenize", {"prompt": "abc 12"}).json()

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..errors import ConfigError
 from ..frontend.async_front import AsyncFront
@@ -17,6 +16,7 @@ from .app import build_app
 from .config import ServerConfig
 from .observe import Observation
 from .streams import CONNECTION
+from .upgrades import NoUpgrades
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -78,7 +78,7 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
     """Returns uvicorn's protocol, for which slow or endless heads and slow readers are gone."""
     outbox = Outbox()
 
-    class Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    class Guarded(NoUpgrades):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self._head_timer: asyncio.TimerHandle | None = None
