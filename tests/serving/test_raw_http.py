@@ -474,6 +474,44 @@ def test_tunnels_are_refused(served: Served, caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
+def test_streams_of_http_1_0_have_no_chunks(served: Served) -> None:
+    """It has none: a body without a length ends as the connection does."""
+    body = BASE | {"max_tokens": 20, "stream": True}
+    want = served.post(TEXT, body).text
+    with served.connect() as connection:
+        connection.sendall(raw_post(TEXT, json.dumps(body).encode()).replace(b"1.1", b"1.0", 1))
+        head, _, events = read_all(connection).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert events.startswith(b"data: {") and events.endswith(b"}\n\ndata: [DONE]\n\n")
+    assert text_of(events.decode()) == text_of(want) != ""
+
+
+def text_of(events: str) -> str:
+    lines = [line[6:] for line in events.split("\n\n") if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def test_other_answers_to_http_1_0_have_their_length(served: Served) -> None:
+    body = json.dumps(BASE | {"max_tokens": 3}).encode()
+    for given, status in ((body, b" 200 "), (b"{", b" 400 ")):
+        with served.connect() as connection:
+            connection.sendall(raw_post(TEXT, given).replace(b"1.1", b"1.0", 1))
+            head, _, rest = read_all(connection).partition(b"\r\n\r\n")
+        assert status in head and f"content-length: {len(rest)}\r".encode() in head
+        assert b"transfer-encoding" not in head and json.loads(rest)
+
+
+def test_a_client_of_http_1_0_that_goes_away(served: Served) -> None:
+    before = served.llm.stats().generated_tokens
+    connection = served.connect()
+    body = json.dumps(LONG | {"stream": True}).encode()
+    connection.sendall(raw_post(TEXT, body).replace(b"1.1", b"1.0", 1))
+    assert connection.recv(1)
+    connection.close()
+    served.wait_for_rest()
+    assert served.llm.stats().generated_tokens - before < 240
+
+
 def test_tokens_and_small_endpoints(served: Served) -> None:
     ids = served.llm.tokenizer.encode("abc 12")
     reply = served.post("/tokenize", {"prompt": "abc 12"}).json()

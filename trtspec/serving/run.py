@@ -16,6 +16,7 @@ from .app import build_app
 from .config import ServerConfig
 from .observe import Observation
 from .streams import CONNECTION
+from .unchunked import leave_out_chunks
 from .upgrades import NoUpgrades
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -96,6 +97,11 @@ def guarded(config: ServerConfig) -> type[asyncio.Protocol]:
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self.scope[CONNECTION] = self.transport
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            if self.scope["http_version"] == "1.0" and not self.parser.has_offer():
+                leave_out_chunks(self.cycle)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop(self._head_timer)
