@@ -169,9 +169,18 @@ def test_what_is_refused_before_a_model_is_loaded(
         (["--port", "70000"], "ServerConfig.port=70000"),
         (["--api-key", " "], "The API key must be"),
         (["--host", "300.1.1.1"], "choose another"),
+        (["--host", ""], "ServerConfig.host='': it must be an address of this machine"),
+        (["--host", " "], "ServerConfig.host=' '"),
     ):
-        assert main(["serve", str(model_dir), *options]) == 2
+        assert main(["serve", str(model_dir / "none"), *options]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+    none = ["serve", str(model_dir / "none"), "--port", "0"]
+    monkeypatch.setenv("TRTSPEC_API_KEY", "")
+    for options, is_refused in (([], True), (["--api-key", "secret"], False)):
+        assert main([*none, *options]) == 2
+        said = "TRTSPEC_API_KEY is empty: set it" in " ".join(capsys.readouterr().err.split())
+        assert said == is_refused
+    monkeypatch.delenv("TRTSPEC_API_KEY")
     original = builtins.__import__
 
     def without_fastapi(name: str, *arguments: Any) -> Any:

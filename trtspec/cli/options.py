@@ -13,6 +13,7 @@ import typer
 from ..config.engine import ENGINE_ARGUMENTS, KvCacheConfig
 
 DEFAULT_MODEL = "smollm2-135m"
+API_KEY_VARIABLE = "TRTSPEC_API_KEY"
 
 
 def _engine_option(name: str, *short: str) -> Any:
@@ -235,7 +236,7 @@ class ServeOptions:
         str | None,
         typer.Option(
             "--api-key",
-            envvar="TRTSPEC_API_KEY",
+            envvar=API_KEY_VARIABLE,
             show_envvar=True,
             help="What clients must send. Other users of this machine can read an option.",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from ..errors import ConfigError, EngineError
 from .engine import load_llm
 from .errors import EXIT_FAILED, show_error
-from .options import EngineOptions, ServeOptions
+from .options import API_KEY_VARIABLE, EngineOptions, ServeOptions
 from .render import make_console
 from .status import Progress
 
@@ -30,7 +31,7 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     """Serves until a signal comes. Returns the exit code.
 
     Raises:
-        ConfigError: the extra is not installed, or the address is taken.
+        ConfigError: the extra is not installed, an option is wrong, or the address is taken.
     """
     try:
         import fastapi
@@ -47,6 +48,11 @@ def run_serve(options: EngineOptions, given: ServeOptions) -> int:
     from ..serving.run import listen, url_of
     from ..serving.warm_up import warm_up
 
+    if given.api_key is None and os.environ.get(API_KEY_VARIABLE) == "":
+        raise ConfigError(
+            f"{API_KEY_VARIABLE} is empty: set it to the key that clients must send, or unset it "
+            "to ask for none."
+        )
     config = ServerConfig(
         host=given.host,
         port=given.port,

@@ -48,6 +48,9 @@ class ServerConfig:
     plain_step_seconds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        is_host = isinstance(self.host, str) and self.host.strip() != ""  # "" would be all of them
+        allowed = "an address of this machine, like '127.0.0.1', or '0.0.0.0' for all of them"
+        self._check("host", is_host, allowed)
         for name, high in (("port", 65535), ("max_body_bytes", 2**30), ("max_n", 128)):
             self._check(name, is_int(getattr(self, name), 0, high), f"an int in 0 … {high}")
         for name, high in (
