@@ -74,7 +74,7 @@ def _seed(given: int | None) -> int | None:
     """Returns a seed from 0 on. Negative ones, which OpenAI's API takes, are others than those."""
     if given is None or given == -1:  # what vLLM's clients send for none
         return None
-    return given + MAX_SEED + 1 if -MAX_SEED <= given < 0 else given
+    return given + MAX_SEED + 1 if -MAX_SEED - 1 <= given < 0 else given
 
 
 def _check_limits(
