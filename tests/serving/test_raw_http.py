@@ -143,6 +143,9 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"prompt_logprobs": 3, "n": 4, "temperature": 1}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2, "temperature": 1}, "best_of"),
+        ({"best_of": 3, "n": 2, "temperature": 1}, "best_of"),
+        ({"best_of": "2", "n": 2, "temperature": 1}, "best_of"),
         ({"tools": []}, "tools"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"guided_json": {}, "guided_regex": "a"}, None),
@@ -245,6 +248,9 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     }
     assert served.post(CHAT, body).status_code == 200
     assert served.post(CHAT, body | {"tools": [], "max_completion_tokens": 4}).status_code == 200
+    for fields in ({"best_of": 1}, {"best_of": None, "n": 2}, {"best_of": 2, "n": 2}):
+        reply = served.post(CHAT, body | {"temperature": 1} | fields)
+        assert len(reply.json()["choices"]) == fields.get("n", 1)
     said = {"role": "user", "content": "a", "type": "text", "annotations": [], "refusal": None}
     assert served.post(CHAT, body | {"messages": [said]}).status_code == 200
     refused(served.post(CHAT, body | {"messages": [said | {"annotations": [1]}]}), 400)

@@ -13,7 +13,6 @@ from .errors import ApiError, of_validation
 M = TypeVar("M", bound=BaseModel)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
     "include_stop_str_in_output": (False,),
@@ -70,6 +69,7 @@ class GenerationRequest(_Model):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = 1
+    best_of: int | None = None  # how many are made, of which n are returned
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0

@@ -110,6 +110,12 @@ def _check_limits(
         raise refused(
             "stream", "Log probabilities of the prompt are not streamed: leave 'stream' out."
         )
+    if request.best_of not in (None, request.n):
+        raise refused(
+            "best_of",
+            f"'best_of' is {shown(request.best_of)}: all completions that are made are returned, "
+            f"so it must be 'n', {request.n}. Leave it out.",
+        )
     if request.cache_salt == "":
         raise refused("cache_salt", "'cache_salt' is empty: give text, or leave it out.")
 
