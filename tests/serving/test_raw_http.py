@@ -25,6 +25,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BASE = {"model": "tiny", "prompt": "abc 12", "temperature": 0, "ignore_eos": True}
 LONG = BASE | {"max_tokens": 240}
 USER = [{"role": "user", "content": "a"}]
+SCHEMA = {"json_schema": {"name": "x", "schema": {"type": "object"}}}
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,9 @@ def test_what_is_not_json(served: Served, body: bytes) -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": SCHEMA | {"type": "json_object"}}, "response_format.json_schema"),
+        ({"response_format": SCHEMA | {"type": "text"}}, "response_format.json_schema"),
+        ({"response_format": SCHEMA | TAG}, "response_format.json_schema"),
         ({"response_format": {"type": "structural_tag", "format": 3}}, "response_format"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"user": 5}, "user"),

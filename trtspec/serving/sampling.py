@@ -9,7 +9,7 @@ from ..api.sampling_params import MAX_SEED, MAX_TOKENS, SamplingParams
 from ..errors import RequestError, shown
 from .config import ServerConfig
 from .errors import ApiError, of_library, refused
-from .protocol import ChatRequest, GenerationRequest
+from .protocol import ChatRequest, GenerationRequest, ResponseFormat
 
 MAX_STOP_CHARACTERS = 1024
 """Of one stop string. After each step all its beginnings are compared with the text's end."""
@@ -147,8 +147,8 @@ def _grammar_fields(request: GenerationRequest) -> list[str]:
 def _guided(
     request: GenerationRequest, tag: dict[str, Any] | None, reasoning_end: str | None
 ) -> GuidedDecodingParams | None:
-    if request.response_format is not None and request.response_format.type == "text":
-        _check_plain(request)
+    if request.response_format is not None:
+        _check_format(request.response_format)
     fields = _grammar_fields(request)
     if not fields:
         return None
@@ -172,7 +172,6 @@ def _of_format(request: GenerationRequest) -> dict[str, Any]:
     assert form is not None
     if form.type == "structural_tag":
         return {"structural_tag": form.model_dump(exclude_none=True)}
-    _check_plain(request)
     if form.type == "json_object":
         return {"json_object": True}
     if form.json_schema is None:
@@ -181,10 +180,14 @@ def _of_format(request: GenerationRequest) -> dict[str, Any]:
     return {"json": {} if schema is True else schema}
 
 
-def _check_plain(request: GenerationRequest) -> None:
-    form = request.response_format
-    assert form is not None
+def _check_format(form: ResponseFormat) -> None:
     unknown = sorted(form.model_extra or {})
-    if unknown:
+    if unknown and form.type != "structural_tag":
         name = f"response_format.{unknown[0]}"
         raise ApiError(400, f"{name!r} is not supported.", name, "unknown_parameter")
+    if form.json_schema is not None and form.type != "json_schema":
+        raise refused(
+            "response_format.json_schema",
+            f"'json_schema' is only allowed with type 'json_schema', not {form.type!r}: change "
+            "the type, or leave the schema out.",
+        )
