@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -21,9 +22,9 @@ from trtspec import cli
 from trtspec.api.outputs import CompletionOutput, EngineStats, RequestOutput, SpecStats
 from trtspec.api.sampling_params import SamplingParams
 from trtspec.cli import render, status
-from trtspec.cli.engine import make_spec_config
+from trtspec.cli.engine import make_spec_config, parse_mode
 from trtspec.cli.errors import CliError
-from trtspec.cli.options import EngineOptions
+from trtspec.cli.options import SPECULATIVE_NAMES, EngineOptions
 from trtspec.data.prompts import DEMO_PROMPTS, PROMPT_SETS
 from trtspec.errors import CheckpointError, RequestError
 from trtspec.metadata.mode import SpeculativeDecodingMode
@@ -388,7 +389,10 @@ def test_a_bug_keeps_its_traceback(run, fake, monkeypatch):
         ([], "give --prompt TEXT"),
         (["--prompt", " "], "--prompt is empty"),
         (["--prompt", "a", "--prompt-file", "f"], "use one of them"),
-        (["--prompt", "a", "--speculative", "warp"], "'warp'. Allowed: MTP,"),
+        (
+            ["--prompt", "a", "--speculative", "warp"],
+            "'warp' is unknown: give one of none, ngram, sa,",
+        ),
         (["--prompt", "a", "--speculative", "eagle3"], "EAGLE3 needs a draft head: give --head"),
         (["--prompt", "a", "--speculative", "ngram", "--head", "h"], "ngram drafts without a head"),
         (
@@ -429,6 +433,16 @@ def test_bad_usage_is_one_line_and_exits_2(run, arguments, expected):
     assert code == 2
     assert expected in error_line(err)
     assert out == ""
+
+
+def test_names_in_the_error_are_those_of_the_help():
+    (option,) = (field for field in fields(EngineOptions) if field.name == "speculative")
+    words = re.findall(r"\w+", option.type.__metadata__[0].help)
+    assert [name for name in SPECULATIVE_NAMES if name not in words] == []
+    modes = {parse_mode(name) for name in SPECULATIVE_NAMES}
+    of_python = {SpeculativeDecodingMode.USER_PROVIDED, SpeculativeDecodingMode.SAVE_HIDDEN_STATES}
+    with_options = {mode for mode in SpeculativeDecodingMode if mode.name.endswith("_ONE_MODEL")}
+    assert modes == set(SpeculativeDecodingMode) - of_python - with_options
 
 
 def test_a_broken_checkpoint_exits_2(run, fake, monkeypatch):
@@ -703,6 +717,13 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
 def test_what_a_sweep_refuses(run, arguments, message):
     code, _, err = run(*SWEEP, *arguments)
     assert code == 2 and message in error_line(err)
+
+
+def test_pictures_are_svg(run, fake, tmp_path):
+    picture = tmp_path / "p.png"
+    code, _, err = run(*SWEEP, "--picture", str(picture))
+    assert code == 2 and "p.png: the table is drawn as SVG alone. Give a name" in error_line(err)
+    assert fake.built == [] and not picture.exists()
 
 
 def test_options_of_a_sweep_need_it(run):

@@ -82,6 +82,8 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
     [
         (["eagle3"], "--self-generate"),
         (["medusa", "--self-generate", "3"], "kind='medusa'"),
+        (["medusa"], "kind='medusa'"),
+        (["medusa", "--self-generate", "3", "--markov-rank", "8"], "kind='medusa'"),
         (["mtp", "--self-generate", "3", "--format", "speculators"], "allowed: raw"),
         (["eagle3", "--self-generate", "3", "--length", "100000"], "--length 100000"),
         (["eagle3", "--self-generate", "3", "--learning-rate", "-1"], "learning_rate"),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError
 from .errors import CliError
-from .options import EngineOptions, SamplingOptions
+from .options import SPECULATIVE_NAMES, EngineOptions, SamplingOptions
 from .status import Progress
 
 if TYPE_CHECKING:
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
 
 
 def parse_mode(name: str) -> SpeculativeDecodingMode:
+    """Returns the mode of `--speculative`. Raises CliError for an unknown name."""
     from ..metadata.mode import SpeculativeDecodingMode
 
-    return SpeculativeDecodingMode.from_string(name)
+    try:
+        return SpeculativeDecodingMode.from_string(name)
+    except ConfigError:
+        names = ", ".join(SPECULATIVE_NAMES)
+        raise CliError(f"--speculative {name!r} is unknown: give one of {names}.") from None
 
 
 def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBaseConfig | None:

@@ -14,6 +14,9 @@ from ..config.engine import ENGINE_ARGUMENTS, KvCacheConfig
 
 DEFAULT_MODEL = "smollm2-135m"
 API_KEY_VARIABLE = "TRTSPEC_API_KEY"
+SPECULATIVE_NAMES = (
+    "none", "ngram", "sa", "draft_target", "auto", "eagle3", "dflash", "dspark", "mtp", "mtp_eagle",
+)  # fmt: skip
 
 
 def _engine_option(name: str, *short: str) -> Any:

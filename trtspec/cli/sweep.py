@@ -134,6 +134,11 @@ def run_sweep(
     for path in files:
         check_writable(path)
     if sweep.picture is not None:
+        if sweep.picture.suffix.lower() not in ("", ".svg"):
+            raise CliError(
+                f"--picture {sweep.picture}: the table is drawn as SVG alone. Give a name that "
+                "ends with .svg."
+            )
         from ..report.plots import require_matplotlib
 
         require_matplotlib()  # before minutes of measuring

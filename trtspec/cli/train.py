@@ -61,6 +61,7 @@ def run_train(options: TrainOptions) -> int:
     from ..train.new_head import (
         NewHead,
         begin_with,
+        check_kind,
         check_spec,
         check_target,
         create_head,
@@ -69,6 +70,7 @@ def run_train(options: TrainOptions) -> int:
     from ..train.trainer import Trainer
     from ..train.unroll import teach
 
+    check_kind(options.kind)  # first: what other options can be depends on it
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
     _check_kind(options)

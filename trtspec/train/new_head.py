@@ -63,8 +63,7 @@ class NewHead:
     draft_window: int = 0  # for serving, `HeadDecodingConfig.draft_window`
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind={self.kind!r}; allowed are {', '.join(KINDS)}.")
+        check_kind(self.kind)
         require_int(self, "num_layers", 1, MAX_DRAFT_LEN)
         require_int(self, "block_size", 2, MAX_DRAFT_LEN)
         if self.mask_token_id is not None:
@@ -318,6 +317,12 @@ def check_spec(spec: NewHead, target: DecoderConfig) -> None:
         _block_config(spec, target)
     else:
         _mtp_config(spec, target)
+
+
+def check_kind(kind: str) -> None:
+    """Raises ConfigError for a kind of head that is not trained here."""
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r}; allowed are {', '.join(KINDS)}.")
 
 
 def check_format(format: str, kind: str) -> None:
