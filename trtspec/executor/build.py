@@ -37,7 +37,7 @@ from ..utils import renamed
 from ..workers import create_worker
 from ..workers.base import SpecWorkerBase
 from .cache_size import CacheNeeds, longest_sequence, size_cache
-from .context_inputs import most_worth_capturing
+from .context_inputs import costs_of_pass
 from .device import attention_backend, kv_cache_dtype, resolve_device, resolve_dtype
 from .drafters import DrafterLoader, LoadedDrafter, LoadedTarget, drafter_loader
 from .linked_cache import LinkedKVCache, OwnedKVCache
@@ -245,7 +245,7 @@ def _load(
     rows = worker.max_draft_len + 1
     graph_rows = 0
     if device.type == "cuda" and parallel.size == 1:  # ranks must agree, and may have other parts
-        graph_rows = min(GRAPH_ROWS, most_worth_capturing(target.model))
+        graph_rows = min(GRAPH_ROWS, costs_of_pass(target.model).most_worth_capturing)
     needs = CacheNeeds(
         max_batch_size=engine.max_batch_size,
         max_seq_len=seq_len,

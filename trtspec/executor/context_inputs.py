@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +35,21 @@ MAX_PASSES = 8
 """Captured passes over prompts in one step. Even of few rows each takes a tenth of an eager one."""
 
 
-def most_worth_capturing(target: Decoder) -> int:
-    """Returns how many rows the GPU computes in the time the host takes to launch a pass eagerly.
+class PassCosts(NamedTuple):
+    """Estimated seconds of a pass over prompts."""
 
-    With more rows a graph saves nothing, and its padding costs time.
-    """
+    row: float  # of the GPU
+    launching: float  # of the host, eagerly
+
+    @property
+    def most_worth_capturing(self) -> int:
+        """The rows that the GPU computes while the host launches a pass. With more a graph saves
+        nothing, and its padding costs time."""
+        return int(self.launching / self.row)
+
+
+def costs_of_pass(target: Decoder) -> PassCosts:
+    """Returns what a pass of a model costs, by the operations of its layers' products."""
     full = FLOPS_FP32 if target.norm.weight.dtype == torch.float32 else FLOPS
     seconds, launching = 0.0, 0.0  # for a row, for a pass
     for i, layer in enumerate(target.layers):
@@ -55,7 +66,7 @@ def most_worth_capturing(target: Decoder) -> int:
             flops = FLOPS_FP8 if id(parameter) in codes else full
             seconds += 2 * parameter.numel() * share / flops
         launching += LAUNCH_SECONDS_PER_LAYER_FP8 if codes else LAUNCH_SECONDS_PER_LAYER
-    return int(launching / seconds)
+    return PassCosts(seconds, launching)
 
 
 ShapeFor = Callable[[Sequence[ContextChunk]], "ContextInputs | None"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from ..errors import ConfigError
 from ..metadata.guided import DraftPoint, Point
 from ..ops.launch.captures import capture_stream, no_garbage_collection
 from ..ops.layer import cublaslt
-from .context_inputs import ContextInputs, most_worth_capturing
+from .context_inputs import ContextInputs, costs_of_pass
 from .device_step import DeviceStep
 from .forward_step import StepOutputs
 from .generation_inputs import GenerationInputs
@@ -41,7 +40,6 @@ from .step_launch import StepLaunch
 logger = logging.getLogger(__name__)
 
 SECONDS_OF_CAPTURE = 0.05  # before any was timed
-MOST_STAND_INS = 8  # before a pass over prompts has a graph of its own
 TIMED_CONTEXT = 512  # tokens that the rows of a timed step attend to
 IN_A_ROW = 4  # steps that are timed together: so the host's launches are hidden, as in use
 
@@ -97,7 +95,8 @@ class CudaGraphs:
         self.inputs = GenerationInputs(
             self.batch_sizes[-1], config.max_batch_size, config.max_seq_len, self.kv_cache, device
         )
-        self.most_worth = most_worth_capturing(step.target)
+        costs = costs_of_pass(step.target)
+        self.most_worth, self._seconds_of_row = costs.most_worth_capturing, costs.row
         self.contexts = [
             ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
             for n in graph_config.context_sizes(config.max_num_tokens, self.most_worth)
@@ -110,7 +109,7 @@ class CudaGraphs:
         """Whether a larger captured pass over prompts stands in for a missing one at first. Where
         lengths choose themselves passes differ from run to run, and a capture takes as long as
         dozens of steps."""
-        self._num_stood_in: Counter[GraphKey] = Counter()
+        self._padding: dict[GraphKey, float] = {}  # seconds that it has cost, by what is missing
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
@@ -212,15 +211,18 @@ class CudaGraphs:
         return self._replay(key, len(chunks), plan.reach)
 
     def _stand_in(self, inputs: ContextInputs, plan: StepPlan) -> ContextInputs | None:
-        """Returns the smallest larger shape whose graph may run this pass. Each shape is captured
-        after `MOST_STAND_INS` of them."""
-        key = _key_of_contexts(plan, inputs)
-        if not self.may_stand_in or self._num_stood_in[key] >= MOST_STAND_INS:
-            return None
-        larger = self.contexts[self.contexts.index(inputs) + 1 :]
+        """Returns the smallest larger shape that has a graph, to run this pass.
+
+        None: there is none, or padding would by now have cost as much as a capture.
+        """
+        larger = self.contexts[self.contexts.index(inputs) + 1 :] if self.may_stand_in else []
         found = next((one for one in larger if _key_of_contexts(plan, one) in self._graphs), None)
-        self._num_stood_in[key] += found is not None
-        return found
+        if found is None:
+            return None
+        key = _key_of_contexts(plan, inputs)
+        padding = (found.num_tokens - inputs.num_tokens) * self._seconds_of_row
+        self._padding[key] = self._padding.get(key, 0.0) + padding
+        return found if self._padding[key] < self.price else None
 
     def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
         """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
