@@ -8,7 +8,7 @@ import pytest
 import xgrammar
 from guided import EOS, VOCAB, save_tokenizer
 
-from trtspec.guided.schema import find_unenforced
+from trtspec.guided.schema import find_unenforced, find_unescaped
 
 INTEGER = {"type": "integer"}
 UNESCAPED = [
@@ -100,3 +100,8 @@ def test_names_of_properties_are_no_keywords() -> None:
     schema = {"type": "object", "properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"]}
     assert find_unenforced(schema) is None
     assert find_unenforced({"enum": [{"not": 1}, {"uniqueItems": True}]}) is None
+
+
+def test_a_character_beyond_unicode_needs_no_escape() -> None:
+    """XGrammar says what is wrong with it."""
+    assert find_unescaped(r"\u{110000}") is None

@@ -121,7 +121,7 @@ def _needs_escape(atom: str) -> bool:
         code = int(atom[2:].strip("{}"), 16)
     else:
         return atom[1] in _CONTROLS or atom[1] in '"\\' or atom[1] < " "
-    return code < 0x20 or chr(code) in '"\\'
+    return code < 0x20 or code in (0x22, 0x5C)
 
 
 def find_unenforced(schema: Any) -> str | None:
