@@ -73,7 +73,7 @@ def run_train(options: TrainOptions) -> int:
     check_kind(options.kind)  # first: what other options can be depends on it
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
-    _check_kind(options)
+    _check_fits_kind(options)
     spec = NewHead(
         kind=options.kind,
         num_layers=options.num_layers,
@@ -203,7 +203,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def _check_kind(options: TrainOptions) -> None:
+def _check_fits_kind(options: TrainOptions) -> None:
     """Raises CliError for options of another kind of head, and for one that is missing."""
     from ..train.new_head import BLOCK_KINDS
 

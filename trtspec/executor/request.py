@@ -233,48 +233,50 @@ class ScheduledBatch:
         return [chunk.request for chunk in self.contexts] + self.generations
 
     @cached_property
-    def kinds(self) -> list[SamplingParams]:
+    def distinct_params(self) -> list[SamplingParams]:
         """The sampling parameters of its requests, each object once: often all share one."""
         return list({id(p): p for p in [r.sampling_params for r in self.requests]}.values())
 
     @cached_property
     def num_logprobs(self) -> int | None:
         """Alternatives to return with the tokens of this step; None: no log probabilities."""
-        asked = [n for params in self.kinds if (n := params.logprobs) is not None]
+        asked = [n for params in self.distinct_params if (n := params.logprobs) is not None]
         if not asked:
             return None
         return next(n for n in (0, 5, MAX_LOGPROBS) if n >= max(asked))  # each is a graph
 
     @cached_property
     def shapes_logits(self) -> bool:
-        return any(params.shapes_logits for params in self.kinds)
+        return any(params.shapes_logits for params in self.distinct_params)
 
     @cached_property
     def is_guided(self) -> bool:
         """Whether a request has a grammar."""
-        return any(params.guided_decoding is not None for params in self.kinds)
+        return any(params.guided_decoding is not None for params in self.distinct_params)
 
     @cached_property
     def num_sampled(self) -> int:
         """Generations that are not greedy."""
         if self.all_greedy:
             return 0
-        if not any(params.is_greedy for params in self.kinds):
+        if not any(params.is_greedy for params in self.distinct_params):
             return len(self.generations)
         return sum(not request.sampling_params.is_greedy for request in self.generations)
 
     @cached_property
     def all_greedy(self) -> bool:
-        return all(params.is_greedy for params in self.kinds)
+        return all(params.is_greedy for params in self.distinct_params)
 
     @cached_property
     def has_filters(self) -> bool:
-        return any(params.has_filters for params in self.kinds)
+        return any(params.has_filters for params in self.distinct_params)
 
     @cached_property
     def has_seeds(self) -> bool:
         """Whether a request is sampled with a seed of its own."""
-        return any(params.seed is not None and not params.is_greedy for params in self.kinds)
+        return any(
+            params.seed is not None and not params.is_greedy for params in self.distinct_params
+        )
 
     @cached_property
     def records_steps(self) -> bool:

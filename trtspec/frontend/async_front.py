@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ TEMPLATE_SECONDS = 5.0
 ENGINE_CALLS = frozenset({"reset_prefix_cache", "stats"})
 """Methods of a `PyExecutor` that a front may call between two steps."""
 STOP_SECONDS = 30.0  # a step in flight ends within them, or the memory is not freed
+POLL_SECONDS = 0.02
 
 
 class Tokens(NamedTuple):
@@ -94,7 +94,7 @@ class AsyncFront(ABC):
         # Twice: a normalizer may drop characters.
         self._max_chars = 2 * longest * facts.max_seq_len
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closing, self._is_closed = False, threading.Event()
+        self._is_closing = self._is_closed = False
         self._idle = asyncio.Event()
 
     # -- the engine, as a subclass reaches it ----------------------------------------------------
@@ -316,15 +316,15 @@ class AsyncFront(ABC):
         Args:
             timeout: seconds after which those that still run are aborted.
         """
-        loop = asyncio.get_running_loop()
         is_first, self._is_closing = not self._is_closing, True
         if not is_first:
-            await loop.run_in_executor(None, self._is_closed.wait)
+            while not self._is_closed:  # in no thread: the first call needs one
+                await asyncio.sleep(POLL_SECONDS)
             return
         try:
             await self._shut_down(timeout)
         finally:
-            self._is_closed.set()
+            self._is_closed = True
 
     async def _shut_down(self, timeout: float) -> None:
         if timeout and not await self._is_idle_within(timeout):
