@@ -25,6 +25,7 @@ from typing import Any
 from trtspec import NGramDecodingConfig, SamplingParams
 from trtspec.executor import auto_draft_len
 from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
+from trtspec.executor.results import Outcomes
 from trtspec.executor.step_costs import StepCosts, StepShape
 
 K, TOKENS = 4, 128
@@ -59,7 +60,7 @@ class Fixed:
     def of(self, batch: Any, part: Any) -> int:
         return self.k
 
-    def add_results(self, results: Any) -> None:
+    def add_outcomes(self, outcomes: Outcomes, batch: Any) -> None:
         pass
 
     def end_step(self, *steps: Any, **facts: Any) -> None:
@@ -97,7 +98,9 @@ class Simulated:
             while len(self.in_flight) > len(launched):
                 step, results = self.in_flight.pop(0)
                 read.append(step)
-                made += sum(self._read(*result) for result in results)
+                outcomes = Outcomes([], [], [])
+                made += sum(self._read(outcomes, *result) for result in results)
+                self.chooser.add_outcomes(outcomes, step.batch)
             running = [r for r in running if r.left > 0]
             self.chooser.end_step(launched, read, began, is_in_flight=was_in_flight)
         return made / (self.now - began_at)
@@ -121,17 +124,15 @@ class Simulated:
         self.in_flight.append((step, results))
         return step
 
-    def _read(self, request: Any, verified: int, accepted: int) -> int:
+    def _read(self, outcomes: Outcomes, request: Any, verified: int, accepted: int) -> int:
         if request.left <= 0:
             return 0
         count = min(accepted + 1, request.left)
         request.left -= count
         if verified >= 0:
-            tokens = [0] * (accepted + 1)
-            result = SimpleNamespace(
-                request=request, is_generation=True, num_asked=verified, tokens=tokens
-            )
-            self.chooser.add_results([result])
+            outcomes.requests.append(request)
+            outcomes.num_asked.append(verified)
+            outcomes.num_accepted.append(accepted)
         return count
 
 

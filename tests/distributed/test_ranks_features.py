@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from trtspec import (
 )
 from trtspec.acceptance.forced import FORCE_NUM_ACCEPTED_TOKENS_ENV_VAR
 from trtspec.data.hidden_states import SavedHiddenStates
+from trtspec.errors import ConfigError
 from trtspec.metadata.missed import CAPACITY
 
 
@@ -313,3 +315,25 @@ def test_an_fp8_cache_with_scales_of_heads(tmp_path: Path) -> None:
             )
             texts.append([output.outputs[0].token_ids for output in outputs])
     assert texts[0] == texts[1]
+
+
+def test_threads_build_and_generate_at_once(target_dir: Path) -> None:
+    """All ranks do one thing at a time, so a thread waits while another one builds."""
+    texts: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        with cpu_engine(target_dir, None, tensor_parallel_size=2) as llm:
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            texts[number] = [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7]] * 3, params)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 3 and texts[0] == texts[1] == texts[2]
+
+
+def test_experts_are_dealt_out_where_there_are_some(target_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"moe_expert_parallel_size=2, but .* has no experts"):
+        cpu_engine(target_dir, None, tensor_parallel_size=2, moe_expert_parallel_size=2)

@@ -34,6 +34,7 @@ from trtspec.executor.auto_draft_len import AutoDraftLen, Launches
 from trtspec.executor.drafters import LoadedDrafter, may_choose
 from trtspec.executor.graphs import CudaGraphs, GraphKey, GraphMemoryError
 from trtspec.executor.request import ScheduledBatch, StepPlan
+from trtspec.executor.results import Outcomes
 from trtspec.executor.running_acceptance import RunningAcceptance, load_rates, save_rates
 from trtspec.executor.step_costs import StepCosts, StepShape
 
@@ -134,17 +135,8 @@ class Engine:
             one.waited = max(0.0, end - self.now)
             self.now = max(self.now, end)
             read.append(one)
-            request: Any = one.batch.requests[0]
-            counted: list[Any] = [
-                SimpleNamespace(
-                    request=request,
-                    is_generation=True,
-                    num_asked=asked,
-                    tokens=[0] * (accepted + 1),
-                )
-                for asked, accepted in its
-            ]
-            self.auto.add_results(counted)
+            asked, accepted = map(list, zip(*its, strict=True))
+            self.auto.add_outcomes(Outcomes(one.batch.requests, asked, accepted), one.batch)
         self.auto.end_step([step], read, began, is_in_flight=is_in_flight)  # type: ignore
         return tokens
 
@@ -376,7 +368,7 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, of_gpu, known_costs(), options={"is_default": True})
     auto = engine.auto
     engine.run(600, [0.01] * K, 1)
-    assert auto.chosen == 0 and auto.may_rest
+    assert auto.chosen == 0 and auto.may_rest()
 
     def request(steps: Any = None, **params: Any) -> Any:
         return SimpleNamespace(sampling_params=SamplingParams(**params), steps=steps)
@@ -385,12 +377,14 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     free = request(temperature=1.0)
     for one in (seeded, request(steps=[], temperature=0)):
         assert auto.of(batch_of(greedy, one), batch_of(greedy, one)) == K
-        assert auto.bound() == K and not auto.may_rest
+        auto.chosen = 0
+        assert auto.bound() == K and not auto.may_rest()
         assert auto.of(batch_of(greedy), batch_of(greedy)) == 0
-        assert auto.bound() == 0 and auto.may_rest
-        assert auto.bound([greedy, one]) == K and not auto.may_rest, "it may start now"
+        assert auto.bound() == 0 and auto.may_rest()
+        assert auto.bound([greedy, one]) == K, "it may start now"
+        assert not auto.may_rest([one])
     auto.of(batch_of(free), batch_of(free))
-    assert auto.may_rest
+    assert auto.may_rest()
     auto.runtime = 2
     assert auto.of(batch_of(greedy), batch_of(greedy)) == 2
     asked = Engine(monkeypatch, of_gpu, known_costs()).auto
@@ -509,7 +503,7 @@ def test_a_length_whose_graph_found_no_memory_is_not_used(monkeypatch: pytest.Mo
     engine.lengths.clear()
     engine.run(10, [0.9] * K, 32)
     assert set(engine.lengths) == {0}, "it runs without a graph"
-    engine.run(100, [0.9] * K, 16)
+    engine.run(1000, [0.9] * K, 16)
     assert engine.auto.chosen > 1
 
 

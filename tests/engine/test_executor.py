@@ -236,6 +236,10 @@ def test_auto_dtype_is_the_one_that_the_cpu_is_fast_in(
         monkeypatch.setattr(device, "_multiplies_bfloat16", lambda found=has_instructions: found)
         assert device.resolve_dtype("auto", config, cpu) == expected
         assert device.resolve_dtype("bfloat16", config, cpu) == torch.bfloat16
+    for name in ("float16", "float64"):  # which no CPU engine computes in
+        assert device.resolve_dtype("auto", replace(config, dtype=name), cpu) == torch.float32
+        with pytest.raises(ConfigError, match=f"dtype='{name}' on cpu"):
+            device.resolve_dtype(name, config, cpu)
 
 
 # -- stopping ----------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_draft_logits_equal_recomputation(
 # -- against the published package -------------------------------------------------------------
 ROWS, PAGE = 40, 8
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+NO_MARKOV = {"confidence_head_with_markov": False}
 WINDOW = {
     "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
     "sliding_window_non_causal": True,
@@ -78,6 +79,7 @@ WINDOW = {
         {"head_dim": 8, "num_key_value_heads": 6, "sample_from_anchor": True},
         {"head_dim": 8, **WINDOW},
         {"head_dim": 8, "name": "dspark", "markov_rank": 12},
+        {"head_dim": 8, "name": "dspark", "markov_rank": 0, **NO_MARKOV},
         {
             "head_dim": 8,
             "name": "dspark",

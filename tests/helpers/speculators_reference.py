@@ -104,7 +104,7 @@ def build_dflash(seed: int = 0, *, name: str = "dflash", **flags: Any) -> Any:
     fields |= {"aux_hidden_state_layer_ids": [2, 4, 5]}
     own = (*fields, "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
     own = (*own, "markov_head_type", "conv_kernel_size", "conv_group_size", "selector_rank")
-    own = (*own, "selector_top_k")
+    own = (*own, "selector_top_k", "confidence_head_with_markov")
     fields |= {name: flags.pop(name) for name in own if name in flags}
     layers = {**DEFAULTS, "num_hidden_layers": 2, "attn_implementation": "eager", **flags}
     config = getattr(module, f"{kind}SpeculatorConfig")(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import logit_error, prompt_tensors
+from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -66,6 +67,68 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, overrides: dict[
     error, spread = logit_error(path, prompt_tensors(97))
     assert spread > 0.5  # flat logits would agree whatever the model does
     assert error < 1e-4
+
+
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+SCALED = {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"}
+SCALED3 = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "fields"),
+    [
+        # transformers makes a `ministral` model of it.
+        ("mistral", {"sliding_window": 4}, {"layer_types": TYPES}),
+        ("mistral", {"sliding_window": 4}, {"layer_types": TYPES, "model_type": "ministral"}),
+        # Beside the RoPE parameters it counts as well.
+        ("llama", {}, {"rope_parameters": SCALED, "original_max_position_embeddings": 64}),
+        ("qwen3", {}, {"rope_parameters": SCALED3, "original_max_position_embeddings": 64}),
+        (
+            "llama",
+            {},
+            {
+                "rope_parameters": None,
+                "rope_theta": 500.0,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_fields_as_files_have_them(
+    tmp_path: Path, family: str, options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """The file is written by hand: transformers' config classes would move these fields."""
+    path = tiny_model_dir(tmp_path, family, **options)
+    raw = json.loads((path / "config.json").read_text()) | fields
+    (path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+    error, spread = logit_error(path, prompt_tensors(97))
+    assert spread > 0.5
+    assert error < 1e-4
+
+
+def test_shared_weights_under_the_head_s_name_alone(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    error, _ = logit_error(path, prompt_tensors(97))
+    assert error < 1e-4
+
+
+def test_a_config_that_does_not_say_whether_weights_are_shared(tmp_path: Path) -> None:
+    """transformers' class for the text part of Qwen2.5-VL has no such field: they are not."""
+    raw = {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert not load_config(tmp_path).tie_word_embeddings
 
 
 @pytest.mark.parametrize("change", ["sliding_window", "rope", "eps"])
@@ -266,7 +329,8 @@ QWEN_SLIDING = {"model_type": "qwen3", "sliding_window": 5}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, mistral, .*qwen3, .*, gemma3, "),
+        ({"is_causal": False}, r"is_causal=False .* generates no text"),
         ({"model_type": None}, r"model_type=None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'.*default, linear"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"rope_type='longrope'"),

@@ -20,7 +20,7 @@ from .families import FAMILIES, Family
 from .files import is_there
 from .json_object import read_json_object
 from .quantization import quantization_of
-from .text_part import text_config
+from .text_part import TEXT_TYPES, text_config
 
 MAX_SIZE = 2**24  # of any size in a config: above it the file is wrong, not the model large
 MAX_HEAD_DIM = 4096
@@ -39,6 +39,7 @@ def load_config(model_dir: Path) -> DecoderConfig:
     """
     where = Path(model_dir) / "config.json"
     raw = read_json_object(where, "Point to a Hugging Face model directory.")
+    _refuse_both_ways(raw, where)
     config = parse_config(raw, where)
     return replace(config, eos_token_ids=_eos_token_ids(config.eos_token_ids, Path(model_dir)))
 
@@ -74,7 +75,7 @@ def parse_config(raw: dict[str, Any], where: Path) -> DecoderConfig:
         max_position_embeddings=hf.max_position_embeddings,
         rms_norm_eps=hf.rms_norm_eps,
         rope_parameters=rope,
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
         layer_windows=(None,) * hf.num_hidden_layers,
         eos_token_ids=tuple(_token_ids(hf.eos_token_id, where)),
         dtype=str(merged.get("dtype") or "float32").removeprefix("torch."),
@@ -109,7 +110,10 @@ def _hf_config(raw: dict[str, Any], where: Path) -> Any:
         raw = family.as_hf(raw, where)
     try:
         values = {**copy.deepcopy(raw), "model_type": family.hf_type}
-        return CONFIG_MAPPING[family.hf_type].from_dict(values)
+        config = CONFIG_MAPPING[family.hf_type].from_dict(values)
+        if config.rope_parameters:  # as transformers' models do: fields beside them count
+            config.standardize_rope_params()
+        return config
     except Exception as err:  # its validators raise many types; each means a bad config.json
         raise CheckpointError(
             f"transformers cannot read {where} ({err}). Copy it again from the model's source."
@@ -123,7 +127,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"{where}: model_type={model_type!r} is not supported; allowed are "
-            f"{', '.join(FAMILIES)}. Use a model of one of these families."
+            f"{', '.join([*FAMILIES, *TEXT_TYPES])}. Use a model of one of these families."
         )
     refuse_quantized(raw, where)
     _check_num_layers(raw.get("num_hidden_layers"), where)
@@ -141,6 +145,17 @@ def _refuse_unsupported(raw: dict[str, Any], where: Path) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key):
             _check_rope(raw[key], where, family)
+
+
+def _refuse_both_ways(raw: dict[str, Any], where: Path) -> None:
+    """Refuses a model whose tokens see later ones, such as one that makes embeddings."""
+    inner = raw.get("text_config")
+    for part in (raw, inner if isinstance(inner, dict) else {}):
+        if part.get("is_causal") is False:
+            raise CheckpointError(
+                f"{where}: is_causal=False is not supported: such a model's tokens see later ones, "
+                "so it generates no text. Use a causal language model."
+            )
 
 
 def _refuse_linear_attention(raw: dict[str, Any], where: Path) -> None:

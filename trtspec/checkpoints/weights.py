@@ -172,6 +172,8 @@ def load_weights(
     with ExitStack() as stack:
         sources = text_tensors(open_checkpoint(model_dir, stack), model_dir)
         sources = dequantized(sources, config.raw, model_dir / "config.json")
+        if tied and "lm_head.weight" in sources:  # some files have the shared weights as that alone
+            sources.setdefault("model.embed_tokens.weight", sources["lm_head.weight"])
         _values_from_keys(sources, placement_of, model_dir, config)
         _check(placement_of, sources, model_dir, config)
         if not form.keeps_fp8 and any(source.scaled for source in sources.values()):

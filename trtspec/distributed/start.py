@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import subprocess
+import threading
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from .world import START_TIMEOUT, Launched, World, leave_groups, step_timeout
 FOLLOWER = "trtspec.executor.follower"
 
 _worlds: list[World] = []
+opening = threading.RLock()
+"""Held while a thread opens a world and builds an engine on it: another one waits its turn."""
 
 
 class RankProcess(subprocess.Popen[bytes]):

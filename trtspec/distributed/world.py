@@ -211,6 +211,12 @@ class World:
                 self.wait_for_reason(error)
 
     @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets no other thread launch or tell anything inside: it waits, without a limit."""
+        with self._lock:
+            yield
+
+    @contextmanager
     def _timed(self) -> Iterator[None]:
         """Counts as waiting for the other ranks inside."""
         started = time.monotonic()

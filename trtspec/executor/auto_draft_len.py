@@ -21,7 +21,7 @@ from pathlib import Path
 from ..config import DecodingBaseConfig
 from .draft_len import DraftLen
 from .request import Request, ScheduledBatch
-from .results import LaunchedStep, RequestResult
+from .results import LaunchedStep, Outcomes
 from .running_acceptance import RunningAcceptance, load_rates, save_rates
 from .step_costs import StepCosts, StepShape
 
@@ -31,6 +31,7 @@ SHORTEST_REST = 64  # steps between two trials at K = 0
 PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
 NEAR = 0.9  # of the chosen length's speed: slower ones are tried no more
 BETTER = 1.02  # a longer one must be that much faster to be taken
+SWITCH = 1.05  # and any one when the number of requests changes
 SAVE_EVERY = 60.0  # seconds, at most
 START = 3
 RULES_OF_K = ("rejection", "block")  # seeded tokens are the same while K is
@@ -117,7 +118,7 @@ class AutoDraftLen(DraftLen):
             is_greedy: RunningAcceptance(max_draft_len, kept.get(is_greedy, ()))
             for is_greedy in (True, False)
         }
-        self._steps = self._until = self._folded = self._since = 0
+        self._steps = self._until = self._folded = self._since = self._changed = 0
         self._loss = 0.0  # seconds of each step since, for want of a faster length's graph
         self._owed: dict[StepShape, float] = {}
         self.num_trials = 0
@@ -143,17 +144,15 @@ class AutoDraftLen(DraftLen):
 
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns 0 while drafting rests and the next step decides nothing, else K."""
+        decides = self._steps + 1 >= self._until
+        if self.chosen or decides or self._is_held_down or not self.may_rest(waiting):
+            return self.max_draft_len
+        return 0
+
+    def may_rest(self, waiting: Iterable[Request] = ()) -> bool:
         if self._is_default:
             soon = ScheduledBatch([], list(waiting))  # as if they decoded already
             self._gives_way |= self._would_tell(soon)
-        if self._gives_way:
-            return self.max_draft_len
-        decides = self._steps + 1 >= self._until
-        is_resting = self.chosen == 0 and not (decides or self._is_held_down)
-        return 0 if is_resting else self.max_draft_len
-
-    @property
-    def may_rest(self) -> bool:
         return not self._gives_way
 
     def _would_tell(self, batch: ScheduledBatch) -> bool:
@@ -183,14 +182,17 @@ class AutoDraftLen(DraftLen):
         return {kind: acceptance.rates for kind, acceptance in self._acceptance.items()}
 
     # -- what steps bring ----------------------------------------------------------------------
-    def add_results(self, results: Sequence[RequestResult]) -> None:
-        seen = Counter(
-            (r.request.sampling_params.is_greedy, r.num_asked, len(r.tokens) - 1)
-            for r in results
-            if r.num_asked and r.is_generation  # others say nothing of drafts
-        )
+    def add_outcomes(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
+        requests, asked, accepted = outcomes
+        if 0 < batch.num_sampled < len(batch.generations) or len(set(asked)) > 1:
+            kinds = [request.sampling_params.is_greedy for request in requests]
+            seen = Counter(zip(kinds, asked, accepted, strict=True))
+        else:  # mostly all are alike, and one count takes a quarter of the time
+            kind = batch.num_sampled == 0
+            seen = Counter({(kind, asked[0], n): m for n, m in Counter(accepted).items()})
         for (is_greedy, num_asked, num_accepted), count in seen.items():
-            self._acceptance[is_greedy].add(num_asked, num_accepted, count)
+            if num_asked:  # others say nothing of drafts
+                self._acceptance[is_greedy].add(num_asked, num_accepted, count)
 
     def end_step(
         self,
@@ -268,14 +270,22 @@ class AutoDraftLen(DraftLen):
         return tuple(ready)
 
     def _begin(self, shape: StepShape) -> None:
-        """Starts with a shape, or with other limits. Trials that were cut off are put back."""
-        if self._before_trials is not None and self._is_probe and self._shape is not None:
-            self._probe_of(self._shape).at = self._steps
-        self._shape = shape
-        self._trials.clear()
-        self._before_trials = None
-        self.chosen = self._best(shape)
-        self._until = self._steps + REST
+        """Starts with a shape, or with other limits. Trials that were cut off are put back.
+
+        Requests that end and begin change the shape every few steps. Each change of the length
+        wastes drafts: the slots hold as many as were proposed before. So it stays where it is
+        nearly the fastest, and the next decision comes when it would have come.
+        """
+        if self._before_trials is not None:
+            if self._is_probe and self._shape is not None:
+                self._probe_of(self._shape).at = self._steps + REST
+            self.chosen, self._before_trials = self._before_trials, None
+            self._trials.clear()
+            self._until = 0
+        self._shape, self._changed, is_due = shape, self._steps, self._steps >= self._until
+        self.chosen = self._best(shape, 1.0 if is_due else SWITCH)
+        if is_due:
+            self._until = self._steps + REST
 
     def _decide(self, shape: StepShape) -> None:
         if not self._trials:
@@ -285,7 +295,8 @@ class AutoDraftLen(DraftLen):
             elif best == 0 < self.chosen:
                 self._probes[shape] = self._probe_at_rest(shape)
             self.chosen = best
-            self._trials.extend(self._to_try(shape))
+            if self._steps - self._changed >= REST:  # else requests come and go: it may not last
+                self._trials.extend(self._to_try(shape))
             if self._trials:
                 self._before_trials = best
         if self._trials:
@@ -347,13 +358,17 @@ class AutoDraftLen(DraftLen):
         beside = {self._allowed[0], *self._allowed[place - 1 : place + 2]} - {self.chosen}
         return sorted(beside)
 
-    def _best(self, shape: StepShape) -> int:
-        """Returns the fastest length. What was chosen before the trials stays at a tie."""
+    def _best(self, shape: StepShape, least: float = 1.0) -> int:
+        """Returns the fastest length. What was chosen before the trials stays at a tie.
+
+        Args:
+            least: times its speed that another one must have.
+        """
         kept = self.chosen if self._before_trials is None else self._before_trials
         kept = max((k for k in self._allowed if k <= kept), default=self._allowed[0])
         fastest = self._fastest(shape, self._allowed)
         speed = self._speeds(shape, (kept, fastest))
-        needed = BETTER if fastest > kept else 1.0
+        needed = max(least, BETTER if fastest > kept else 1.0)
         return fastest if speed[fastest] > needed * speed[kept] else kept
 
     def _fastest(self, shape: StepShape, lengths: Sequence[int]) -> int:

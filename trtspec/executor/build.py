@@ -23,7 +23,7 @@ from ..config import CudaGraphConfig, EngineConfig, ExecutorConfig, UserProvided
 from ..distributed.launch import torchrun_size
 from ..distributed.link import EngineLink
 from ..distributed.parallel import ONE_RANK, Parallel
-from ..distributed.start import open_world
+from ..distributed.start import open_world, opening
 from ..distributed.world import World
 from ..errors import ConfigError, shown
 from ..metadata.mode import SpeculativeDecodingMode
@@ -83,15 +83,16 @@ def build_executor(
     num_ranks, launcher = _ranks(engine)
     if num_ranks == 1:
         return _executor(*_build(engine, device, None))
-    world = open_world(num_ranks, launcher, device)
-    if not world.is_leader:  # of a script that torchrun runs on every rank
-        from .follower import follow
+    with opening:
+        world = open_world(num_ranks, launcher, device)
+        if not world.is_leader:  # of a script that torchrun runs on every rank
+            from .follower import follow
 
-        follow(world)
-    link = EngineLink.new(world)
-    with building(world):
-        link.tell("build", _without_host_code(engine), engine_variables())
-        return _executor(*_build(engine, world.device, link))
+            follow(world)
+        link = EngineLink.new(world)
+        with world.alone(), building(world):
+            link.tell("build", _without_host_code(engine), engine_variables())
+            return _executor(*_build(engine, world.device, link))
 
 
 def _ranks(engine: EngineConfig) -> tuple[int, str]:
@@ -330,6 +331,12 @@ def _load_target(
     # With M-RoPE rotary positions may exceed the length, so those tables are not cut.
     num_positions = None if config.rope_parameters.get("mrope_section") else seq_len
     dtype = resolve_dtype(engine.dtype, config, device)
+    has_experts = any(config.moe_of_layer(i) is not None for i in range(config.num_layers))
+    if engine.moe_expert_parallel_size > 1 and not has_experts:
+        raise ConfigError(
+            f"moe_expert_parallel_size={engine.moe_expert_parallel_size}, but {directory} has no "
+            "experts to deal out. Leave it out."
+        )
     try:
         model = load_decoder(
             directory,

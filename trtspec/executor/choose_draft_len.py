@@ -18,7 +18,7 @@ from .request import ScheduledBatch
 from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
-VERSION = 6  # of the steps: another one makes times of earlier releases unknown
+VERSION = 7  # of the steps: another one makes times of earlier releases unknown
 SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for lengths not yet timed
 
 
@@ -78,34 +78,35 @@ class _GraphLaunches(Launches):
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Captures every length, so that none has to earn its graph first, and times what is unknown.
 
-    Sizes 1, 2, 4, … and the largest come first, and are timed. Passes over prompts are next, for
-    lengths vary, so other prompts come together in every run. Whatever is left after
-    `SECONDS_AT_START`, and whose times are known or not needed, waits until it is used, unless all
-    graphs are to be captured at start.
+    Sizes 1, 2, 4, … and the largest come first. Their times are needed, for those of others can be
+    derived from them. Passes over prompts are next, for lengths vary, so other prompts come
+    together in every run. Whatever is left after `SECONDS_AT_START`, and whose times are known or
+    not needed, waits until it is used, unless all graphs are to be captured at start.
     """
     sizes = graphs.batch_sizes[::-1]
-    timed = [size for size in sizes if size & (size - 1) == 0 or size == sizes[0]]
+    needed = [size for size in sizes if size & (size - 1) == 0 or size == sizes[0]]
     late = inf if graphs.captures_at_start else time.perf_counter() + SECONDS_AT_START
-    for size in timed:
-        _capture_lengths(graphs, auto, size, until=late, is_timed=True)
+    for size in needed:
+        _capture_lengths(graphs, auto, size, until=late, is_needed=True)
     graphs.prepare_contexts(auto.max_draft_len, until=late)
     for size in sizes:
-        if size not in timed:
+        if size not in needed:
             _capture_lengths(graphs, auto, size, until=late)
     auto.costs.save()
 
 
 def _capture_lengths(
-    graphs: CudaGraphs, auto: AutoDraftLen, size: int, *, until: float, is_timed: bool = False
+    graphs: CudaGraphs, auto: AutoDraftLen, size: int, *, until: float, is_needed: bool = False
 ) -> None:
-    """Captures every length of one size. After `until` only if a time is missing."""
+    """Captures every length of one size, and times what is unknown. After `until` only if a time is
+    missing that is needed."""
     shapes = StepShape(size, all_greedy=True), StepShape(size, all_greedy=False)
     unknown = {
         (shape, draft_len)
-        for shape, draft_len in product(shapes if is_timed else (), auto.lengths)
+        for shape, draft_len in product(shapes, auto.lengths)
         if not auto.costs.is_known(shape, draft_len)
     }
-    if time.perf_counter() > until and not unknown:
+    if time.perf_counter() > until and not (is_needed and unknown):
         return
     graphs.prepare_missed(size)
     for shape, draft_len in product(shapes, auto.lengths):

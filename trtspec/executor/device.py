@@ -52,18 +52,22 @@ def resolve_dtype(
 ) -> torch.dtype:
     """Returns the dtype; "auto" is the checkpoint's.
 
-    On a CPU without instructions for bfloat16, "auto" takes float32 instead, which is faster.
+    On a CPU without instructions for bfloat16, "auto" takes float32 instead, which is faster. It
+    also does where the device does not compute in the checkpoint's.
 
     Raises:
         ConfigError: it is not supported on this device.
     """
+    allowed = [n for n in _DTYPES if device.type == "cuda" or n != "float16"]
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         name = config.dtype
         if name == "bfloat16" and device.type == "cpu" and not _multiplies_bfloat16():
             logger.info("This CPU multiplies float32 faster than bfloat16: dtype is float32.")
             name = "float32"
-    allowed = [n for n in _DTYPES if device.type == "cuda" or n != "float16"]
+        if name in ("float16", "float64") and name not in allowed:
+            logger.info("On %s a checkpoint in %s is computed in float32.", device.type, name)
+            name = "float32"
     if name not in allowed:
         raise ConfigError(
             f"dtype={name!r} on {device.type}: use one of {', '.join(['auto', *allowed])}."

@@ -9,7 +9,7 @@ from ..checks import is_int
 from ..config import DecodingBaseConfig
 from ..errors import ConfigError
 from .request import Request, ScheduledBatch
-from .results import LaunchedStep, RequestResult
+from .results import LaunchedStep, Outcomes
 
 
 class DraftLen:
@@ -63,11 +63,6 @@ class DraftLen:
         finally:
             self._runtime, self._is_runtime_given = before
 
-    @property
-    def may_rest(self) -> bool:
-        """Whether a step that finds no blocks for its drafts may draft nothing instead."""
-        return self.is_exact
-
     def bound(self, waiting: Iterable[Request] = ()) -> int:
         """Returns how many drafts the next step may verify or propose at most.
 
@@ -75,6 +70,10 @@ class DraftLen:
             waiting: requests that it may start.
         """
         return self.max_draft_len
+
+    def may_rest(self, waiting: Iterable[Request] = ()) -> bool:
+        """Whether the next step may draft nothing if it finds no blocks for drafts."""
+        return self.is_exact
 
     def of(self, batch: ScheduledBatch, part: ScheduledBatch) -> int:
         """Returns how many drafts a launch proposes, of a part of a batch or of all of it."""
@@ -86,8 +85,8 @@ class DraftLen:
         scheduled = next((count for most, count in self._schedule if num_requests <= most), 0)
         return min(self._runtime, scheduled)
 
-    def add_results(self, results: Sequence[RequestResult]) -> None:
-        """Called with the results of a step that brought tokens."""
+    def add_outcomes(self, outcomes: Outcomes, batch: ScheduledBatch) -> None:
+        """Called with what became of the drafts of a step, and its batch."""
 
     def end_step(
         self,

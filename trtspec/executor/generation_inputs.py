@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..metadata.attention import NULL_BLOCK
+from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from ..state.kv_cache import KVCacheManager
 from .pinned import PinnedBuffer, PinnedBuffers
 from .request import Request
 
-_Row = tuple[int, int, int]
-"""Slot, request and the version of its tables."""
+NO_REQUEST, UNKNOWN = -1, -2  # of a row that is inert; of one that the device may not have
 
 
 class StagedRows(NamedTuple):
@@ -53,20 +52,36 @@ class GenerationInputs:
         # The same memory. Numpy writes a few numbers in less time than torch.
         self._host_slots = self._slots_of(self._host).numpy()
         self._host_tables = self._tables_of(self._host).numpy()
-        self._inert: _Row = (scratch_slot, -1, 0)
-        self._rows: list[_Row | None] = []
+        self._scratch_slot = scratch_slot
+        self._now: list[list[int]] = []  # of each row: request, slot, version of its tables
         self.clear()
 
     def clear(self) -> None:
         """Makes all rows inert, here and on the device."""
         self._host.zero_()
-        self._slots_of(self._host).fill_(self._inert[0])
+        self._slots_of(self._host).fill_(self._scratch_slot)
         self.sent.copy_(self._host)
-        self._rows = [self._inert] * self.size
+        self._now = [[NO_REQUEST] * self.size, [self._scratch_slot] * self.size, [0] * self.size]
 
     def forget(self) -> None:
         """Makes the next step send all that it reads, whatever the device has."""
-        self._rows = [None] * self.size
+        self._now[0] = [UNKNOWN] * self.size
+
+    def spread(self, count: int, num_tokens: int) -> list[Tensor]:
+        """Gives each of the first rows blocks of its own, on the device alone, until `clear`.
+
+        Where there are too few, rows share some. No request may have blocks.
+
+        Returns:
+            per KV group [count, M] int64 on the host, for `num_tokens` tokens.
+        """
+        used, spread = self.kv_cache.blocks_for(num_tokens), []
+        for table, group in zip(self.tables(count), self.kv_cache.groups, strict=True):
+            num_blocks = group.k_cache.shape[1] - NUM_RESERVED_BLOCKS
+            blocks = torch.arange(count * used).view(count, used) % num_blocks
+            spread.append(blocks + NUM_RESERVED_BLOCKS)
+            table[:, :used].copy_(spread[-1])
+        return spread
 
     def slots(self, count: int) -> Tensor:
         """Returns the slots of the first rows, [count] int64."""
@@ -85,14 +100,21 @@ class GenerationInputs:
     def rows_to_send(self, requests: Sequence[Request], count: int) -> StagedRows | None:
         """Returns what `send` takes for these requests, in the first of `count` rows; None if the
         device has it."""
-        rows, ids = self._rows, [request.request_id for request in requests]
+        ids = [request.request_id for request in requests]
         slots = [request.slot for request in requests]
-        now: list[_Row] = list(zip(slots, ids, self.kv_cache.versions(ids), strict=True))
-        now += [self._inert] * (count - len(now))
-        if rows[:count] == now:
+        padding = count - len(ids)
+        now = [
+            ids + [NO_REQUEST] * padding,
+            slots + [self._scratch_slot] * padding,
+            [*self.kv_cache.versions(ids), *[0] * padding],
+        ]
+        before = [column[:count] for column in self._now]
+        if now == before:  # of three lists: of as many tuples it would take three times as long
             return None
-        changed = [i for i, row in enumerate(now) if row != rows[i]]
-        rows[:count] = now
+        rows, rows_before = zip(*now, strict=True), zip(*before, strict=True)
+        changed = [i for i, (a, b) in enumerate(zip(rows, rows_before, strict=True)) if a != b]
+        for column, values in zip(self._now, now, strict=True):
+            column[:count] = values
         self._write(changed, requests)
         length = 2 * self.size + count * sum(self.widths)
         if not self.sent.is_cuda:
@@ -109,7 +131,7 @@ class GenerationInputs:
             request = requests[place] if place < len(requests) else None
             row, start = self._host_tables[place], 0
             row.fill(NULL_BLOCK)
-            self._host_slots[place] = self._inert[0] if request is None else request.slot
+            self._host_slots[place] = self._scratch_slot if request is None else request.slot
             tables = () if request is None else self.kv_cache.table_of(request.request_id)
             for table, width in zip(tables, self.widths, strict=False):
                 row[start : start + len(table)] = table

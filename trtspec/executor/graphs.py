@@ -286,25 +286,34 @@ class CudaGraphs:
         self, size: int, draft_len: int, *, all_greedy: bool, repeat: int = 3
     ) -> float | None:
         """Returns what a step takes that verifies and proposes K drafts, behind `TIMED_CONTEXT`
-        tokens or half of what a sequence holds. All rows are inert, and read the keys of one block.
+        tokens or half of what a sequence holds.
+
+        All rows are inert, and each reads blocks of its own, as far as there are enough: keys of
+        one block would all be in the L2 cache. So no request may have blocks, and none is cached.
 
         It waits for the device, and captures the graph first if need be. None: it is lost.
         """
         key = _key_at_start(draft_len, size, all_greedy)
         if not self._is_there(key):
             return None
-        self.inputs.clear()
-        past_len = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
+        page, past_len = self.kv_cache.page_size, min(TIMED_CONTEXT, self.max_seq_len // 2)
+        num_tokens = min(past_len + 2 * (draft_len + 1) + page, self.max_seq_len)
+        tables = self.inputs.spread(size, num_tokens)
+        past_lens = self.step.state.past_lens[-1:]  # the scratch slot's; a step clears it
         times = []
         for _ in range(repeat):
             torch.cuda.synchronize(self.device)
             began = time.perf_counter()
             for _ in range(IN_A_ROW):
-                past_len.fill_(min(TIMED_CONTEXT, self.max_seq_len // 2))
+                past_lens.fill_(past_len)
                 for graph, _ in self._graphs[key].parts:
                     graph.replay()
             torch.cuda.synchronize(self.device)
             times.append((time.perf_counter() - began) / IN_A_ROW)
+        first = max(0, past_len - page) // page  # of each row's blocks that were written to
+        for group, table in enumerate(tables):
+            self.kv_cache.zero(group, table[:, first:].flatten().tolist())
+        self.inputs.clear()
         return median(times)
 
     def send_again(self) -> None:

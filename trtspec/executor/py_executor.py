@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -355,13 +354,13 @@ class PyExecutor:
 
     # -- schedule ------------------------------------------------------------------------------
     def _schedule(self) -> ScheduledBatch:
+        scheduler = self.scheduler
         while True:
-            next_ones = islice(self.scheduler.waiting, self.config.max_batch_size)
-            self.scheduler.most_drafts = self._draft_len.bound(next_ones)
-            self.scheduler.may_rest = self._draft_len.may_rest
-            batch, victims = self.scheduler.schedule()
+            scheduler.most_drafts = self._draft_len.bound(scheduler.next_ones)
+            scheduler.may_rest = self._draft_len.may_rest
+            batch, victims = scheduler.schedule()
             if not victims:
-                self._draft_len.limit = self.scheduler.most_drafts
+                self._draft_len.limit = scheduler.most_drafts
                 return batch
             if self._pending:  # read first: that may free blocks, and adds the victims' tokens
                 while self._pending:
@@ -370,7 +369,7 @@ class PyExecutor:
                 continue
             for victim in victims:
                 self.statistics.num_preemptions += 1
-                self.scheduler.preempt(victim)
+                scheduler.preempt(victim)
 
     @property
     def runtime_draft_len(self) -> int:
@@ -498,8 +497,8 @@ class PyExecutor:
             self._apply_all(results, launched, applied, counts)
         finally:
             is_forced = self.forced_acceptance is not None
-            self.statistics.add_results(applied, counts, is_forced=is_forced)
-            self._draft_len.add_results(applied)
+            outcomes = self.statistics.add_results(applied, counts, is_forced=is_forced)
+            self._draft_len.add_outcomes(outcomes, launched.batch)
             self._watch.add_results(applied, counts)
         if self.saver is not None:
             self.saver.write_full_shard()

@@ -106,6 +106,14 @@ class RequestResult(NamedTuple):
         return [*range(1, len(self.tokens)), 0]
 
 
+class Outcomes(NamedTuple):
+    """What became of the drafts of a step's generations, one entry in each list for each."""
+
+    requests: list[Request]
+    num_asked: list[int]  # as in RequestResult
+    num_accepted: list[int]
+
+
 class StepReader:
     """Copies the results of launched steps to the host, and reads them."""
 

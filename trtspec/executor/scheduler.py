@@ -7,6 +7,8 @@ knows without reading the device: upper bounds of lengths, never an accepted cou
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from ..config import ExecutorConfig
 from ..state.kv_cache import KVCacheManager
@@ -34,7 +36,8 @@ class Scheduler:
         self.extra_kv_at_rest = extra_kv if extra_kv_at_rest is None else extra_kv_at_rest
         self.most_drafts = max_draft_len
         """What the next step verifies or proposes at most; `schedule` may lower it to 0."""
-        self.may_rest = False  # whether it may
+        self.may_rest: Callable[[Iterable[Request]], bool] = lambda waiting: False
+        """Whether it may, beside `next_ones`, which may start."""
         self.rewritten = rewritten  # KV rows drafting writes again, before those
         self.has_windows = any(window is not None for window in kv_cache.windows)
         self.waiting: deque[Request] = deque()
@@ -55,6 +58,11 @@ class Scheduler:
         """Rows of KV that the next step of a generation writes, past those in flight."""
         extra = self.extra_kv if self.most_drafts else self.extra_kv_at_rest
         return self.most_drafts + 1 + extra
+
+    @property
+    def next_ones(self) -> Iterable[Request]:
+        """Returns the requests that the next step may start."""
+        return islice(self.waiting, self.config.max_batch_size)
 
     def schedule(self) -> tuple[ScheduledBatch, list[Request]]:
         """Returns the next batch, and the requests to preempt first.
@@ -78,7 +86,7 @@ class Scheduler:
         if short:
             self._trim_all()
             short = self._reserve_all(generations)
-        if short and self.may_rest and self.most_drafts:  # rather than preempt
+        if short and self.most_drafts and self.may_rest(self.next_ones):  # rather than preempt
             self.most_drafts = 0
             self._trim_all()
             short = self._reserve_all(generations)

@@ -10,7 +10,7 @@ from ..metadata.mode import SpeculativeDecodingMode
 from ..state.kv_cache import KVCacheManager
 from .dead_drafter import HOTTEST, DeadDrafterWatch
 from .request import ScheduledBatch, StepRecord
-from .results import LaunchedStep, RequestResult
+from .results import LaunchedStep, Outcomes, RequestResult
 
 
 class Statistics:
@@ -49,14 +49,14 @@ class Statistics:
 
     def add_results(
         self, results: Sequence[RequestResult], counts: Sequence[int], *, is_forced: bool
-    ) -> None:
-        """Counts the results of one step.
+    ) -> Outcomes:
+        """Counts the results of one step. Returns those of its generations.
 
         Args:
             counts: tokens that were added to each request.
             is_forced: whether acceptance was forced, so that it says nothing of the drafter.
         """
-        accepted_lens: list[int] = []
+        outcomes = Outcomes([], [], [])
         first_drafts: list[bool] = []  # whether each was accepted
         # An interrupt may have left one count without its result.
         for result, num_tokens in zip(results, counts, strict=False):
@@ -69,7 +69,9 @@ class Statistics:
             request.accepted_lens[accepted] += 1
             # Forced acceptance needs no drafts.
             request.num_draft_tokens += num_asked if num_asked > accepted else accepted
-            accepted_lens.append(accepted)
+            outcomes.requests.append(request)
+            outcomes.num_asked.append(num_asked)
+            outcomes.num_accepted.append(accepted)
             if request.steps is not None and result.num_proposed is not None:
                 kv_len = request.num_tokens - num_tokens - 1  # before the step
                 # Forced acceptance also accepts where there is no draft.
@@ -78,9 +80,10 @@ class Statistics:
                 request.steps.append(record)
             if num_asked and request.sampling_params.temperature <= HOTTEST:
                 first_drafts.append(accepted > 0)
-        self.accepted_lens.update(accepted_lens)
+        self.accepted_lens.update(outcomes.num_accepted)
         if self.dead_drafter_watch is not None and not is_forced:
             self.dead_drafter_watch.see(first_drafts)
+        return outcomes
 
     def summary(self, forced_acceptance: float | None, kv_cache: KVCacheManager) -> EngineStats:
         acceptance = acceptance_stats(self.accepted_lens, self.max_draft_len)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from ..utils import replace_text
@@ -18,6 +19,7 @@ FEW, WEIGHT = 5, 0.03
 MOST = 1.5  # times the average: what a slow step counts at most
 LEAST_WAIT = 0.02  # of a step: where the host waits less, the device was done before
 HOST_AT_REST = 0.75  # of what the host's work takes with drafts: what it takes without any
+HOST_STEPS = 32  # the latest ones, whose work on the host is remembered
 GUESSED_SHARE = 0.05  # of a step's time, for one more draft, before anything is measured
 
 
@@ -65,7 +67,8 @@ class StepCosts:
     def __init__(self, path: Path | None = None):
         self.path, self._is_saved = path, True
         self._cells: dict[StepShape, dict[int, _Cell]] = {}  # of the device
-        self._hosts: dict[StepShape, _Cell] = {}  # with drafts, since this engine started
+        # With drafts, since this engine started.
+        self._hosts: dict[StepShape, deque[float]] = {}
         self._waits = 0  # steps in a row that the host waited for
         self._load()
 
@@ -84,7 +87,7 @@ class StepCosts:
         """
         if waited is not None:
             host = (seconds - waited) / (1 if draft_len else HOST_AT_REST)
-            self._hosts.setdefault(shape, _Cell(host)).add(host)
+            self._hosts.setdefault(shape, deque(maxlen=HOST_STEPS)).append(host)
             self._waits = 0 if waited < LEAST_WAIT * seconds else self._waits + 1
             # A step or two that the host waited for, among many that it did not, say nothing.
             if self._waits < FEW and self.is_known(shape, draft_len):
@@ -115,15 +118,19 @@ class StepCosts:
         """
         known, near = self._measured(shape), self._measured(self._nearest(shape))
         device = {k: known[k] if k in known else _scaled(known, near, k) for k in draft_lens}
-        return {k: max(seconds, self._host(shape, k)) for k, seconds in device.items()}
+        return {k: self._slower(shape, k, seconds) for k, seconds in device.items()}
 
-    def _host(self, shape: StepShape, draft_len: int) -> float:
-        """Returns the seconds that the host works for a step, 0 if that is not known.
+    def _slower(self, shape: StepShape, draft_len: int, device: float) -> float:
+        """Returns the mean over the latest steps of the device's time or the host's, whichever is
+        longer.
 
-        It is one number for all lengths but 0, for it follows what else the machine does.
+        The host's does not depend on the length, unless that is 0: it follows what else the machine
+        does. A few steps take it much longer, such as those that end requests. Its mean would hide
+        that it waits for the device in all others.
         """
-        cell = self._hosts.get(shape)
-        return 0.0 if cell is None else cell.seconds * (1 if draft_len else HOST_AT_REST)
+        share = 1 if draft_len else HOST_AT_REST
+        hosts = self._hosts.get(shape)
+        return fmean([max(device, share * host) for host in hosts]) if hosts else device
 
     def _measured(self, shape: StepShape | None) -> dict[int, float]:
         cells = {} if shape is None else self._cells.get(shape, {})

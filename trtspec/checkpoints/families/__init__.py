@@ -17,6 +17,7 @@ _GELU = ("gelu_pytorch_tanh",)
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", llama, has_mrope=True),  # of EAGLE heads for Qwen2-VL
     "mistral": Family("mistral", mistral),
+    "ministral": Family("ministral", mistral),
     "qwen2": Family("qwen2", qwen2),
     "qwen3": Family("qwen3", qwen3),
     "glm4_moe": Family("glm4_moe", glm4_moe, has_partial_rotary=True),

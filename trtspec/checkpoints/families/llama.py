@@ -19,7 +19,10 @@ def llama(hf: Any, where: Path) -> dict[str, Any]:
 
 
 def mistral(hf: Any, where: Path) -> dict[str, Any]:
-    """Its window is every layer's."""
+    """Its window is every layer's, but where `layer_types` say otherwise: transformers reads such a
+    file as a `ministral` config."""
+    if getattr(hf, "layer_types", None):
+        return {"layer_windows": windows_by_type(hf, where)}
     return {"layer_windows": (_window(hf, where),) * hf.num_hidden_layers}
 
 

@@ -247,13 +247,14 @@ def with_found_parameters(decoder: DecoderConfig, names: Sources) -> DecoderConf
     )
 
 
-def size_field(raw: dict[str, Any], name: str, default: int, where: Path) -> int:
+def size_field(raw: dict[str, Any], name: str, default: int, where: Path, least: int = 1) -> int:
     value = raw.get(name)
     if value is None:
         return default
-    if not is_int(value, 1, MAX_SIZE):
+    if not is_int(value, least, MAX_SIZE):
         raise CheckpointError(
-            f"{where}: {name}={value!r}; it must be null or an int in 1 … {MAX_SIZE}. Correct it."
+            f"{where}: {name}={value!r}; it must be null or an int in {least} … {MAX_SIZE}. "
+            "Correct it."
         )
     return value
 

@@ -251,7 +251,7 @@ def parse_dflash(
     trained = block if anchor else block - 1
     rank = 0
     if is_dspark:
-        rank = size_field(flags, "markov_rank", 256, where)
+        rank = size_field(flags, "markov_rank", 256, where, least=0)  # 0: without the bias
         if flags.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
             raise CheckpointError(
                 f"{where}: markov_head_type={flags['markov_head_type']!r}; allowed are "

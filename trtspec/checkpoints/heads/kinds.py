@@ -29,6 +29,7 @@ def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
     Raises:
         CheckpointError: it holds another kind, or none.
     """
+    _refuse_mtp_of_speculators(files)
     found = next((kind for kind in HEAD_KINDS if kind.recognizes(files, asked)), None)
     if found is None:
         raise CheckpointError(
@@ -42,3 +43,13 @@ def kind_of(files: HeadFiles, asked: str | None) -> HeadKind:
             f"{found.how_to_give}."
         )
     return found
+
+
+def _refuse_mtp_of_speculators(files: HeadFiles) -> None:
+    """They join embedding and hidden state in another order than MiMo's, whose names they have."""
+    if files.raw.get("speculators_model_type") == "mtp":
+        raise CheckpointError(
+            f"{files.config_path}: speculators_model_type='mtp' is not supported; allowed are "
+            "'eagle3', 'peagle', 'dflash', 'dflash2' and 'dspark'. Use the MTP layers of the "
+            "target's own checkpoint."
+        )

@@ -168,8 +168,7 @@ def _of_mtp_layers(
     if len(kinds) > 1:
         raise CheckpointError(
             f"The target's layers are of several kinds ({name}: {list(per_layer)}), and its "
-            f"config.json does not say which of them the {count} MTP layers are. Give "
-            f"num_nextn_predict_layers, and layer_types for {first} + {count} layers, as Step-3.5 "
-            "does, or draft otherwise."
+            f"config.json does not say which of them the {count} MTP layers are. Of such models "
+            "Step-3.5 alone says so. Draft otherwise."
         )
     return tuple(kinds) * count
