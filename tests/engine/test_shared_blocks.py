@@ -12,8 +12,9 @@ from matrix import covering, full
 
 from trtspec.errors import KVCacheError
 from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
+from trtspec.ops.layer.fp8 import FP8
 from trtspec.state.blocks import BlockPool
-from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec, PrefixReuse
+from trtspec.state.kv_cache import BlockCopy, KVCacheManager, KVGroupSpec, PrefixReuse
 from trtspec.state.lookup import Sought
 from trtspec.state.prefix import Donors, PrefixChain, root_key
 
@@ -30,8 +31,10 @@ class Shadow(KVCacheManager):
         super().__init__(specs, num_blocks, PAGE, CPU, PrefixReuse(True, True, ahead))
         self.rows = [[[0] * PAGE for _ in range(count)] for count in num_blocks]
 
-    def copy(self, group: int, source: int, target: int, num_rows: int) -> None:
-        self.rows[group][target][:num_rows] = self.rows[group][source][:num_rows]
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        rows = self.rows[group]
+        for source, target, num_rows in copies:
+            rows[target][:num_rows] = rows[source][:num_rows]
 
     def zero(self, group: int, blocks: list[int]) -> None:
         for block in blocks:
@@ -104,6 +107,7 @@ class Session:
             self.counted["no room"] += 1
             return
         cache.adopt(text.id, chain, hit, count + 5)
+        cache.make_copies()
         self.counted["adopt"] += 1
         self.counted["hit"] += hit.num_tokens > 0
         self.counted["copy"] += hit.source is not None
@@ -214,9 +218,47 @@ def _run(cache: KVCacheManager, request_id: int, tokens: list[int], **options: s
     hit = cache.find(Sought(chain, between, len(tokens) - 1))
     assert cache.fits(chain, hit, len(tokens))
     cache.adopt(request_id, chain, hit, len(tokens))
+    cache.make_copies()
     cache.publish(request_id, chain, len(tokens))
     cache.check_integrity()
     return hit.num_tokens
+
+
+def test_requests_that_start_together_copy_together() -> None:
+    """Rows of several blocks, some of one source: the first ones alone, in every group."""
+    specs = [KVGroupSpec(2, 1, 3, torch.float32), KVGroupSpec(1, 1, 4, FP8, value_dim=3)]
+    cache = KVCacheManager(specs, 40, 8, CPU, PrefixReuse(True, True))
+    first = [list(range(start, start + 12)) for start in (0, 20)]
+    for number, tokens in enumerate(first):
+        _run(cache, number, tokens)
+    for group in cache.groups:
+        for cached in (group.k_cache, group.v_cache):
+            cached.copy_(torch.randn(cached.shape))
+    before = [(g.k_cache.float(), g.v_cache.float()) for g in cache.groups]
+    shared = [(0, 7), (0, 4), (1, 5)]
+    expected = []
+    for number, (source, count) in enumerate(shared, start=2):
+        tokens = [*first[source][:count], 90 + number, 91, 92, 93, 94]
+        chain = cache.chain()
+        chain.extend(lambda a, b, tokens=tokens: tokens[a:b], len(tokens))
+        sought = Sought(chain, lambda a, b, tokens=tokens: tokens[a:b], len(tokens) - 1)
+        hit = cache.find(sought)
+        assert hit.num_tokens == count and hit.source is not None
+        cache.adopt(number, chain, hit, len(tokens))
+        expected.append((cache.table_of(source)[0][0], cache.table_of(number)[0][0], count))
+        assert cache.table_of(number)[1][0] == cache.table_of(number)[0][0], "for the check below"
+    cache.make_copies()
+    for group, (keys, values) in zip(cache.groups, before, strict=True):
+        for source, target, count in expected:
+            keys[:, target, :count] = keys[:, source, :count]
+            values[:, target, :count] = values[:, source, :count]
+        assert torch.equal(group.k_cache.float(), keys)
+        assert torch.equal(group.v_cache.float(), values)
+    cache.check_integrity()
+    for number in range(5):
+        cache.free(number)
+    cache.check_integrity()
+    assert cache.num_free_blocks == 40 - NUM_RESERVED_BLOCKS
 
 
 def test_a_free_block_keeps_its_key_until_it_is_taken() -> None:
@@ -357,6 +399,7 @@ def test_what_a_reset_forgets_is_not_published_again() -> None:
     chain = cache.chain()
     chain.extend(lambda a, b: tokens[a:b], 9)
     cache.adopt(0, chain, cache.find(Sought(chain, lambda a, b: tokens[a:b], 8)), 9)
+    cache.make_copies()
     cache.publish(0, chain, 4)
     cache.reset_prefixes()
     cache.publish(0, chain, 8)

@@ -26,6 +26,7 @@ from ..ops.launch.machine import (
 )
 from ..state.kv_cache import KVCacheManager
 from .inputs import ContextRows, StepInputs
+from .pinned import PinnedBuffers
 from .request import ContextChunk
 
 TOKENS_PER_CONTEXT = 16
@@ -132,6 +133,7 @@ class ContextInputs:
         # tables of the contexts.
         self.size = 3 * num_tokens + (4 + sum(self.widths)) * self.num_contexts
         self.sent = torch.zeros(self.size, dtype=torch.int32, device=device)
+        self._buffers = PinnedBuffers()
         self.fill([])
 
     def holds(self, chunks: Sequence[ContextChunk]) -> bool:
@@ -141,9 +143,12 @@ class ContextInputs:
     def fill(self, chunks: Sequence[ContextChunk]) -> None:
         """Sends what a pass over these chunks reads. Without chunks all rows are padding."""
         tokens, contexts = self.num_tokens, self.num_contexts
-        is_cuda = self.device.type == "cuda"
-        sent = torch.zeros(self.size, dtype=torch.int32, pin_memory=is_cuda)
+        buffer, sent = None, torch.empty(self.size, dtype=torch.int32)
+        if self.device.type == "cuda":
+            buffer = self._buffers.take(self.size * sent.element_size())
+            sent = buffer.tensor.view(torch.int32)[: self.size]
         host = sent.numpy()  # which writes small pieces faster than torch
+        host.fill(0)
         ids, positions, rows = host[: 3 * tokens].reshape(3, tokens)
         slots, ends, following, last = host[3 * tokens :][: 4 * contexts].reshape(4, contexts)
         rows.fill(-1)
@@ -167,6 +172,9 @@ class ContextInputs:
             table_rows[: len(chunks), : table.shape[1]] = table.numpy()
             offset += contexts * width
         self.sent.copy_(sent, non_blocking=True)
+        if buffer is not None:
+            buffer.event.record()
+            self._buffers.give(buffer)
 
     def step_inputs(self, num_drafts: int, all_greedy: bool, has_filters: bool) -> StepInputs:
         """Returns what a step reads: views of the device tensor, and tensors computed from them."""

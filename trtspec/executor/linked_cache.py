@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..distributed.link import EngineLink
 from ..metadata.attention import NULL_BLOCK
 from ..state.blocks import BlockPool
-from ..state.kv_cache import KVCacheManager
+from ..state.kv_cache import BlockCopy, KVCacheManager
 from ..state.lookup import Sought
 from ..state.prefix import PrefixChain, PrefixHit
 
@@ -42,18 +42,16 @@ class LinkedKVCache(KVCacheManager):
         if owner in (None, self.link.world.rank):
             super().zero(group, blocks)
 
-    def copy(self, group: int, source: int, target: int, num_rows: int) -> None:
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
         world = self.link.world
         if world.is_leader and world.failure is None:
-            self.link.tell("copy", group, source, target, num_rows, self.owner)
-        self.copy_own(group, source, target, num_rows, self.owner)
+            self.link.tell("copy", group, copies, self.owner)
+        self.copy_own(group, copies, self.owner)
 
-    def copy_own(
-        self, group: int, source: int, target: int, num_rows: int, owner: int | None
-    ) -> None:
-        """Copies a block of this rank, if it is its own."""
+    def copy_own(self, group: int, copies: Sequence[BlockCopy], owner: int | None) -> None:
+        """Copies blocks of this rank, if they are its own."""
         if owner in (None, self.link.world.rank):
-            super().copy(group, source, target, num_rows)
+            super().copy(group, copies)
 
     def copy_of(self, request_id: int) -> CopiedTables:
         """Returns what the other ranks must know of a request's blocks."""
@@ -167,6 +165,7 @@ class OwnedKVCache(LinkedKVCache):
         assert self.owner is not None
         self._owners[request_id] = self.owner
         super().adopt(request_id, chain, hit, num_tokens)
+        self.make_copies()  # before it turns to another rank's blocks
 
     def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
         self._turn_to_owner_of(request_id)

@@ -25,6 +25,7 @@ from ..config import ExecutorConfig
 from ..distributed.link import EngineLink
 from ..distributed.world import World
 from ..errors import RankError
+from ..state.kv_cache import BlockCopy
 from ..workers.protocols import EndedText
 from .forward_step import StepOutputs
 from .linked_cache import CopiedTables, LinkedKVCache
@@ -191,8 +192,8 @@ class Follower:
     def zero(self, group: int, blocks: list[int], owner: int | None) -> None:
         self.kv_cache.zero_own(group, blocks, owner)
 
-    def copy(self, group: int, source: int, target: int, num_rows: int, owner: int | None) -> None:
-        self.kv_cache.copy_own(group, source, target, num_rows, owner)
+    def copy(self, group: int, copies: Sequence[BlockCopy], owner: int | None) -> None:
+        self.kv_cache.copy_own(group, copies, owner)
 
     def start_over(self) -> None:
         self.runner.start_over()

@@ -232,6 +232,7 @@ class Scheduler:
             coming.update(self._keys_to_come(request))
             budget -= chunk.end - chunk.start
         self.waiting.extendleft(reversed(later))
+        self.kv_cache.make_copies()
         return chunks
 
     def _start(self, request: Request, hit: PrefixHit, budget: int) -> ContextChunk | None:

@@ -43,14 +43,16 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import KVCacheError
 from ..metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS, KVGroup
 from ..ops.layer.kv_codes import as_bytes
-from ..utils import rows_to_tensor, untouched_zeros
+from ..utils import rows_to_tensor, to_device, untouched_zeros
 from .blocks import BlockPool
 from .lookup import Lookup, Sought
 from .prefix import Content, Donors, PrefixChain, PrefixHit, no_content
@@ -97,6 +99,14 @@ class KVGroupSpec:
         return KVGroup(keys, values, k_scales, v_scales)
 
 
+class BlockCopy(NamedTuple):
+    """The first rows of a block, to be copied to another one of its group."""
+
+    source: int
+    target: int
+    num_rows: int
+
+
 class KVCacheManager:
     """Blocks of every group for every request. Host bookkeeping only; no device reads.
 
@@ -134,6 +144,7 @@ class KVCacheManager:
         self._epoch = 0  # chains of an earlier one are not published
         self._tables: dict[int, list[array[int]]] = {}
         self.capacity: dict[int, int] = {}  # request -> tokens that it has blocks for
+        self._copies: list[list[BlockCopy]] = [[] for _ in specs]  # of each group, to be made
         self._clock = itertools.count(1)
         self._versions: dict[int, int] = {}  # request -> time of its tables' last change
 
@@ -244,6 +255,7 @@ class KVCacheManager:
         self._pools = [BlockPool(pool.num_blocks, pool.num_evicted) for pool in self._pools]
         self._donors = self._no_donors()
         self._tables, self._versions, self.capacity = {}, {}, {}
+        self._copies = [[] for _ in self._pools]
 
     def _no_donors(self) -> Donors:
         return Donors(least=max(1, self.page_size // 4))
@@ -339,7 +351,8 @@ class KVCacheManager:
     def adopt(self, request_id: int, chain: PrefixChain, hit: PrefixHit, num_tokens: int) -> None:
         """Begins a request's tables with what was found, and reserves blocks for `num_tokens`.
 
-        `fits` must have said that there is room.
+        `fits` must have said that there is room. Rows of blocks that are shared in part are there
+        after `make_copies`, which must come before the next launch.
         """
         tables: list[array[int]] = []
         for group, pool in enumerate(self._pools):
@@ -359,9 +372,21 @@ class KVCacheManager:
         assert reserved, "fits() must be asked first"
         num_rows = hit.num_tokens - hit.num_blocks * self.page_size
         for group, source in enumerate(sources):
-            self.copy(group, source, tables[group][hit.num_blocks], num_rows)
-            self._pools[group].free([source])
+            target = tables[group][hit.num_blocks]
+            self._copies[group].append(BlockCopy(source, target, num_rows))
         chain.publish_up_to(hit.num_blocks)
+
+    def make_copies(self) -> None:
+        """Copies what requests that were adopted share in part, of all of them at once.
+
+        Many prompts that start together have the same few tokens before them. Copied one by one
+        they would take the host longer than all else of their start.
+        """
+        for group, copies in enumerate(self._copies):
+            if copies:
+                self.copy(group, copies)
+                self._pools[group].free([copy.source for copy in copies])
+        self._copies = [[] for _ in self._pools]
 
     def publish(self, request_id: int, chain: PrefixChain, num_tokens: int) -> None:
         """Lets other requests find the request's whole blocks among its first `num_tokens` tokens.
@@ -392,14 +417,22 @@ class KVCacheManager:
             pool.forget_all()
         self._donors = self._no_donors()
 
-    def copy(self, group: int, source: int, target: int, num_rows: int) -> None:
-        """Copies the first rows of a block of a group to another, on the device.
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """Copies rows of blocks of a group, on the device.
 
-        Later rows are another request's, and may hold NaN.
+        Later rows of a block are another request's, and may hold NaN.
         """
+        page = self.page_size
+        rows = np.concatenate([np.arange(copy.num_rows) for copy in copies])
+        counts = [copy.num_rows for copy in copies]
+        sources = page * np.repeat([copy.source for copy in copies], counts) + rows
+        targets = page * np.repeat([copy.target for copy in copies], counts) + rows
+        index = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
         kv = self.groups[group]
         for cache in (as_bytes(kv.k_cache), as_bytes(kv.v_cache)):
-            cache[:, target, :num_rows].copy_(cache[:, source, :num_rows])
+            layers, blocks, _, *sizes = cache.shape
+            flat = cache.view(layers, blocks * page, *sizes)
+            flat.index_copy_(1, index[1], flat.index_select(1, index[0]))
 
     @property
     def num_known_blocks(self) -> int:
