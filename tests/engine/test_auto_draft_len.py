@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,46 @@ def test_numbers_within_a_bucket_are_one_shape(monkeypatch: pytest.MonkeyPatch) 
     engine.run(1500, [0.7] * K, lambda number: 5 + number % 3)
     assert begun == [StepShape(8, all_greedy=True)]
     assert engine.auto.num_trials > 0
+
+
+def test_the_length_stays_while_requests_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the number wastes what was drafted, if the length changes with it."""
+
+    def seconds(size: int, k: int) -> float:  # with 8 another length is 1.5 % faster
+        return 1e-3 * (1 + 0.1 * k - 0.05 * (k == (2 if size == 8 else 3)))
+
+    costs = StepCosts()
+    for size in (8, 64):
+        for k in range(K + 1):
+            costs.set(StepShape(size, all_greedy=True), k, seconds(size, k))
+    engine = Engine(monkeypatch, seconds, costs, launches=Launches())
+    asked, lengths_for = [], AutoDraftLen._lengths_for
+
+    def counted(self: AutoDraftLen, *facts: Any) -> Any:
+        asked.append(facts)
+        return lengths_for(self, *facts)
+
+    monkeypatch.setattr(AutoDraftLen, "_lengths_for", counted)
+    chosen = []
+    for number in range(600):
+        engine.run(1, [0.55] * K, 64 if number // 4 % 2 else 8)
+        chosen.append(engine.auto.chosen)
+    changes = sum(a != b for a, b in pairwise(chosen[50:]))
+    assert changes < 600 / 16
+    assert len(asked) < 3 * 600 / 16  # of 150 changes of the number
+
+
+def test_a_burst_of_the_host_hides_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In most steps it waits for the device: there a longer draft costs what the device takes."""
+    costs, shape = StepCosts(), StepShape(64, all_greedy=False)
+    for k, seconds in enumerate((0.7e-3, 1.0e-3, 1.2e-3)):
+        costs.set(shape, k, seconds)
+    for number in range(64):
+        host = 6e-3 if number % 8 == 0 else 0.5e-3
+        costs.add(shape, 1, max(host, 1e-3), waited=max(0.0, 1e-3 - host))
+    found = costs.of(shape, (1, 2))
+    assert found[1] == pytest.approx((6e-3 + 7 * 1.0e-3) / 8, rel=0.02)
+    assert found[2] == pytest.approx((6e-3 + 7 * 1.2e-3) / 8, rel=0.02)
 
 
 def test_times_are_booked_on_the_step_that_took_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +557,8 @@ def test_a_larger_pass_over_prompts_stands_in_for_one_that_is_not_captured() -> 
     ]
     graphs: Any = object.__new__(CudaGraphs)
     graphs.contexts, graphs._graphs, graphs._padding = shapes, {}, {}
-    graphs._seconds_of_row, graphs.capture_seconds = 1e-4, [0.05]
+    graphs._seconds_of_pass = lambda shape, plan: 1e-4 * shape.num_tokens
+    graphs.capture_seconds = [0.05]
     captured, ran = [], []
 
     def capture(inputs: Any, key: GraphKey) -> bool:

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..config import DecodingBaseConfig
 from .draft_len import DraftLen
@@ -44,6 +45,16 @@ class _Probe:
 
     at: int
     every: int = FIRST_PROBE
+
+
+class _Outlook(NamedTuple):
+    """What is known of a shape's lengths, for some steps: it is asked at every change."""
+
+    until: int  # a step
+    most: int  # drafts within the limits of the step
+    allowed: tuple[int, ...]  # lengths to choose from
+    speeds: dict[int, float]  # of these
+    loss: float  # seconds of each step, for want of a faster length's graph
 
 
 class Launches:
@@ -121,6 +132,7 @@ class AutoDraftLen(DraftLen):
         self._steps = self._until = self._folded = self._since = self._changed = 0
         self._loss = 0.0  # seconds of each step since, for want of a faster length's graph
         self._owed: dict[StepShape, float] = {}
+        self._outlooks: dict[StepShape, _Outlook] = {}
         self.num_trials = 0
         self._trials: deque[int] = deque()
         self._tried: set[tuple[StepShape, int]] = set()
@@ -228,16 +240,31 @@ class AutoDraftLen(DraftLen):
             self._folded = self._steps
             for acceptance in self._acceptance.values():
                 acceptance.fold()
-        is_new = shape != self._shape or most != self._most
-        if is_new or self._steps >= self._until or self.launches.is_lost(shape, self.chosen):
+        is_new, is_due = shape != self._shape or most != self._most, self._steps >= self._until
+        if is_new or is_due or self.launches.is_lost(shape, self.chosen):
             self._settle()
-            self._share_sampled, self._most = batch.num_sampled / len(batch.generations), most
-            self._allowed = self._lengths_for(shape, batch)
+            self._most = most
+            outlook = self._outlook_of(shape, batch, is_due)
+            self._allowed, self._loss = outlook.allowed, outlook.loss
             if is_new or self.chosen not in self._allowed:
                 self._begin(shape)
             else:
                 self._decide(shape)
         return self.chosen
+
+    def _outlook_of(self, shape: StepShape, batch: ScheduledBatch, is_due: bool) -> _Outlook:
+        """Returns what is known of a shape: found out anew where a decision is due, or from at most
+        `REST` steps ago."""
+        known = self._outlooks.get(shape)
+        is_kept = known is not None and known.most == self._most and self._steps < known.until
+        if known and is_kept and not (is_due or self.launches.is_lost(shape, self.chosen)):
+            return known
+        self._share_sampled = batch.num_sampled / len(batch.generations)
+        allowed = self._lengths_for(shape, batch)
+        speeds = self._speeds(shape, allowed)
+        until = self._steps + REST
+        self._outlooks[shape] = _Outlook(until, self._most, allowed, speeds, self._loss)
+        return self._outlooks[shape]
 
     def _settle(self) -> None:
         """Books what was lost since the last choice for want of a graph."""
@@ -283,13 +310,13 @@ class AutoDraftLen(DraftLen):
             self._trials.clear()
             self._until = 0
         self._shape, self._changed, is_due = shape, self._steps, self._steps >= self._until
-        self.chosen = self._best(shape, 1.0 if is_due else SWITCH)
+        self.chosen = self._best(self._outlooks[shape].speeds, 1.0 if is_due else SWITCH)
         if is_due:
             self._until = self._steps + REST
 
     def _decide(self, shape: StepShape) -> None:
         if not self._trials:
-            best = self._best(shape)
+            best = self._best(self._speeds(shape, self._allowed))
             if self._before_trials is not None:
                 self._end_trials(shape, best)
             elif best == 0 < self.chosen:
@@ -358,16 +385,16 @@ class AutoDraftLen(DraftLen):
         beside = {self._allowed[0], *self._allowed[place - 1 : place + 2]} - {self.chosen}
         return sorted(beside)
 
-    def _best(self, shape: StepShape, least: float = 1.0) -> int:
+    def _best(self, speed: dict[int, float], least: float = 1.0) -> int:
         """Returns the fastest length. What was chosen before the trials stays at a tie.
 
         Args:
+            speed: of all allowed lengths.
             least: times its speed that another one must have.
         """
         kept = self.chosen if self._before_trials is None else self._before_trials
         kept = max((k for k in self._allowed if k <= kept), default=self._allowed[0])
-        fastest = self._fastest(shape, self._allowed)
-        speed = self._speeds(shape, (kept, fastest))
+        fastest = max(self._allowed, key=lambda k: (speed[k], -k))
         needed = max(least, BETTER if fastest > kept else 1.0)
         return fastest if speed[fastest] > needed * speed[kept] else kept
 

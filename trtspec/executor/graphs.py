@@ -95,8 +95,7 @@ class CudaGraphs:
         self.inputs = GenerationInputs(
             self.batch_sizes[-1], config.max_batch_size, config.max_seq_len, self.kv_cache, device
         )
-        costs = costs_of_pass(step.target)
-        self.most_worth, self._seconds_of_row = costs.most_worth_capturing, costs.row
+        self.most_worth = costs_of_pass(step.target).most_worth_capturing
         self.contexts = [
             ContextInputs(n, config.max_batch_size, config.max_seq_len, self.kv_cache, device)
             for n in graph_config.context_sizes(config.max_num_tokens, self.most_worth)
@@ -110,6 +109,7 @@ class CudaGraphs:
         lengths choose themselves passes differ from run to run, and a capture takes as long as
         dozens of steps."""
         self._padding: dict[GraphKey, float] = {}  # seconds that it has cost, by what is missing
+        self._seconds: dict[GraphKey, float] = {}  # of passes that have stood in
         self.masks: GuidedMasks | None = None  # set once a request has a grammar
         self._reach: Callable[[Point], None] | None = None  # while a step with grammars is captured
         self._pool = torch.cuda.graph_pool_handle()
@@ -219,10 +219,28 @@ class CudaGraphs:
         found = next((one for one in larger if _key_of_contexts(plan, one) in self._graphs), None)
         if found is None:
             return None
-        key = _key_of_contexts(plan, inputs)
-        padding = (found.num_tokens - inputs.num_tokens) * self._seconds_of_row
+        key, seconds = _key_of_contexts(plan, inputs), self._seconds_of_pass(found, plan)
+        padding = seconds * (1 - inputs.num_tokens / found.num_tokens)
         self._padding[key] = self._padding.get(key, 0.0) + padding
         return found if self._padding[key] < self.price else None
+
+    def _seconds_of_pass(self, inputs: ContextInputs, plan: StepPlan) -> float:
+        """Returns what a captured pass takes, all of it padding. It is timed once, and the host
+        waits: by its products alone a pass of a small model would seem a fraction of it."""
+        key = _key_of_contexts(plan, inputs)
+        if key not in self._seconds:
+            inputs.fill([])
+            self._replay_inert(key)
+            torch.cuda.synchronize(self.device)
+            began = time.perf_counter()
+            self._replay_inert(key)
+            torch.cuda.synchronize(self.device)
+            self._seconds[key] = time.perf_counter() - began
+        return self._seconds[key]
+
+    def _replay_inert(self, key: GraphKey) -> None:
+        for graph, _ in self._graphs[key].parts:
+            graph.replay()
 
     def _capture_contexts(self, inputs: ContextInputs, key: GraphKey) -> bool:
         """Captures a shape. False: there is no room or no kernel for it, and it was dropped."""
@@ -306,8 +324,7 @@ class CudaGraphs:
             began = time.perf_counter()
             for _ in range(IN_A_ROW):
                 past_lens.fill_(past_len)
-                for graph, _ in self._graphs[key].parts:
-                    graph.replay()
+                self._replay_inert(key)
             torch.cuda.synchronize(self.device)
             times.append((time.perf_counter() - began) / IN_A_ROW)
         first = max(0, past_len - page) // page  # of each row's blocks that were written to
