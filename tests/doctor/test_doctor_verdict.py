@@ -17,7 +17,8 @@ from torch import nn
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
-from trtspec.doctor.diagnosis import Diagnosis, _ordinal
+from trtspec.doctor import _compare_with_training
+from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens
@@ -52,6 +53,35 @@ def test_later_drafts_are_compared_with_training_too() -> None:
     assert _diagnosis(800, 560, 390, trained=[0.8, 0.7, 0.6]).is_well
     few = _diagnosis(400, 190, 0, judged=500, trained=[0.8, 0.5, 0.6])
     assert few.is_well, "the third draft was judged 190 times"
+
+
+def test_a_change_that_brings_back_a_part_is_not_the_whole() -> None:
+    def with_change(*right: int, **fields: Any) -> str:
+        found = _diagnosis(10, 0, 0, **fields)
+        assert found.as_loaded is not None
+        places = [1000, *right[:-1]]
+        change = Finding("its draft ids are the target's", "", Evaluation(list(right), places))
+        found.changes = [change]
+        return found.verdict
+
+    said = with_change(160, 30, 0, trained=[0.74, 0.7, 0.6])
+    assert "0.01 as it is and 0.16 with the change" in said
+    assert "That is not all of it" in said and "0.74 of the time" in said
+    assert "That is not all of it" not in with_change(730, 500, 300, trained=[0.74, 0.7, 0.6])
+    assert "That is not all of it" not in with_change(160, 30, 0), "how it was trained is unknown"
+    assert "hardly ever, too" in with_change(15, 0, 0)
+
+
+@pytest.mark.parametrize("rates", [[None, "x"], [0.5, float("nan")], [1.5], "0.5", {"a": 1}])
+def test_odd_notes_of_training_are_left_alone(rates: Any) -> None:
+    diagnosis = Diagnosis()
+    _compare_with_training(diagnosis, {"held_out_conditional": rates})
+    assert diagnosis.trained is None and "is no list of numbers" in diagnosis.notes[0]
+    _compare_with_training(diagnosis, {"held_out_conditional": [0, 0.5]})
+    assert diagnosis.trained == [0.0, 0.5]
+    for notes in (None, {}, [], "x"):
+        _compare_with_training(other := Diagnosis(), notes)
+        assert other.trained is None and not other.notes
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,11 @@ def test_sizes_in_between_are_left_for_later_when_a_start_takes_too_long(
     config = config_of("eagle3", 3, drafters, draft_len_schedule="auto")
     graph_config = CudaGraphConfig(batch_sizes=(2, 3, 4))
     llm = LLM(target_dir, config, **ENGINE | {"cuda_graph_config": graph_config})
-    assert {key.batch_size for key in llm.executor.graphs._graphs} == {2, 4}
+    graphs = llm.executor.graphs
+    assert {key.batch_size for key in graphs._graphs if not key.context_tokens} == {2, 4}
+    passes = sorted({key.context_tokens for key in graphs._graphs if key.context_tokens})
+    assert passes[-1] == graphs.contexts[-1].num_tokens
+    assert all(2 * a <= b for a, b in pairwise(passes)) and len(passes) < len(graphs.contexts)
     params = [SamplingParams(max_tokens=20, ignore_eos=True)] * 3
     prompts = [[3, 5], [7, 9, 4], [8]]
     expected = _tokens(LLM(target_dir, **ENGINE), prompts, params)

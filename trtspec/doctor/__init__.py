@@ -29,6 +29,7 @@ from ..checkpoints.tensors import open_checkpoint
 from ..checkpoints.tokenizer import load_tokenizer, token_problem
 from ..checkpoints.weights import load_decoder
 from ..checkpoints.zoo import resolve_head
+from ..checks import is_number
 from ..errors import CheckpointError
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
@@ -107,9 +108,7 @@ def diagnose(
         LoadOptions(dtype=dtype, device=device, backend=TorchAttention(), kv_group=1, pack=False),
     )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
-    notes = raw.get("training")
-    if isinstance(notes, dict) and isinstance(notes.get("held_out_conditional"), list):
-        diagnosis.trained = [float(rate) for rate in notes["held_out_conditional"]]
+    _compare_with_training(diagnosis, raw.get("training"))
     diagnosis.reads_masks = head.config.mask_token_id is not None
     tokens: dict[int, str] = {}
     if diagnosis.reads_masks:
@@ -195,3 +194,17 @@ def _diagnose_model(
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis
+
+
+def _compare_with_training(diagnosis: Diagnosis, notes: Any) -> None:
+    """Takes acceptance at the end of training from what the trainer wrote, if it makes sense."""
+    rates = notes.get("held_out_conditional") if isinstance(notes, dict) else None
+    if rates is None:
+        return
+    if isinstance(rates, list) and all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
+        diagnosis.trained = [float(rate) for rate in rates]
+        return
+    diagnosis.notes.append(
+        f"held_out_conditional={rates!r} in its config.json is no list of numbers in 0 … 1: "
+        "acceptance is not compared with training's."
+    )

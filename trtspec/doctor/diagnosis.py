@@ -119,12 +119,40 @@ class Diagnosis:
             f"{' and '.join(f.name for f in self.changes)}: acceptance of the {_ordinal(index)} "
             f"draft is {old.conditional[index]:.2f} as it is and {new.conditional[index]:.2f} with "
             f"the change (length {old.acceptance_length:.2f} and {new.acceptance_length:.2f})."
+            f"{self._what_is_left(new)}"
         )
 
-    def _upper_bound(self, index: int) -> float:
+    def _what_is_left(self, result: Evaluation) -> str:
+        """Says so where acceptance is poor with the changes too: they are not the cause, or not the
+        only one."""
+        short = self._short_of_training(result)
+        if short is not None:
+            assert self.trained is not None
+            what = (
+                f"when it was trained the {_ordinal(short)} draft was accepted "
+                f"{self.trained[short]:.2f} of the time, and with the change it is "
+                f"{result.conditional[short]:.2f}"
+            )
+        elif is_dead(result.judged[0], result.right[0]):
+            what = "with the change it is accepted hardly ever, too"
+        else:
+            return ""
+        return (
+            f" That is not all of it: {what}. The cause may be another one, which this change "
+            f"covers in part. Copy the {self.drafter} again from its source."
+        )
+
+    def _short_of_training(self, result: Evaluation) -> int | None:
+        """Returns the first draft that is accepted far less often than at the end of training."""
+        for index, rate in enumerate((self.trained or [])[: len(result.judged)]):
+            if result.judged[index] < FEWEST_JUDGED:
+                break
+            if self._upper_bound(index, result) < rate - SHORT_OF_TRAINING:
+                return index
+        return None
+
+    def _upper_bound(self, index: int, result: Evaluation) -> float:
         """Returns an upper confidence bound of a draft's conditional acceptance."""
-        result = self.as_loaded
-        assert result is not None
         right, judged = result.right[index], result.judged[index]
         likely = (right + 1) / (judged + 2)  # also 0 of n has an error
         return result.conditional[index] + CERTAIN * math.sqrt(likely * (1 - likely) / (judged + 2))
@@ -137,7 +165,7 @@ class Diagnosis:
         return (
             result.judged[1] >= FEWEST_JUDGED
             and first >= LEAST_BEFORE_MASKS
-            and self._upper_bound(1) < LOST_AT_MASKS * first
+            and self._upper_bound(1, result) < LOST_AT_MASKS * first
         )
 
     def _what_fails_at_masks(self) -> str:
@@ -167,17 +195,15 @@ class Diagnosis:
                 f"No known mistake explains it: {first}, hardly ever. Is this the target that the "
                 f"{self.drafter} is for?"
             ), False
-        for index, rate in enumerate(trained[: len(result.judged)]):
-            if result.judged[index] < FEWEST_JUDGED:
-                break
-            if self._upper_bound(index) < rate - SHORT_OF_TRAINING:
-                after = ", after right ones" if index else ""
-                return (
-                    f"No known mistake explains it: the {_ordinal(index)} draft is accepted "
-                    f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
-                    f"was {rate:.2f}. Is this the target that it was trained for, and text of that "
-                    "kind?"
-                ), False
+        index = self._short_of_training(result)
+        if index is not None:
+            after = ", after right ones" if index else ""
+            return (
+                f"No known mistake explains it: the {_ordinal(index)} draft is accepted "
+                f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
+                f"was {trained[index]:.2f}. Is this the target that it was trained for, and text "
+                "of that kind?"
+            ), False
         if trained:
             return (
                 f"Nothing is wrong: {first}, when it was trained it was {trained[0]:.2f}. If that "

@@ -78,14 +78,17 @@ class _GraphLaunches(Launches):
 def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     """Captures every length, so that none has to earn its graph first, and times what is unknown.
 
-    Sizes 1, 2, 4, … and the largest come first. Their times are needed, for those of others can be
-    derived from them. Passes over prompts are next, for lengths vary, so other prompts come
-    together in every run. Whatever is left after `SECONDS_AT_START`, and whose times are known or
-    not needed, waits until it is used, unless all graphs are to be captured at start.
+    A few passes over prompts come first, each half as large as the one before: they run all others
+    until these have graphs. Then come sizes 1, 2, 4, … and the largest. Their times are needed, for
+    those of others can be derived from them. Next are the other passes over prompts, for lengths
+    vary, so other prompts come together in every run. Whatever is left after `SECONDS_AT_START`,
+    and whose times are known or not needed, waits until it is used, unless all graphs are to be
+    captured at start.
     """
     sizes = graphs.batch_sizes[::-1]
     needed = [size for size in sizes if size & (size - 1) == 0 or size == sizes[0]]
     late = inf if graphs.captures_at_start else time.perf_counter() + SECONDS_AT_START
+    graphs.prepare_contexts(auto.max_draft_len, apart=2)
     for size in needed:
         _capture_lengths(graphs, auto, size, until=late, is_needed=True)
     graphs.prepare_contexts(auto.max_draft_len, until=late)
