@@ -72,8 +72,15 @@ def make_spec_config(options: EngineOptions, progress: Progress) -> DecodingBase
 
 
 def parse_draft_len(text: str) -> int | Literal["auto"]:
-    """Reads "4" or "auto". Raises CliError for anything else."""
-    return _int_or_auto("--max-draft-len", text, "drafts")
+    """Reads "4" or "auto". Raises CliError for anything else, and for 0, which in a config means
+    the drafter's own and here would seem to mean none."""
+    number = _int_or_auto("--max-draft-len", text, "drafts")
+    if number == 0:
+        raise CliError(
+            "--max-draft-len 0: give 1 or more. Leave it out for the drafter's own number, or leave "
+            "out --speculative to draft nothing."
+        )
+    return number
 
 
 def _int_or_auto(option: str, text: str, what: str) -> int | Literal["auto"]:
