@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import stat
 import sys
 import threading
 import warnings
@@ -50,6 +51,22 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def set_usual_mode(path: Path) -> None:
+    """Gives a file the mode that `open` gives new ones: safetensors' are their owner's alone.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        beside.touch()  # the umask itself can only be read by setting it, for all threads
+        mode = stat.S_IMODE(beside.stat().st_mode)
+        if stat.S_IMODE(path.stat().st_mode) != mode:  # some file systems have one mode for all
+            path.chmod(mode)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:

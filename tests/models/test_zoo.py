@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +208,15 @@ def test_transformers_with_and_without_the_option(monkeypatch: pytest.MonkeyPatc
     ]:
         monkeypatch.setitem(sys.modules, "transformers", module)
         assert _dequantized() == expected
+
+
+def test_the_weights_can_be_read_by_whom_the_umask_allows(tmp_path: Path, tiny_gguf: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        convert_gguf(tiny_gguf, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "out" / "model.safetensors").stat().st_mode) == 0o644
 
 
 def test_tokenizer(tmp_path: Path, tiny_gguf: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError, ConfigError
+from ..utils import set_usual_mode
 from .hf_config import load_config
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,8 @@ def _write(model: Any, tokenizer: Any, work: Path) -> None:
     try:
         model.save_pretrained(work, max_shard_size="1000GB")  # one file
         tokenizer.save_pretrained(work)
+        for path in work.glob("*.safetensors"):
+            set_usual_mode(path)
     except Exception as error:
         if "os error" not in str(error):
             raise

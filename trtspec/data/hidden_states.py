@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
+from ..utils import set_usual_mode
 
 INDEX, LOCK = "index.json", ".lock"
 _FORMAT = {"format": "trtspec-hidden-states", "version": 1}
@@ -181,6 +182,7 @@ class HiddenStatesWriter:
             tensors = {column: torch.cat(parts) for column, parts in self._columns.items()}
             beside = self.directory / f".{self._shard}.part"
             save_file(tensors, beside, metadata={"format": "pt"})
+            set_usual_mode(beside)
             os.replace(beside, self.directory / self._shard)
         with self._locked():
             index = self._index()

@@ -28,6 +28,7 @@ from ..models.drafters.convolved import BlockConvolution
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.eagle import Eagle3Head
 from ..models.drafters.mtp import MTPHead, mtp_decoder_config
+from ..utils import set_usual_mode
 from .data import d2t_offsets
 
 BLOCK_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
@@ -364,6 +365,7 @@ def save_head(
     names = ("model.safetensors", "config.json")
     try:
         save_file(tensors, out / "model.safetensors.tmp", metadata={"format": "pt"})
+        set_usual_mode(out / "model.safetensors.tmp")
         (out / "config.json.tmp").write_text(json.dumps(raw, indent=2) + "\n")
         for name in names:
             os.replace(out / f"{name}.tmp", out / name)
