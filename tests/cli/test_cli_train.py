@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from guided import save_tokenizer
 from matrix import full
 from safetensors.torch import load_file
 from tiny import tiny_model_dir
+from unrolled import F32, load_target
 
 from trtspec import cli
+from trtspec.train.new_head import NewHead, create_head, save_head
 
 Captured = pytest.CaptureFixture[str]
 SMALL = ["--length", "128", "--steps", "3", "--batch-size", "2", "--unroll", "2",
@@ -144,3 +147,96 @@ def test_what_does_not_fit_the_target_is_said_before_it_writes(
     assert cli.main([*train, "--length", "64", "--device", "cpu", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def _tiny_target(path: Path) -> Path:
+    target = tiny_model_dir(path)
+    tokenizer = save_tokenizer(target)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def _tiny_head(target: Path, path: Path, **fields: Any) -> Path:
+    """Saves a head that the target did not train."""
+    spec, decoder = NewHead(layers_to_capture=(0, 1, 2), **fields), load_target(target)
+    ids = torch.arange(60) if spec.kind == "eagle3" else None
+    save_head(create_head(spec, decoder, ids, F32, seed=0), decoder.config, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "message"),
+    [
+        ({}, ["dflash", "--mask-token-id", "90"], "head of kind eagle3, and dflash is to be"),
+        ({}, ["mtp"], "head of kind eagle3, and mtp is to be trained"),
+        (
+            {"kind": "dflash", "mask_token_id": 90},
+            ["eagle3", "--draft-vocab-size", "50"],
+            "head of kind dflash, and eagle3 is to be",
+        ),
+        ({}, ["eagle3", "--draft-vocab-size", "50"], "drafts among 60 tokens"),
+        ({}, ["eagle3", "--num-layers", "2"], "num_layers: 1 there, 2 here"),
+        ({}, ["eagle3", "--sliding-window", "20"], "[None] there, [20] here"),
+        ({}, ["eagle3", "--capture-layers", "2,1,0"], "layers_to_capture: (0, 1, 2) there"),
+        (
+            {"kind": "dflash", "mask_token_id": 90},
+            ["dflash", "--mask-token-id", "91", "--context-embeddings"],
+            "mask_token_id: 90 there, 91 here; context_embeddings: False there, True here",
+        ),
+        (
+            {"kind": "dspark", "mask_token_id": 90, "markov_rank": 8},
+            ["dspark", "--mask-token-id", "90"],
+            "markov_rank: 8 there, 16 here",
+        ),
+    ],
+)
+def test_another_head_to_begin_with_is_refused_before_the_target_writes(
+    tmp_path: Path, capsys: Captured, fields: dict[str, Any], arguments: list[str], message: str
+) -> None:
+    target = _tiny_target(tmp_path)
+    head, out = _tiny_head(target, tmp_path / "head", **fields), tmp_path / "out"
+    train = ["train", *arguments, "--target", str(target), "--init-head", str(head)]
+    train += ["--self-generate", "3", "--length", "64", "--device", "cpu", "--out", str(out)]
+    assert cli.main(train) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def _write_texts(path: Path, count: int = 12) -> Path:
+    """Writes conversations that a tiny target can read."""
+    lines = [
+        json.dumps({"messages": [
+            {"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i} {i} {i}"},
+        ]})
+        for i in range(count)
+    ]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _train(target: Path, out: Path, text: Path, *more: str) -> list[str]:
+    """Returns a command that trains a head in a moment."""
+    small = ["--length", "64", "--steps", "2", "--batch-size", "2", "--unroll", "2"]
+    train = ["train", "eagle3", "--target", str(target), "--capture-layers", "0,1,2", *small]
+    return [*train, "--device", "cpu", "--out", str(out), "--data", str(text), *more]
+
+
+def test_an_earlier_head_keeps_its_rotation_and_norms(tmp_path: Path, capsys: Captured) -> None:
+    target, text = _tiny_target(tmp_path), _write_texts(tmp_path / "text.jsonl")
+    head, out = _tiny_head(target, tmp_path / "head"), tmp_path / "out"
+    config = json.loads((head / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 5e5
+    config["rms_norm_eps"] = 1e-3
+    (head / "config.json").write_text(json.dumps(config))
+    train = _train(target, out, text, "--init-head", str(head))
+    assert cli.main(train) == 0, capsys.readouterr().err
+    written = json.loads((out / "config.json").read_text())
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
+    assert written["rms_norm_eps"] == 1e-3
+    assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
+    assert cli.main(_train(target, out, text, "--draft-vocab-size", "60")) == 2
+    assert "rotation and norms" in capsys.readouterr().err

@@ -1,17 +1,32 @@
-"""A new EAGLE-3 head begins with an earlier one that drafts among fewer tokens."""
+"""A new head begins with an earlier one, of EAGLE-3 with one that drafts among fewer tokens."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import tiny_model_dir
 from torch import Tensor
-from unrolled import F32, VOCAB, load_target
+from unrolled import CPU, F32, VOCAB, load_target
 
+from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.heads.load import load_head
+from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.errors import ConfigError
 from trtspec.models.decoder import Decoder
 from trtspec.models.drafters.eagle import Eagle3Head
-from trtspec.train.new_head import NewHead, begin_with, create_head, lm_head_weight, trainable
+from trtspec.train.new_head import (
+    NewHead,
+    begin_with,
+    check_alike,
+    create_head,
+    lm_head_weight,
+    save_head,
+    trainable,
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +89,46 @@ def test_a_token_that_would_be_lost_is_refused(target: Decoder) -> None:
     earlier, _ = _turned(target, torch.arange(3, 20))
     with pytest.raises(ConfigError, match="draft_vocab_size: 17 there, 40 here"):
         begin_with(_head(target, torch.arange(4, 44)), earlier)
+
+
+OTHER = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_like_another_has_its_rotation_and_norms(target: Decoder, kind: str) -> None:
+    like = replace(target.config, **OTHER)
+    spec = NewHead(kind=kind, layers_to_capture=(0, 1, 2), mask_token_id=90)
+    ids = torch.arange(VOCAB) if kind == "eagle3" else None
+    earlier = create_head(replace(spec, like=like), target, ids, F32, seed=1)
+    with pytest.raises(ConfigError, match=r"rms_norm_eps: 0.001 there, 1e-06 here; rope_param"):
+        begin_with(create_head(spec, target, ids, F32, seed=0), earlier)
+    head = create_head(replace(spec, like=earlier.config.decoder), target, ids, F32, seed=0)
+    begin_with(head, earlier)
+    assert head.norm.eps == 1e-3
+    assert head.rope_tables.table0[7, 1] == earlier.rope_tables.table0[7, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("activation", "gelu_tanh"), ("rotary_dim", 4), ("qkv_bias", True), ("attention_scale", 0.5)],
+)
+def test_layers_that_compute_otherwise_are_refused(
+    target: Decoder, field: str, value: object
+) -> None:
+    here = _head(target, torch.arange(VOCAB)).config
+    earlier = replace(here, decoder=replace(here.decoder, **{field: value}))
+    with pytest.raises(ConfigError, match=f"{field}: {value!r} there"):
+        check_alike(earlier, here)
+
+
+def test_mtp_layers_begin_with_saved_ones(target: Decoder, tmp_path: Path) -> None:
+    spec = NewHead(kind="mtp")
+    save_head(create_head(spec, target, None, F32, seed=1), target.config, tmp_path)
+    how = LoadOptions(dtype=F32, device=CPU, backend=TorchAttention(), kv_group=1, pack=False)
+    head = create_head(spec, target, None, F32, seed=0)
+    begin_with(head, load_head(tmp_path, target, HeadRequest(), how))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["rope_theta"] = raw["rope_parameters"]["rope_theta"] = 5e5
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        begin_with(head, load_head(tmp_path, target, HeadRequest(), how))

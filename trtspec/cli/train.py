@@ -61,11 +61,12 @@ def run_train(options: TrainOptions) -> int:
     from ..train.new_head import (
         NewHead,
         begin_with,
+        check_alike,
         check_kind,
-        check_spec,
         check_target,
         create_head,
         fit_to_states,
+        head_config,
     )
     from ..train.trainer import Trainer
     from ..train.unroll import teach
@@ -95,11 +96,15 @@ def run_train(options: TrainOptions) -> int:
     if dtype == torch.float16:
         raise CliError("Gradients leave float16's range: train with --dtype bfloat16 or float32.")
     earlier = _earlier(options, config)
-    if earlier is not None:
-        layers = earlier.require().layers_to_capture or None
-        spec = replace(spec, layers_to_capture=spec.layers_to_capture or layers)
+    known = None if earlier is None else earlier.require()
+    if known is not None:
+        layers = spec.layers_to_capture or known.layers_to_capture or None
+        like = None if options.kind == "mtp" else known.decoder
+        spec = replace(spec, layers_to_capture=layers, like=like)
     _check_options(options, config)
-    check_spec(spec, config)  # before the target writes text for hours
+    made = head_config(spec, config, 1 if known is None else known.draft_vocab_size)
+    if known is not None:
+        check_alike(known, made)  # before the target writes text for hours
     tokenizer = load_tokenizer(target_dir)
     if tokenizer is None:
         raise CliError(f"{target_dir} has no tokenizer, which the text needs. Use one that has.")
@@ -166,25 +171,26 @@ def _earlier(options: TrainOptions, target: DecoderConfig) -> HeadReport | None:
     """Returns what the head to begin with is, None without one.
 
     Raises:
-        CheckpointError, CliError: it does not fit the target, or an option.
+        CheckpointError, CliError: it does not fit the target, the kind, or the vocabulary.
     """
     from ..checkpoints.heads.load import read_head
-    from ..train.new_head import other_windows
+    from ..train.new_head import kind_of_head
 
     if options.init_head is None:
         return None
     with ExitStack() as stack:
         report = read_head(Path(options.init_head), target, stack)
-    size = report.require().draft_vocab_size
+    kind, size = kind_of_head(report.require()), report.require().draft_vocab_size
+    if kind != options.kind:
+        raise CliError(
+            f"--init-head {options.init_head} is a head of kind {kind}, and {options.kind} is to "
+            "be trained. Give a head of that kind."
+        )
     if options.kind == "eagle3" and (options.draft_vocab_size or size) < size:
         raise CliError(
             f"--draft-vocab-size {options.draft_vocab_size}: the head of --init-head drafts among "
             f"{size} tokens, which stay. Give {size} or more, or leave the option out."
         )
-    windows = (options.sliding_window,) * options.num_layers
-    differs = [] if options.kind == "mtp" else other_windows(report.require(), windows)
-    if differs:
-        raise CliError(f"The head of --init-head has other {differs[0]}.")
     return report
 
 

@@ -40,6 +40,17 @@ CONVOLUTION = 2, 16
 CANDIDATES = 16
 CODEBOOK_DEVIATION = 0.02
 FORMATS = ("raw", "speculators")
+OF_FILES = {
+    "format", "captured_by", "suggested_draft_len", "trained_draft_len", "num_mtp_layers",
+    "decoder", "draft_window",
+}  # fmt: skip
+"""Fields of a head's config in which an earlier head may differ from one that begins with it."""
+OF_LAYERS = (
+    "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps",
+    "norm_offset", "rope_parameters", "rotary_dim", "activation", "swiglu_limit", "qkv_bias",
+    "o_bias", "mlp_bias", "qk_norm", "head_gate", "attention_scale", "attention_softcap",
+)  # fmt: skip
+"""Fields of a head's layers in which it may not."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class NewHead:
     sliding_window: int | None = None  # not of MTP: rows that a layer sees; None is all. A block's
     # rows see each other, and as many rows before the last token's
     draft_window: int = 0  # for serving, `HeadDecodingConfig.draft_window`
+    like: DecoderConfig | None = None  # not of MTP: whose RoPE and norms' epsilon; None: target's
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -114,17 +126,9 @@ def create_head(
     Raises:
         ConfigError: as `check_target`, or a size does not fit.
     """
-    config = target.config
-    check_target(config)
-    device = target.embed_tokens.weight.device
-    network: Any = MTPHead
-    if spec.kind == "eagle3":
-        network, made = Eagle3Head, _eagle3_config(spec, config, draft_ids)
-    elif spec.kind in BLOCK_KINDS:
-        network, made = DFlashHead, _block_config(spec, config)
-    else:
-        made = _mtp_config(spec, config)
-    made = replace(made, draft_window=spec.draft_window)
+    config, device = target.config, target.embed_tokens.weight.device
+    made = head_config(spec, config, None if draft_ids is None else len(draft_ids))
+    network: Any = {"eagle3": Eagle3Head, "mtp": MTPHead}.get(spec.kind, DFlashHead)
     with torch.device("meta"):
         head: DraftHead = network(
             made, config.max_position_embeddings, TorchAttention(), kv_group=1
@@ -200,23 +204,11 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         ConfigError: the heads' kinds, flags or sizes differ, or a token that the earlier head
             drafts is missing here.
     """
-    of_files = {
-        "format", "captured_by", "suggested_draft_len", "trained_draft_len", "decoder",
-        "draft_window",
-    }  # fmt: skip
-    rows = _rows_of_earlier(head, earlier)
+    rows, known = _rows_of_earlier(head, earlier), earlier.config
     if rows is not None:
-        of_files.add("draft_vocab_size")
-    differs = [
-        f"{field.name}: {shown(getattr(earlier.config, field.name))} there, "
-        f"{shown(getattr(head.config, field.name))} here"
-        for field in fields(HeadConfig)
-        if field.name not in of_files
-        and getattr(earlier.config, field.name) != getattr(head.config, field.name)
-    ]
-    differs += other_windows(earlier.config, _windows(head.config))
-    if earlier.config.decoder.attention_sinks != head.config.decoder.attention_sinks:
-        differs.append("attention_sink_bias: sinks there, none here")
+        known = replace(known, draft_vocab_size=head.config.draft_vocab_size)
+    check_alike(known, head.config)
+    differs = []
     given, wanted = dict(earlier.named_parameters(remove_duplicate=False)), trainable(head)
     for name, parameter in wanted.items():
         weight = given.get(name)
@@ -226,16 +218,50 @@ def begin_with(head: DraftHead, earlier: DraftHead) -> None:
         if weight is None or list(weight.shape) != shape:
             found = "missing" if weight is None else list(weight.shape)
             differs.append(f"{name}: {found} there, {shape} here")
-    if differs:
-        raise ConfigError(
-            f"The earlier head is another kind of network ({'; '.join(differs)}). Give options "
-            "that make a head like it, or another head."
-        )
+    _refuse(differs)
     for name, parameter in wanted.items():
         if name == "lm_head.weight" and rows is not None:
             parameter.data.copy_(_grown(parameter.data, given[name].data, rows))
         else:
             parameter.data.copy_(given[name])
+
+
+def check_alike(earlier: HeadConfig, here: HeadConfig) -> None:
+    """Raises ConfigError where a head cannot begin with an earlier one, as far as configs say."""
+    kinds = [kind_of_head(config) for config in (earlier, here)]
+    if kinds[0] != kinds[1]:
+        _refuse([f"kind: {kinds[0]} there, {kinds[1]} here"])
+    counts = [config.decoder.num_layers for config in (earlier, here)]
+    if counts[0] != counts[1]:
+        _refuse([f"num_layers: {counts[0]} there, {counts[1]} here"])
+    names = [field.name for field in fields(HeadConfig) if field.name not in OF_FILES]
+    pairs = [(name, getattr(earlier, name), getattr(here, name)) for name in names]
+    pairs += [(name, _of_layers(earlier, name), _of_layers(here, name)) for name in OF_LAYERS]
+    differs = [
+        f"{name}: {shown(there)} there, {shown(value)} here"
+        for name, there, value in pairs
+        if there != value
+    ]
+    differs += other_windows(earlier, _windows(here))
+    if earlier.decoder.attention_sinks != here.decoder.attention_sinks:
+        differs.append("attention_sink_bias: sinks there, none here")
+    _refuse(differs)
+
+
+def _refuse(differs: list[str]) -> None:
+    """Raises ConfigError where there is a difference."""
+    if differs:
+        raise ConfigError(
+            f"The earlier head is another kind of network ({'; '.join(differs)}). Give options "
+            "that make a head like it, or another head."
+        )
+
+
+def _of_layers(config: HeadConfig, name: str) -> Any:
+    """Returns a field of the head's layers: one value where they are all alike."""
+    decoder = config.decoder
+    values = [getattr(decoder.of_layer(i), name) for i in range(decoder.num_layers)]
+    return values if any(value != values[0] for value in values) else values[0]
 
 
 def _rows_of_earlier(head: DraftHead, earlier: DraftHead) -> Tensor | None:
@@ -309,15 +335,29 @@ def check_target(target: DecoderConfig) -> None:
         )
 
 
-def check_spec(spec: NewHead, target: DecoderConfig) -> None:
-    """Raises ConfigError for a head that `create_head` cannot make, whatever it drafts among."""
+def head_config(spec: NewHead, target: DecoderConfig, draft_vocab_size: int | None) -> HeadConfig:
+    """Returns the config of the head that `create_head` makes.
+
+    Args:
+        draft_vocab_size: of EAGLE-3, how many tokens it drafts among.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     check_target(target)
     if spec.kind == "eagle3":
-        _eagle3_layers(spec, target)
+        made = _eagle3_config(spec, target, draft_vocab_size)
     elif spec.kind in BLOCK_KINDS:
-        _block_config(spec, target)
+        made = _block_config(spec, target)
     else:
-        _mtp_config(spec, target)
+        made = _mtp_config(spec, target)
+    return replace(made, draft_window=spec.draft_window)
+
+
+def kind_of_head(config: HeadConfig) -> str:
+    """Returns the head's kind, as `NewHead` calls it."""
+    is_dflash2 = config.kind == "dflash" and any(config.block_convolution)
+    return "dflash2" if is_dflash2 else config.kind
 
 
 def check_kind(kind: str) -> None:
@@ -410,15 +450,17 @@ def _public_name(name: str, head: DraftHead, target: DecoderConfig, format: str)
     return name
 
 
-def _eagle3_config(spec: NewHead, target: DecoderConfig, draft_ids: Tensor | None) -> HeadConfig:
-    if draft_ids is None:
+def _eagle3_config(
+    spec: NewHead, target: DecoderConfig, draft_vocab_size: int | None
+) -> HeadConfig:
+    if draft_vocab_size is None:
         raise ConfigError("An EAGLE-3 head needs the tokens it drafts among: give draft_ids.")
     return HeadConfig(
         kind="eagle3",
         format="EAGLE-3, raw",
         decoder=_plain_layers(spec, target),
         target_hidden_size=target.hidden_size,
-        draft_vocab_size=len(draft_ids),
+        draft_vocab_size=draft_vocab_size,
         own_lm_head=True,
         layers_to_capture=_eagle3_layers(spec, target),
     )
@@ -523,6 +565,7 @@ def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
             f"A head of kind {spec.kind!r} takes over its target's attention, and this target's is "
             "latent attention, which such heads have not. Train MTP layers (kind 'mtp')."
         )
+    like = spec.like or target
     return DecoderConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -531,9 +574,9 @@ def _plain_layers(spec: NewHead, target: DecoderConfig) -> DecoderConfig:
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=target.rope_parameters,
+        max_position_embeddings=like.max_position_embeddings,  # some RoPE types depend on it
+        rms_norm_eps=like.rms_norm_eps,
+        rope_parameters=like.rope_parameters,
         layer_windows=(spec.sliding_window,) * spec.num_layers,
         dtype=target.dtype,
         raw=target.raw,

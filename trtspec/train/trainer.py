@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 VARIATION = {"dspark": 0.9}
 """Share of total variation in the loss, by the head's kind, as DSpark's authors train."""
 OPTIMIZERS = ("adamw", "muon")
-BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": []}
+BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": [], "rotation and norms": None}
 """Settings of runs that were begun before they could be given."""
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -443,11 +443,20 @@ class Trainer:
             "head": config.kind,
             "captured layers": list(config.layers_to_capture),
             "windows": windows if any(windows) and config.kind != "mtp" else [],
+            "rotation and norms": self._other_than_target(),
             **({} if config.mask_token_id is None else {"mask token": config.mask_token_id}),
             **({"context embeddings": True} if config.context_embeddings else {}),
             "dtype": str(weight.dtype),
             "target or draft vocabulary": digest.hexdigest()[:16],
         }
+
+    def _other_than_target(self) -> list[Any] | None:
+        """Returns the head's RoPE and norms' epsilon, None where they are the target's."""
+        here, there = (
+            [c.rope_parameters, c.rms_norm_eps]
+            for c in (self.head.config.decoder, self.target.config)
+        )
+        return None if here == there else here
 
     def _write_log(self, line: dict[str, Any]) -> None:
         self.log.append(line)
