@@ -240,3 +240,51 @@ def test_an_earlier_head_keeps_its_rotation_and_norms(tmp_path: Path, capsys: Ca
     assert cli.main(train) == 0 and "is trained" in capsys.readouterr().err
     assert cli.main(_train(target, out, text, "--draft-vocab-size", "60")) == 2
     assert "rotation and norms" in capsys.readouterr().err
+
+
+def test_a_head_without_its_checkpoint_is_not_overwritten(tmp_path: Path, capsys: Captured) -> None:
+    """A directory of the target's text alone, or one that a kill left, is no such head."""
+    target, out = _tiny_target(tmp_path), tmp_path / "out"
+    out.mkdir()
+    train = _train(target, out, _write_texts(out / "text.jsonl"))
+    assert cli.main(train) == 0, capsys.readouterr().err
+    weights = (out / "model.safetensors").read_bytes()
+    (out / "checkpoint.pt").rename(out / "checkpoint.tmp")  # as a kill before the first does
+    assert cli.main(train) == 0 and (out / "checkpoint.pt").exists()
+    (out / "checkpoint.pt").unlink()
+    capsys.readouterr()
+    nowhere = [*train, "--target", str(tmp_path / "nowhere")]  # is refused before it is looked for
+    for command in (train, [*train, "--init-head", str(out), "--seed", "1"], nowhere):
+        assert cli.main(command) == 2
+        error = capsys.readouterr().err
+        assert "holds a head (model.safetensors, config.json) and no checkpoint.pt" in error
+    assert (out / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [('{"event": "started"}', "1"), ('{"step": 1}\n[2]', "2"), ("12", "1"), ("not JSON", "1"),
+     ('{"step": 1, "lo\n{"step": 1}', "1"), ('{"step": "one"}', "1")],
+)  # fmt: skip
+def test_a_log_of_something_else_is_kept(
+    tmp_path: Path, capsys: Captured, content: str, where: str
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(content)
+    train = ["train", "eagle3", "--self-generate", "3", "--target", str(tmp_path / "nowhere")]
+    assert cli.main([*train, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"log.jsonl:{where} is no line of a training run's log" in error
+    assert log.read_text() == content
+
+
+@pytest.mark.parametrize("inside", ["", "head"])
+def test_an_out_that_cannot_be_a_directory_is_refused_first(
+    tmp_path: Path, capsys: Captured, inside: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    train = ["train", "eagle3", "--self-generate", "3", "--target", str(tmp_path / "nowhere")]
+    assert cli.main([*train, "--out", str(file / inside)]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot be a directory: {file} is a file. Name another" in " ".join(error.split())

@@ -39,6 +39,19 @@ def check_writable(path: Path | None) -> None:
         raise CliError(f"{path} cannot be written: there is no permission to. Name another file.")
 
 
+def check_directory(path: Path) -> None:
+    """Raises CliError where a directory cannot be made or written, before anything is computed."""
+    place = path.absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        raise CliError(f"{path} cannot be a directory: {place} is a file. Name another directory.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise CliError(
+            f"{path} cannot be written: there is no permission to. Name another directory."
+        )
+
+
 def in_new_spelling(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with `acceptance --json FILE` as `--json-file FILE`, and says so.
 

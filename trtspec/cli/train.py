@@ -15,6 +15,7 @@ from ..config import MAX_DRAFT_LEN
 from .engine import resolve_model
 from .errors import CliError
 from .options import TrainOptions
+from .output import check_directory
 from .render import make_console
 from .status import Progress
 
@@ -68,13 +69,15 @@ def run_train(options: TrainOptions) -> int:
         fit_to_states,
         head_config,
     )
-    from ..train.trainer import Trainer
+    from ..train.trainer import Trainer, check_run_directory
     from ..train.unroll import teach
 
     check_kind(options.kind)  # first: what other options can be depends on it
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
     _check_fits_kind(options)
+    check_directory(options.out)
+    check_run_directory(options.out)
     spec = NewHead(
         kind=options.kind,
         num_layers=options.num_layers,

@@ -40,6 +40,7 @@ CONVOLUTION = 2, 16
 CANDIDATES = 16
 CODEBOOK_DEVIATION = 0.02
 FORMATS = ("raw", "speculators")
+HEAD_FILES = ("model.safetensors", "config.json")
 OF_FILES = {
     "format", "captured_by", "suggested_draft_len", "trained_draft_len", "num_mtp_layers",
     "decoder", "draft_window",
@@ -402,17 +403,16 @@ def save_head(
         raw["draft_window"] = head.config.draft_window
     raw["training"] = dict(notes or {})
     out.mkdir(parents=True, exist_ok=True)
-    names = ("model.safetensors", "config.json")
     try:
         save_file(tensors, out / "model.safetensors.tmp", metadata={"format": "pt"})
         set_usual_mode(out / "model.safetensors.tmp")
         (out / "config.json.tmp").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in names:
+        for name in HEAD_FILES:
             os.replace(out / f"{name}.tmp", out / name)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
-        for name in names:
+        for name in HEAD_FILES:
             (out / f"{name}.tmp").unlink(missing_ok=True)
 
 

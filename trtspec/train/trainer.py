@@ -29,7 +29,7 @@ import torch
 
 from ..api.sampling_params import MAX_SEED
 from ..config import MAX_DRAFT_LEN, require_int
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, shown
 from ..models.decoder import Decoder
 from ..models.drafters.base import DraftHead
 from .blocks import Anchors
@@ -44,7 +44,7 @@ from .losses import (
     score,
 )
 from .muon import MuonAndAdamW
-from .new_head import BLOCK_KINDS, block_rows, save_head, trainable
+from .new_head import BLOCK_KINDS, HEAD_FILES, block_rows, save_head, trainable
 from .records import Sequences
 from .unroll import Use, teach, unroll
 
@@ -55,8 +55,8 @@ VARIATION = {"dspark": 0.9}
 OPTIMIZERS = ("adamw", "muon")
 BEFORE: dict[str, Any] = {"optimizer": "adamw", "windows": [], "rotation and norms": None}
 """Settings of runs that were begun before they could be given."""
-CHECKPOINT = "checkpoint.pt"
-LOG = "log.jsonl"
+CHECKPOINT, PARTIAL = "checkpoint.pt", "checkpoint.tmp"
+LOG, LINE_BEGINS = "log.jsonl", '{"step": '
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -209,6 +209,51 @@ def evaluate(
     return result
 
 
+def check_run_directory(out: Path) -> None:
+    """Checks that a run can begin or go on in a directory, which need not be there.
+
+    Raises:
+        CheckpointError: the head of something else, or its log, would be overwritten.
+    """
+    heads = [name for name in HEAD_FILES if (out / name).exists()]
+    # A kill may come between the first head and its checkpoint.
+    begun = any((out / name).exists() for name in (CHECKPOINT, PARTIAL))
+    if heads and not begun:
+        raise CheckpointError(
+            f"{out} holds a head ({', '.join(heads)}) and no {CHECKPOINT} to go on from. Give "
+            "another --out, or move the head away."
+        )
+    if (out / LOG).exists():
+        _read_log(out / LOG)
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Returns a log's lines, without a last one that a kill cut short.
+
+    Raises:
+        CheckpointError: it cannot be read, or a line is not of a training run.
+    """
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). Give another --out.") from error
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            if number == len(texts) and text.startswith(LINE_BEGINS[: len(text)]):
+                continue
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise CheckpointError(
+                f"{path}:{number} is no line of a training run's log: {shown(text)}. Give another "
+                "--out, or move that file away."
+            )
+        lines.append(line)
+    return lines
+
+
 class Trainer:
     """One training run.
 
@@ -265,8 +310,9 @@ class Trainer:
         """Resumes from the directory's checkpoint. Returns False if there is none.
 
         Raises:
-            CheckpointError: it is damaged, or of another run.
+            CheckpointError: it is damaged, or of another run, or as `check_run_directory`.
         """
+        check_run_directory(self.out)
         path = self.out / CHECKPOINT
         if not path.exists():
             self._cut_log()
@@ -277,7 +323,8 @@ class Trainer:
             optimizer, notes = saved["optimizer"], saved["notes"]
         except (OSError, RuntimeError, KeyError, EOFError, ValueError, UnpicklingError) as error:
             raise CheckpointError(
-                f"{path} is damaged ({error}). Remove it to start again."
+                f"{path} is damaged ({error}). Give another --out, or remove it and the head "
+                "beside it to start again."
             ) from error
         expected = self._run()
         differing = [name for name in expected if run.get(name) != expected[name]]
@@ -386,7 +433,7 @@ class Trainer:
             ConfigError: the disk is full or cannot be written; the checkpoint before is kept.
         """
         path = self.out / CHECKPOINT
-        partial = path.with_suffix(".tmp")
+        partial = self.out / PARTIAL
         try:
             torch.save(
                 {
@@ -468,14 +515,7 @@ class Trainer:
         path = self.out / LOG
         if not path.exists():
             return
-        self.log = []
-        for text in path.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:  # a kill cut it short
-                continue
-            if line["step"] <= self.step:
-                self.log.append(line)
+        self.log = [line for line in _read_log(path) if line["step"] <= self.step]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(line) + "\n" for line in self.log))
         os.replace(partial, path)
