@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +55,7 @@ def _trainer(
     config: TrainConfig = TRAIN_CONFIG,
     kind: str = "eagle3",
     window: int | None = None,
+    draft_ids: torch.Tensor | None = None,
 ) -> Trainer:
     target: Decoder = load_target(target_dir)
     block = config.num_steps if kind == "dspark" else config.num_steps + 1
@@ -64,7 +66,8 @@ def _trainer(
         mask_token_id=VOCAB,
         sliding_window=window,
     )
-    draft_ids = torch.arange(VOCAB) if kind == "eagle3" else None
+    if kind == "eagle3" and draft_ids is None:
+        draft_ids = torch.arange(VOCAB)
     head = create_head(spec, target, draft_ids, F32, seed=5)
     return Trainer(target, head, data, [data.take(torch.arange(12, 16))], config, out)
 
@@ -251,6 +254,36 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     monkeypatch.undo()
     again = _trainer(target_dir, data, tmp_path)
     assert again.resume() and again.step == 4
+
+
+def test_a_run_that_learns_nothing_is_stopped(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    """The target's choices are no draft tokens at all, then one of them is, then all are."""
+    written = data.all.input_ids[:, 2:]
+    unwritten = torch.tensor(sorted({*range(VOCAB)} - {*written.flatten().tolist()}))
+    config = replace(TRAIN_CONFIG, log_every=3)
+    run = _trainer(target_dir, data, tmp_path / "none", config, draft_ids=unwritten)
+    with pytest.raises(ConfigError, match=r"Up to step 3 no row .* larger --draft-vocab-size"):
+        run.train()
+    assert not (tmp_path / "none" / "model.safetensors").exists()
+    some = torch.cat([unwritten, written.flatten().mode().values[None]]).sort().values
+    _trainer(target_dir, data, tmp_path / "some", config, draft_ids=some).train()
+    shares = [line["loss_share"] for line in _log(tmp_path / "some")]
+    assert len(shares) == 6 and all(0 < share < 1 for share in shares)  # type: ignore[operator]
+    _trainer(target_dir, data, tmp_path / "all", config, "dflash").train()
+    assert all(line["loss_share"] == 1 for line in _log(tmp_path / "all"))
+
+
+def test_text_without_an_answer_is_stopped(
+    target_dir: Path, data: GreedyTexts, tmp_path: Path
+) -> None:
+    run = _trainer(target_dir, data, tmp_path, kind="dspark")
+    silent = copy(data)
+    silent.all = replace(data.all, loss_mask=torch.zeros_like(data.all.loss_mask))
+    run.data = silent
+    with pytest.raises(ConfigError, match=r"no row of the text has had a loss.* longer answers"):
+        run.train()
 
 
 def test_a_diverging_run_says_so(target_dir: Path, data: GreedyTexts, tmp_path: Path) -> None:

@@ -411,7 +411,8 @@ def _generate(options: TrainOptions, target_dir: Path, path: Path, num_positions
 def _describe(line: dict[str, Any]) -> str:
     accuracy = " ".join(f"{value:.2f}" for value in line["accuracy"])
     text = (
-        f"step {line['step']:6d}  loss {line['loss']:7.4f}  accuracy {accuracy}  "
+        f"step {line['step']:6d}  loss {line['loss']:7.4f} "
+        f"of {100 * line['loss_share']:.0f} % of rows  accuracy {accuracy}  "
         f"lr {line['learning_rate']:.1e}  {line['tokens_per_second']:,} tokens/s"
     )
     if "held_out_acceptance_length" in line:

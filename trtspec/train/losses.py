@@ -54,6 +54,7 @@ class StepScore:
     loss: Tensor  # [], mean over rows; 0 without rows; without that of DFlash2's choice
     is_right: Tensor  # [T] bool, False where nothing was drafted from
     is_counted: Tensor  # [T] bool
+    loss_share: Tensor  # [], of the rows that count, those that have a loss
 
 
 def decay_of_block(num_rows: int) -> float:
@@ -201,7 +202,9 @@ def _scored(
     is_right = torch.zeros_like(is_counted)
     is_counted[step.drafted_from] = step.counted
     is_right[step.drafted_from] = step.counted & (proposals == teacher.choices[step.teacher_rows])
-    return StepScore(loss, is_right, is_counted)
+    has_loss = step.counted & teacher.draftable[step.teacher_rows]
+    loss_share = has_loss.sum() / step.counted.sum().clamp_min(1)
+    return StepScore(loss, is_right, is_counted, loss_share)
 
 
 @torch.no_grad()

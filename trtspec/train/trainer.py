@@ -304,6 +304,7 @@ class Trainer:
         else:
             self.optimizer = torch.optim.AdamW(list(self.masters.values()), **options)
         self.step = 0
+        self.loss_shares = torch.zeros((), device=target.embed_tokens.weight.device)  # summed
         self.log: list[dict[str, Any]] = []
 
     def resume(self) -> bool:
@@ -350,7 +351,7 @@ class Trainer:
         evaluation = Evaluation()
         if self.step >= config.max_steps:  # perhaps a disk was full when the head was written
             self._save_head()
-        started, tokens = time.perf_counter(), 0
+        started, tokens, first = time.perf_counter(), 0, self.step
         batches = self.data.batches(config.batch_size, self.step)
         while self.step < config.max_steps:
             sequences = next(batches)
@@ -370,6 +371,8 @@ class Trainer:
                         f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
                         f"in {self.out} is kept."
                     )
+                if self.step - first >= config.log_every or last:
+                    self._check_learns()
                 if evaluates:
                     evaluation = evaluate(
                         self.target,
@@ -409,10 +412,13 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self._use_masters()
+        loss_share = torch.stack([s.loss_share for s in scores]).mean()
+        self.loss_shares += loss_share
         # Read when logged.
         return {
             "step": self.step + 1,
             "loss": lambda: round(float(loss.detach()), 5),
+            "loss_share": lambda: round(float(loss_share), 4),
             "gradient_norm": lambda: round(float(norm), 4),
             "optimizer": config.optimizer,
             "learning_rate": rate,
@@ -420,6 +426,22 @@ class Trainer:
                 round(float(s.is_right.sum()) / max(1, int(s.is_counted.sum())), 4) for s in scores
             ],
         }
+
+    def _check_learns(self) -> None:
+        """Raises ConfigError where no row has had a loss."""
+        if float(self.loss_shares):
+            return
+        cure = "Give text with longer answers of the assistant, or longer rows (--length)."
+        if self.head.d2t is not None:
+            cure = (
+                f"The target's greedy tokens are not among the {len(self.head.d2t)} tokens that "
+                "the head drafts among, or answers are too short. Give a larger "
+                "--draft-vocab-size, or text that the target wrote (--self-generate)."
+            )
+        raise ConfigError(
+            f"Up to step {self.step} no row of the text has had a loss, so nothing is learned. "
+            f"{cure}"
+        )
 
     @torch.no_grad()
     def _use_masters(self) -> None:
