@@ -116,6 +116,12 @@ def test_from_nothing_to_a_head_that_serves(tmp_path: Path, capsys: Captured) ->
             "position_weights='x': allowed are exponential, d-pace",
         ),
         (["eagle3", "--data", "missing.jsonl", "--target", "nowhere"], "nowhere"),
+        (["eagle3", "--data", "t.jsonl", "--prompts", "p.txt"], "--prompts was given, but is for"),
+        (["eagle3", "--data", "t.jsonl", "--self-written", "0"], "--self-written was given"),
+        (["eagle3", "--data", "t.jsonl", "--max-turns", "3"], "--max-turns was given"),
+        (["eagle3", "--data", "t.jsonl", "--max-answer", "9"], "--max-answer was given"),
+        (["eagle3", "--data", "t.jsonl", "--max-batch-size", "8"], "--max-batch-size was given"),
+        (["eagle3", "--data", "t.jsonl", "--tp", "2"], "give --self-generate N too"),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_line(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,7 @@ def run_train(options: TrainOptions) -> int:
     if options.data is None and options.self_generate is None:
         raise CliError("Give --data FILE, or --self-generate N to let the target write the text.")
     _check_fits_kind(options)
+    _check_fits_text(options)
     check_directory(options.out)
     check_run_directory(options.out)
     spec = NewHead(
@@ -247,6 +248,29 @@ def _check_fits_kind(options: TrainOptions) -> None:
         raise CliError(
             f"{options.kind} needs --mask-token-id: a token that texts do not have, a reserved one "
             "at best."
+        )
+
+
+def _check_fits_text(options: TrainOptions) -> None:
+    """Raises CliError for options of the text that the target writes, where it writes none."""
+    if options.self_generate is not None:
+        return
+    of_writing = {
+        "--prompts": "prompts",
+        "--self-written": "self_written",
+        "--max-turns": "max_turns",
+        "--max-answer": "max_answer",
+        "--max-batch-size": "max_batch_size",
+        "--tensor-parallel-size": "tensor_parallel_size",
+    }
+    defaults = {field.name: field.default for field in fields(TrainOptions)}
+    given = [
+        option for option, name in of_writing.items() if getattr(options, name) != defaults[name]
+    ]
+    if given:
+        raise CliError(
+            f"{given[0]} was given, but is for the text that the target writes: give "
+            "--self-generate N too, or leave it out."
         )
 
 
