@@ -699,7 +699,9 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--concurrency", "0"], "'0' is not allowed. Give whole numbers"),
+        (["--concurrency", "0"], "'0' is not allowed. Give whole numbers in 1 … 4096, separated"),
+        (["--contexts", "0"], "Give whole numbers in 1 … 1048576, separated by commas"),
+        (["--temperatures", "-1"], "Give numbers in 0 … 100, separated by commas"),
         (["--kinds", "poems"], "'poems' is not one of chat"),
         (["--kinds", ","], "names no kind of text"),
         (["--kinds", "code", "--prompt", "a"], "which are a kind of their own"),
@@ -718,6 +720,12 @@ def test_contexts_of_a_sweep_are_padded(run, fake, monkeypatch):
 def test_what_a_sweep_refuses(run, arguments, message):
     code, _, err = run(*SWEEP, *arguments)
     assert code == 2 and message in error_line(err)
+
+
+def test_a_fixed_length_above_k_is_refused_before_an_engine_is_loaded(run, fake):
+    code, _, err = run(*SWEEP, "--max-draft-len", "4", "--fixed", "2,9")
+    assert code == 2 and "--fixed 9: K is 4" in error_line(err)
+    assert fake.built == []
 
 
 def test_pictures_are_svg(run, fake, tmp_path):

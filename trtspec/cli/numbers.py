@@ -22,8 +22,8 @@ def parse_numbers(
         if not low <= number <= high:
             kind = "whole numbers" if whole else "numbers"
             raise CliError(
-                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {kind} in {low:g} … "
-                f"{high:g}, separated by commas."
+                f"{option} {text!r}: {part.strip()!r} is not allowed. Give {kind} in {low:.9g} … "
+                f"{high:.9g}, separated by commas."
             )
         numbers.append(number)
     return list(dict.fromkeys(numbers))

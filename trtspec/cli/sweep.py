@@ -74,6 +74,8 @@ class SweepCommand:
         concurrencies = parse_numbers("--concurrency", sweep.concurrency, 1, 4096, whole=True)
         fixed = parse_numbers("--fixed", sweep.fixed, 1, 64, whole=True)
         temperatures = parse_numbers("--temperatures", sweep.temperatures, 0, MAX_TEMPERATURE)
+        if options.max_draft_len is not None and "fixed" in columns:
+            _check_fixed([int(n) for n in fixed], int(options.max_draft_len))
         check_filters(sampling, temperatures)
         return cls(
             engine=options,
@@ -110,9 +112,7 @@ class SweepCommand:
         for column in self.columns:
             if column == "fixed":
                 lengths = self.fixed or _lengths(max_draft_len)
-                too_long = [k for k in lengths if k > max_draft_len]
-                if too_long:
-                    raise CliError(f"--fixed {too_long[0]}: K is {max_draft_len}; give at most it.")
+                _check_fixed(lengths, max_draft_len)
                 ways += [Way(f"K={k}", column, k) for k in lengths]
             else:
                 name = f"{self.engine.speculative}+sa" if column == "both" else column
@@ -241,6 +241,13 @@ def _check_others(options: EngineOptions, given: PromptOptions, sampling: Sampli
             raise CliError(f"{name} was given with --sweep, which takes {instead} in its place.")
     if options.max_draft_len is not None and parse_draft_len(options.max_draft_len) == "auto":
         raise CliError("--max-draft-len auto was given with --sweep, which has a column for it.")
+
+
+def _check_fixed(lengths: Sequence[int], max_draft_len: int) -> None:
+    """Raises CliError for a draft length above K."""
+    too_long = [k for k in lengths if k > max_draft_len]
+    if too_long:
+        raise CliError(f"--fixed {too_long[0]}: K is {max_draft_len}; give at most it.")
 
 
 def _names(option: str, text: str | None, known: Sequence[str]) -> list[str]:
