@@ -17,7 +17,10 @@ def _python_blocks(page: str) -> list[str]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("page", ["README.md", "docs/adding_a_drafter.md", "docs/draft_heads.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/adding_a_drafter.md", "docs/draft_heads.md", "docs/prefix_cache.md"],
+)
 def test_python_blocks_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = _python_blocks(page)
     assert blocks
