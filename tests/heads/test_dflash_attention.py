@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.models.drafters.base import HeadConfig
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.ops.step.slots import draft_step_metadata
-from trtspec.train.new_head import NewHead, begin_with, create_head
+from trtspec.train.new_head import NewHead, begin_with, check_alike, create_head
 
 CPU, F32 = torch.device("cpu"), torch.float32
 SINKS = "layers.1.self_attn.attention_sink_bias"
@@ -215,8 +216,12 @@ def test_a_new_head_does_not_begin_with_one_that_has_sinks(
         mask_token_id=MASK_TOKEN,
         layers_to_capture=(1, 3, 4),
     )
+    path = dflash_dir(tmp_path, attention_value_scale=0.5)
+    scaled = load(path, target_dir, pack=False)
+    spec = replace(spec, like=scaled.config.decoder)
     new = create_head(spec, target, None, F32, seed=1)
-    scaled = load(dflash_dir(tmp_path, attention_value_scale=0.5), target_dir, pack=False)
+    with ExitStack() as stack:  # known before it is loaded
+        check_alike(read_head(path, target.config, stack).require(), new.config)
     begin_with(new, scaled)  # its weights have the scale, as those of the new head will
     values = scaled.layers[0].self_attn.qkv_proj.weight
     assert torch.equal(new.layers[0].self_attn.qkv_proj.weight, values)

@@ -43,7 +43,7 @@ FORMATS = ("raw", "speculators")
 HEAD_FILES = ("model.safetensors", "config.json")
 OF_FILES = {
     "format", "captured_by", "suggested_draft_len", "trained_draft_len", "num_mtp_layers",
-    "decoder", "draft_window",
+    "decoder", "draft_window", "value_scale",
 }  # fmt: skip
 """Fields of a head's config in which an earlier head may differ from one that begins with it."""
 OF_LAYERS = (
