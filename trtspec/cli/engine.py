@@ -77,8 +77,8 @@ def parse_draft_len(text: str) -> int | Literal["auto"]:
     number = _int_or_auto("--max-draft-len", text, "drafts")
     if number == 0:
         raise CliError(
-            "--max-draft-len 0: give 1 or more. Leave it out for the drafter's own number, or leave "
-            "out --speculative to draft nothing."
+            "--max-draft-len 0: give 1 or more. Leave it out for the drafter's own number, or "
+            "leave out --speculative to draft nothing."
         )
     return number
 

@@ -256,8 +256,8 @@ class AutoDraftLen(DraftLen):
         """Returns what is known of a shape: found out anew where a decision is due, or from at most
         `REST` steps ago."""
         known = self._outlooks.get(shape)
-        is_kept = known is not None and known.most == self._most and self._steps < known.until
-        if known and is_kept and not (is_due or self.launches.is_lost(shape, self.chosen)):
+        is_fresh = known is not None and known.most == self._most and self._steps < known.until
+        if known and is_fresh and not (is_due or self.launches.is_lost(shape, self.chosen)):
             return known
         self._share_sampled = batch.num_sampled / len(batch.generations)
         allowed = self._lengths_for(shape, batch)
