@@ -229,10 +229,13 @@ def test_numbers_within_a_bucket_are_one_shape(monkeypatch: pytest.MonkeyPatch) 
     assert engine.auto.num_trials > 0
 
 
-def test_the_length_stays_while_requests_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("period", [4, 7, 16])
+def test_the_length_stays_while_requests_come_and_go(
+    monkeypatch: pytest.MonkeyPatch, period: int
+) -> None:
     """A change of the number wastes what was drafted, if the length changes with it."""
 
-    def seconds(size: int, k: int) -> float:  # with 8 another length is 1.5 % faster
+    def seconds(size: int, k: int) -> float:  # K = 2 is 3.7 % faster with 8, 3 4.6 % with 64
         return 1e-3 * (1 + 0.1 * k - 0.05 * (k == (2 if size == 8 else 3)))
 
     costs = StepCosts()
@@ -249,11 +252,20 @@ def test_the_length_stays_while_requests_come_and_go(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(AutoDraftLen, "_lengths_for", counted)
     chosen = []
     for number in range(600):
-        engine.run(1, [0.55] * K, 64 if number // 4 % 2 else 8)
+        engine.run(1, [0.55] * K, 64 if number // period % 2 else 8)
         chosen.append(engine.auto.chosen)
     changes = sum(a != b for a, b in pairwise(chosen[50:]))
-    assert changes < 600 / 16
-    assert len(asked) < 3 * 600 / 16  # of 150 changes of the number
+    assert changes <= 600 / 16
+    assert len(asked) <= 3 * 600 / 16  # of up to 150 changes of the number
+
+
+@pytest.mark.parametrize("period", [6, 12, 15, 16])
+def test_lengths_are_tried_though_requests_come_and_go(
+    monkeypatch: pytest.MonkeyPatch, period: int
+) -> None:
+    engine = Engine(monkeypatch, lambda size, k: 1e-3 * (1 + 0.9 * k), launches=Launches())
+    engine.run(4000, [0.5] * K, lambda number: 64 if number // period % 2 else 8)
+    assert engine.lengths[0] > 3000
 
 
 def test_a_burst_of_the_host_hides_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +432,8 @@ def test_by_default_it_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert auto.of(batch_of(greedy, one), batch_of(greedy, one)) == K
         auto.chosen = 0
         assert auto.bound() == K and not auto.may_rest()
-        assert auto.of(batch_of(greedy), batch_of(greedy)) == 0
+        for _ in range(2):  # the number of requests is another: the next step decides
+            assert auto.of(batch_of(greedy), batch_of(greedy)) == 0
         assert auto.bound() == 0 and auto.may_rest()
         assert auto.bound([greedy, one]) == K, "it may start now"
         assert not auto.may_rest([one])

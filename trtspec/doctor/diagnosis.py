@@ -134,7 +134,7 @@ class Diagnosis:
                 f"{result.conditional[short]:.2f}"
             )
         elif is_dead(result.judged[0], result.right[0]):
-            what = "with the change it is accepted hardly ever, too"
+            what = "the first draft is accepted hardly ever with the change, too"
         else:
             return ""
         return (

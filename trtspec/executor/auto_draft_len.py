@@ -27,6 +27,7 @@ from .running_acceptance import RunningAcceptance, load_rates, save_rates
 from .step_costs import StepCosts, StepShape
 
 TRIAL, REST = 8, 16  # steps for which a length is tried, and kept before the next decision
+TRIALS = 8  # of a length whose time is unknown; another number of requests may cut one off
 FIRST_PROBE, LAST_PROBE = 512, 8192  # steps between trials of neighbours
 SHORTEST_REST = 64  # steps between two trials at K = 0
 PROBE_SHARE = 1 / 200  # of the time at K = 0 that the first trials may cost
@@ -55,6 +56,7 @@ class _Outlook(NamedTuple):
     allowed: tuple[int, ...]  # lengths to choose from
     speeds: dict[int, float]  # of these
     loss: float  # seconds of each step, for want of a faster length's graph
+    sought: int | None  # one without a graph, which has earned it
 
 
 class Launches:
@@ -135,7 +137,7 @@ class AutoDraftLen(DraftLen):
         self._outlooks: dict[StepShape, _Outlook] = {}
         self.num_trials = 0
         self._trials: deque[int] = deque()
-        self._tried: set[tuple[StepShape, int]] = set()
+        self._tried: Counter[tuple[StepShape, int]] = Counter()
         self._before_trials: int | None = None  # what was chosen before the trials that run
         self._is_probe = False  # whether these trials are of lengths whose times are known
         self._probes: dict[StepShape, _Probe] = {}
@@ -250,6 +252,8 @@ class AutoDraftLen(DraftLen):
                 self._begin(shape)
             else:
                 self._decide(shape)
+            if self.chosen == outlook.sought:
+                self._owed[shape] = 0.0
         return self.chosen
 
     def _outlook_of(self, shape: StepShape, batch: ScheduledBatch, is_due: bool) -> _Outlook:
@@ -260,10 +264,10 @@ class AutoDraftLen(DraftLen):
         if known and is_fresh and not (is_due or self.launches.is_lost(shape, self.chosen)):
             return known
         self._share_sampled = batch.num_sampled / len(batch.generations)
-        allowed = self._lengths_for(shape, batch)
+        allowed, sought = self._lengths_for(shape, batch)
         speeds = self._speeds(shape, allowed)
         until = self._steps + REST
-        self._outlooks[shape] = _Outlook(until, self._most, allowed, speeds, self._loss)
+        self._outlooks[shape] = _Outlook(until, self._most, allowed, speeds, self._loss, sought)
         return self._outlooks[shape]
 
     def _settle(self) -> None:
@@ -273,8 +277,10 @@ class AutoDraftLen(DraftLen):
             self._owed[self._shape] = self._owed.get(self._shape, 0.0) + lost
         self._loss, self._since = 0.0, self._steps
 
-    def _lengths_for(self, shape: StepShape, batch: ScheduledBatch) -> tuple[int, ...]:
-        """Returns the lengths to choose from.
+    def _lengths_for(
+        self, shape: StepShape, batch: ScheduledBatch
+    ) -> tuple[tuple[int, ...], int | None]:
+        """Returns the lengths to choose from, and the one that has earned its graph, if any.
 
         A length without a graph is one of them where none has a graph, or once its graph would
         have saved what it costs.
@@ -285,34 +291,31 @@ class AutoDraftLen(DraftLen):
         ready = self.launches.ready(batch, usable)
         missing = [k for k in usable if k not in ready]
         if not (ready and missing):
-            return tuple(usable) or (0,)
+            return tuple(usable) or (0,), None
         fastest, sought = self._fastest(shape, ready), self._fastest(shape, missing)
         speed = self._speeds(shape, (fastest, sought))
         if speed[sought] > BETTER * speed[fastest]:
             if self._owed.get(shape, 0.0) >= self.launches.price:
-                self._owed[shape] = 0.0
-                return tuple(sorted([*ready, sought]))
+                return tuple(sorted([*ready, sought])), sought
             seconds = self.costs.of(shape, [fastest])[fastest]
             self._loss = seconds * (1 - speed[fastest] / speed[sought])
-        return tuple(ready)
+        return tuple(ready), None
 
     def _begin(self, shape: StepShape) -> None:
         """Starts with a shape, or with other limits. Trials that were cut off are put back.
 
         Requests that end and begin change the shape every few steps. Each change of the length
         wastes drafts: the slots hold as many as were proposed before. So it stays where it is
-        nearly the fastest, and the next decision comes when it would have come.
+        nearly the fastest. A decision that was due is the next step's.
         """
-        if self._before_trials is not None:
-            if self._is_probe and self._shape is not None:
+        if self._before_trials is not None and self._shape is not None:
+            if self._is_probe:
                 self._probe_of(self._shape).at = self._steps + REST
             self.chosen, self._before_trials = self._before_trials, None
             self._trials.clear()
-            self._until = 0
-        self._shape, self._changed, is_due = shape, self._steps, self._steps >= self._until
-        self.chosen = self._best(self._outlooks[shape].speeds, 1.0 if is_due else SWITCH)
-        if is_due:
-            self._until = self._steps + REST
+        self._shape, self._changed = shape, self._steps
+        self.chosen = self._best(self._outlooks[shape].speeds, SWITCH)
+        self._until = max(self._until, self._steps + 1)
 
     def _decide(self, shape: StepShape) -> None:
         if not self._trials:
@@ -322,20 +325,26 @@ class AutoDraftLen(DraftLen):
             elif best == 0 < self.chosen:
                 self._probes[shape] = self._probe_at_rest(shape)
             self.chosen = best
-            if self._steps - self._changed >= REST:  # else requests come and go: it may not last
-                self._trials.extend(self._to_try(shape))
+            to_try = self._to_try(shape)
+            # A probe of what is known waits for a number of requests that lasts.
+            if not self._is_probe or self._steps - self._changed >= REST:
+                self._trials.extend(to_try)
             if self._trials:
                 self._before_trials = best
         if self._trials:
             self.chosen = self._trials.popleft()
-            self._tried.add((shape, self.chosen))
+            self._tried[shape, self.chosen] += 1
             self.num_trials += 1
         self._until = self._steps + (REST if self._before_trials is None else TRIAL)
 
     def _to_try(self, shape: StepShape) -> list[int]:
         """Returns lengths to try next: unknown ones that matter, or neighbours if it is time."""
         near, known = self._neighbours(shape), self.costs.is_known
-        unknown = [k for k in near if (shape, k) not in self._tried and not known(shape, k)]
+        unknown = [
+            k
+            for k in near
+            if self._tried[shape, k] < TRIALS and not self.costs.is_settled(shape, k)
+        ]
         self._is_probe = not (unknown and self.launches.tries_unknown)
         if not self._is_probe:
             return unknown

@@ -110,6 +110,11 @@ class StepCosts:
     def is_known(self, shape: StepShape, draft_len: int) -> bool:
         return draft_len in self._cells.get(shape, {})
 
+    def is_settled(self, shape: StepShape, draft_len: int) -> bool:
+        """Whether enough steps were timed that one slow one does not count."""
+        cell = self._cells.get(shape, {}).get(draft_len)
+        return cell is not None and cell.is_settled
+
     def of(self, shape: StepShape, draft_lens: Sequence[int]) -> dict[int, float]:
         """Returns the seconds of a step for each draft length.
 

@@ -239,6 +239,8 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"{path} cannot be read ({error}). Give another --out.") from error
     lines = []
     for number, text in enumerate(texts, start=1):
+        if not text.strip("\0 "):  # of a machine that stopped while it wrote
+            continue
         try:
             line = json.loads(text)
         except ValueError:
@@ -371,7 +373,7 @@ class Trainer:
                         f"Lower the learning rate ({config.learning_rate}); the last checkpoint "
                         f"in {self.out} is kept."
                     )
-                if self.step - first >= config.log_every or last:
+                if not first and (self.step >= config.log_every or last):
                     self._check_learns()
                 if evaluates:
                     evaluation = evaluate(
