@@ -9,7 +9,7 @@ import torch
 from trtspec import SamplingParams
 from trtspec.executor.generation_inputs import GenerationInputs
 from trtspec.executor.request import Request
-from trtspec.metadata.attention import NULL_BLOCK
+from trtspec.metadata.attention import NULL_BLOCK, NUM_RESERVED_BLOCKS
 from trtspec.state.kv_cache import KVCacheManager, KVGroupSpec
 
 SIZE, SCRATCH, MOST, PAGE = 6, 9, 40, 4
@@ -87,3 +87,21 @@ def test_forgotten_rows_are_sent_again() -> None:
     assert rows is not None
     inputs.send(rows)
     _check(inputs, [request], 2)
+
+
+def test_rows_that_are_timed_read_blocks_of_their_own() -> None:
+    """As far as there are enough; afterwards all are inert again."""
+    cache = _cache()
+    inputs = GenerationInputs(SIZE, SCRATCH, MOST, cache, torch.device("cpu"))
+    spread = inputs.spread(4, 2 * PAGE + 1)
+    for table, blocks in zip(inputs.tables(SIZE), spread, strict=True):
+        used = table[:4, :3]
+        assert torch.equal(used, blocks.int()) and len(used.unique()) == 12
+        assert used.min() >= NUM_RESERVED_BLOCKS and used.max() < 200
+        assert not (table[:, 3:] != NULL_BLOCK).any() and not (table[4:] != NULL_BLOCK).any()
+    assert inputs.slots(4).tolist() == [SCRATCH] * 4
+    inputs.clear()
+    _check(inputs, [], SIZE)
+    few = KVCacheManager([KVGroupSpec(1, 1, 8, torch.float32)], 10, PAGE, torch.device("cpu"))
+    (blocks,) = GenerationInputs(SIZE, SCRATCH, MOST, few, few.device).spread(SIZE, MOST)
+    assert blocks.unique().tolist() == list(range(NUM_RESERVED_BLOCKS, 10))

@@ -261,6 +261,24 @@ def test_requests_that_start_together_copy_together() -> None:
     assert cache.num_free_blocks == 40 - NUM_RESERVED_BLOCKS
 
 
+def test_copies_that_an_exception_cut_off_are_not_made() -> None:
+    cache = _manager(num_blocks=40)
+    tokens = list(range(PAGE + 3))
+    _run(cache, 0, tokens)
+    chain = cache.chain()
+    chain.extend(lambda a, b: tokens[a:b], len(tokens))
+    hit = cache.find(Sought(chain, lambda a, b: tokens[a:b], PAGE - 1))
+    assert hit.source is not None
+    cache.adopt(1, chain, hit, len(tokens))
+    cache.start_over()
+    for cached in (cache.groups[0].k_cache, cache.groups[0].v_cache):
+        cached.copy_(torch.randn(cached.shape))
+    before = cache.groups[0].k_cache.clone()
+    cache.make_copies()
+    assert torch.equal(cache.groups[0].k_cache, before)
+    cache.check_integrity()
+
+
 def test_a_free_block_keeps_its_key_until_it_is_taken() -> None:
     cache = _manager(num_blocks=2 + 5)
     first = list(range(8))

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint import edit_tensors, set_config
+from guided import save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny import prefill_metadata, tiny_model_dir
 from torch import Tensor
 
 from trtspec import LLM
 from trtspec.attention.torch_sdpa import TorchAttention
+from trtspec.checkpoints.tokenizer import load_tokenizer
 from trtspec.checkpoints.weights import load_decoder, load_weights
 from trtspec.errors import CheckpointError
 from trtspec.layers.linear import Linear
@@ -280,3 +282,11 @@ def test_a_damaged_tokenizer_names_the_tokenizer(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("[]")
     with pytest.raises(CheckpointError, match="tokenizer in"):
         LLM(path, device="cpu")
+
+
+def test_a_tokenizer_whose_limit_is_no_number_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "x"}))
+    with pytest.raises(CheckpointError, match="model_max_length='x'; it must be a number"):
+        load_tokenizer(tmp_path)

@@ -119,6 +119,8 @@ def _write_gguf(path: Path, model_dir: Path, quantised: bool = False, **extra: A
             writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
         else:
             writer.add_uint32(key, value)
     writer.write_header_to_file()
@@ -291,6 +293,9 @@ def test_not_gguf(tmp_path: Path) -> None:
         ({"llama.attention.sliding_window": 512}, r"llama.attention.sliding_window=512"),
         ({"llama.block_count": 20_000}, r"block_count=20000, but the file holds 30 tensors"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama.rope.scaling.type='yarn'"),
+        ({"llama.rope.scaling.factor": 4.0}, r"llama.rope.scaling.factor=4.0"),
+        ({"llama.attention.causal": False}, r"llama.attention.causal=False"),
+        ({"llama.logit_scale": 0.5}, r"llama.logit_scale=0.5"),
         ({"llama.rope.dimension_count": 4}, r"transformers cannot load .*another quantisation"),
         ({"tokenizer.ggml.model": "rwkv"}, r"tokenizer 'rwkv' is not supported.*gpt2"),
         ({"rope_freqs.weight": np.ones(4, np.float32)}, r"31 tensors, .* takes 30 .*RoPE factors"),
@@ -305,6 +310,32 @@ def test_what_the_conversion_cannot_keep(
     with pytest.raises(CheckpointError, match=message):
         convert_gguf(path, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"tiny.gguf", "llama-0"}  # nothing left behind
+
+
+@pytest.mark.parametrize("name", ["context_length", "attention.layer_norm_rms_epsilon"])
+def test_a_setting_that_transformers_would_make_up(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = {"context_length": "add_context_length"}.get(name, "add_layer_norm_rms_eps")
+    monkeypatch.setattr(gguf.GGUFWriter, written, lambda *arguments: None)
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"tiny.gguf does not say llama\.{name}"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_tokens_that_end_a_turn_end_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny_model_dir(tmp_path), **more)
+    neutral = {"llama.rope.scaling.factor": 1.0, "llama.attention.causal": True}
+    assert path == _write_gguf(path, tiny_model_dir(tmp_path), **more, **neutral)
+    convert_gguf(path, tmp_path / "out")
+    assert load_config(tmp_path / "out").eos_token_ids == (2, 5)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_eos_token_id", lambda *arguments: None)
+    path = _write_gguf(tmp_path / "none.gguf", tiny_model_dir(tmp_path))
+    convert_gguf(path, tmp_path / "other")
+    assert load_config(tmp_path / "other").eos_token_ids == ()
 
 
 def test_other_architecture(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from guided import save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtspec.serving.chat import ChatEndpoint
 from trtspec.serving.markers import keep_markers
 from trtspec.serving.tool_calls import (
     ARGUMENT_TAGS,
@@ -334,3 +338,18 @@ def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     kept = keep_markers(tokenizer, ["[ARGS]thought"])  # a special token and more
     assert kept.decode(ids, skip_special_tokens=True).split() == ["a", "[ARGS]", "b"]
     assert kept.eos_token_id == tokenizer.eos_token_id
+
+
+def test_of_templates_with_names_the_one_for_tools_counts(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    llm: Any = SimpleNamespace(tokenizer=tokenizer)
+    config: Any = None
+    plain, tools = "{{ messages }}", "{{ messages }}<tool_call>"
+    for templates, expected in (
+        ({"default": plain, "tool_use": tools}, tools),
+        ({"default": tools}, tools),
+        ({"other": tools}, ""),
+        (plain, plain),
+    ):
+        tokenizer.chat_template = templates
+        assert ChatEndpoint(llm, config, "tiny").template == expected

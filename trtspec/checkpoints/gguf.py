@@ -28,7 +28,25 @@ logger = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 TOKENIZERS = ("gpt2", "llama")
-_IGNORED_BY_TRANSFORMERS = ("rope.scaling.type", "attention.sliding_window")
+_NOT_CARRIED_OVER: dict[str, tuple[Any, ...]] = {
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.scale_linear": (0, 1),
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+}
+"""Settings that transformers does not read, and the values that change nothing."""
+_NEEDED = ("context_length", "attention.layer_norm_rms_epsilon")
+"""Settings for which transformers has values of its own where a file has none."""
 
 
 def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
@@ -53,6 +71,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
             vars(model.config).pop("quantization_config", None)
             model.config.rms_norm_eps = float(str(np.float32(model.config.rms_norm_eps)))  # 1e-05
             context = model.config.max_position_embeddings
+            model.config.eos_token_id = model.generation_config.eos_token_id = _end_ids(fields)
             _write(model, _corrected(tokenizer, fields, context, gguf_path), work)
         load_config(work)
         work.chmod(0o755)
@@ -103,13 +122,25 @@ def _refuse_unsupported(fields: dict[str, Any], num_tensors: int, path: Path) ->
             f"{path}: {arch}.block_count={blocks!r}, but the file holds {num_tensors} tensors. "
             "Copy it again from the model's source."
         )
-    for name in _IGNORED_BY_TRANSFORMERS:
+    for name in _NEEDED:
+        if fields.get(f"{arch}.{name}") is None:
+            raise CheckpointError(
+                f"{path} does not say {arch}.{name}. Copy it again from the model's source, or use "
+                "the model's Hugging Face directory."
+            )
+    for name, neutral in _NOT_CARRIED_OVER.items():
         value = fields.get(f"{arch}.{name}")
-        if value not in (None, 0, "none"):
+        if value is not None and value not in neutral:
             raise CheckpointError(
                 f"{path}: {arch}.{name}={value!r} is a setting the conversion does not carry over. "
                 "Use the model's Hugging Face directory instead."
             )
+
+
+def _end_ids(fields: dict[str, Any]) -> list[int] | None:
+    """Returns the tokens that end an output: of the text, of a turn, of a message."""
+    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for i in ids if i is not None)) or None
 
 
 def _load(path: Path, num_tensors: int, work: Path) -> tuple[Any, Any]:

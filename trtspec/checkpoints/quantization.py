@@ -49,8 +49,10 @@ def quantization_fields(raw: Fields, where: Path) -> tuple[Fields, str]:
     beside = where.parent / MODELOPT_FILE
     if not config and beside.is_file():
         config = read_json_object(beside, "Copy it again from the checkpoint's source.")
-        config = {"quant_method": "modelopt", **(config.get("quantization") or {})}
-        source = f"{beside}: quantization"
+        source, inner = f"{beside}: quantization", config.get("quantization") or {}
+        if not isinstance(inner, dict):
+            raise _unsupported(source, repr(inner))
+        config = {"quant_method": "modelopt", **inner}
     if config and not isinstance(config, dict):
         raise _unsupported(source, repr(config))
     return config or {}, source
@@ -80,7 +82,10 @@ def quantization_of(raw: Fields, where: Path) -> Quantization | None:
     if method is None and isinstance(fields.get("quant_algo"), str):
         method = "modelopt"
     read = _READERS.get(method) if isinstance(method, str) else None
-    found = read(fields) if read is not None else ""
+    try:
+        found = read(fields) if read is not None else ""
+    except (AttributeError, TypeError) as error:  # of a list where an object was expected
+        found = f"a field of another kind than the format has: {error}"
     if isinstance(found, Quantization):
         return found
     raise _unsupported(source, f"{method or fields!r}{found and f', {found}'}")
@@ -113,6 +118,8 @@ def _compressed(fields: Fields) -> Quantization | str:
     sparsity = fields.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         return f"sparsity_config of format {sparsity['format']!r}"
+    if (fields.get("transform_config") or {}).get("config_groups"):
+        return "transform_config: activations are rotated while it runs"
     found: set[Quantization] = set()
     for group in (fields.get("config_groups") or {}).values():
         form = group.get("format") or fields.get("format")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..checks import is_number
 from ..errors import CheckpointError
 from .files import is_there
 
@@ -26,7 +27,7 @@ def load_tokenizer(model_dir: Path) -> Any | None:
 
     try:
         # Without this argument transformers asks on stdin whether to run the directory's code.
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # its parsers raise many types; each means bad files
@@ -40,6 +41,12 @@ def load_tokenizer(model_dir: Path) -> Any | None:
             f"The tokenizer in {model_dir} cannot be loaded ({error}). Copy tokenizer.json and "
             "tokenizer_config.json again from the model's source."
         ) from error
+    if not is_number(tokenizer.model_max_length):
+        raise CheckpointError(
+            f"The tokenizer in {model_dir} has model_max_length={tokenizer.model_max_length!r}; it "
+            "must be a number. Correct tokenizer_config.json."
+        )
+    return tokenizer
 
 
 def token_problem(

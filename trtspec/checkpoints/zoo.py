@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 MANIFEST = "trtspec.json"
-CONVERSION = 3
+CONVERSION = 4
 """Raised when `convert_gguf` writes something else: older directories are then made again."""
 
 

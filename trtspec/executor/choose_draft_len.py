@@ -19,7 +19,7 @@ from .runner import StepRunner
 from .step_costs import StepCosts, StepShape
 
 VERSION = 7  # of the steps: another one makes times of earlier releases unknown
-SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for lengths not yet timed
+SECONDS_AT_START = 10.0  # of captures; what is left then waits, but for times that are needed
 
 
 def draft_len_of(runner: StepRunner) -> DraftLen:
@@ -88,7 +88,7 @@ def _capture(graphs: CudaGraphs, auto: AutoDraftLen) -> None:
     sizes = graphs.batch_sizes[::-1]
     needed = [size for size in sizes if size & (size - 1) == 0 or size == sizes[0]]
     late = inf if graphs.captures_at_start else time.perf_counter() + SECONDS_AT_START
-    graphs.prepare_contexts(auto.max_draft_len, apart=2)
+    graphs.prepare_contexts(auto.max_draft_len, least_ratio=2)
     for size in needed:
         _capture_lengths(graphs, auto, size, until=late, is_needed=True)
     graphs.prepare_contexts(auto.max_draft_len, until=late)

@@ -278,18 +278,19 @@ class CudaGraphs:
                     self._graphs[key] = self._capture(key)
         self.prepare_contexts(num_drafts)
 
-    def prepare_contexts(self, num_drafts: int, until: float = inf, apart: float = 1) -> None:
+    def prepare_contexts(self, num_drafts: int, until: float = inf, least_ratio: float = 1) -> None:
         """Captures passes over prompts, the largest first, for greedy and for sampled batches.
 
         Args:
             until: when to stop, by `time.perf_counter`.
-            apart: times as large as the next smaller one each is at least.
+            least_ratio: each pass that is captured has at least this many times the rows of the
+                next smaller one.
         """
         least = inf  # of those that are captured
         for inputs in self.contexts[::-1]:
             if time.perf_counter() > until:
                 return
-            if apart * inputs.num_tokens > least:
+            if least_ratio * inputs.num_tokens > least:
                 continue
             least = inputs.num_tokens
             for key in _keys_at_start(num_drafts, inputs.num_contexts, inputs.num_tokens):

@@ -83,6 +83,8 @@ class ChatEndpoint:
         self.names = TokenNames(self.tokenizer)
         self.reasoning: ReasoningMarkers | None = None
         template = getattr(self.tokenizer, "chat_template", None)
+        if isinstance(template, dict):  # by name: with tools transformers takes the one for them
+            template = template.get("tool_use", template.get("default", ""))
         self.template = template if isinstance(template, str) else ""
         if self.tokenizer is not None and template:
             self.reasoning = split_for(self.tokenizer)

@@ -198,8 +198,8 @@ def _fields_of(
             f"rotated, for {kind}: heads must be a multiple of groups, sizes even. Correct them."
         )
     rope = {"rope_type": "default", "rope_theta": float(theta)}
-    scaling, scaled = raw.get("rope_scaling"), raw.get("yarn_only_types") or [FULL]
-    if scaling and kind in scaled:
+    scaling, scaled = raw.get("rope_scaling"), raw.get("yarn_only_types")
+    if scaling and kind in ([FULL] if scaled is None else scaled):
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         rope = {"rope_theta": float(theta), **scaling, "rope_type": rope_type}
     return {
@@ -215,7 +215,7 @@ def _of_kind(name: str, value: Any, kind: str, types: tuple[str, ...], where: Pa
     """A number for all layers, or a list of which the layers of one kind have the same."""
     per_layer = value if isinstance(value, list) else [value] * len(types)
     found = {number for number, of_type in zip(per_layer, types, strict=False) if of_type == kind}
-    number = found.pop() if len(found) == 1 else None
+    number = found.pop() if len(found) == 1 and len(per_layer) >= len(types) else None
     if not is_number(number) or not 0 < number < 1e30:
         raise CheckpointError(
             f"{where}: {name}={value!r}; the layers of kind {kind!r} must have one number > 0. Use "
