@@ -215,7 +215,7 @@ def _of_kind(name: str, value: Any, kind: str, types: tuple[str, ...], where: Pa
     """A number for all layers, or a list of which the layers of one kind have the same."""
     per_layer = value if isinstance(value, list) else [value] * len(types)
     found = {number for number, of_type in zip(per_layer, types, strict=False) if of_type == kind}
-    number = found.pop() if len(found) == 1 and len(per_layer) >= len(types) else None
+    number = found.pop() if len(found) == 1 else None
     if not is_number(number) or not 0 < number < 1e30:
         raise CheckpointError(
             f"{where}: {name}={value!r}; the layers of kind {kind!r} must have one number > 0. Use "
