@@ -9,14 +9,14 @@
 
 namespace trtspec {
 
-// Rings of 6 and 8 steps were no faster.
-constexpr int kFp8Warps = 16, kFp8Depth = 4;
+constexpr int kFp8Warps = 16;
 
-template <bool kGroups, Epilogue E, bool kNorm>
-cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kFp8Depth>;
-  const int shared =
-      kFp8RingBytes<kFp8Warps, kFp8Depth> + p.rows * resting_stride<kGroups>(p.k);
+template <bool kGroups, Epilogue E, bool kNorm, int kRows>
+cudaError_t launch_fp8_rows(const LinearParams& p, cudaStream_t stream) {
+  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kRows>;
+  const int resting = p.rows * resting_stride<kGroups>(p.k);
+  if (resting > kMaxResting<kGroups, kFp8Warps>) return cudaErrorInvalidValue;
+  const int shared = kFp8RingBytes<kGroups, kFp8Warps> + resting;
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -26,6 +26,14 @@ cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
   const int tiles = (p.n + kTile - 1) / kTile;
   return launch(kernel, dim3(std::min(tiles, multiprocessors)), dim3(kFp8Warps * 32), shared,
                 stream, p);
+}
+
+template <bool kGroups, Epilogue E, bool kNorm>
+cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
+  if constexpr (!kGroups) {
+    if (p.rows <= 4) return launch_fp8_rows<kGroups, E, kNorm, 4>(p, stream);
+  }
+  return launch_fp8_rows<kGroups, E, kNorm, kFp8Rows>(p, stream);
 }
 
 template <bool kGroups>

@@ -12,7 +12,8 @@
 namespace trtspec {
 
 constexpr int kWarps = 8;                    // of skinny_linear
-constexpr int kStreamWarps = 16, kDepth = 6;  // of stream_linear
+constexpr int kStreamWarps = 16, kDepth = 6, kDepthOfTwo = 3;  // of stream_linear
+constexpr int kMaxRowsOfOneTile = 4;
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
 constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memory
 constexpr int kMaxSkinnyRows = 32;
@@ -20,7 +21,6 @@ constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared me
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide one.
 constexpr int kFewRows = 16, kMaxFewRows = 48, kMaxSomeRows = 64, kMaxMoreRows = 96;
 constexpr int kDeep = 1536, kDeeper = 2048, kWide = 2048;
-constexpr int kMaxStreamRows = 8;
 constexpr int kNarrowWarps = 8, kNarrowDepth = 12;  // of narrow_linear
 constexpr int kMaxNarrow = 1024;                    // columns
 
@@ -33,16 +33,33 @@ inline int multiprocessors() {
   return count;
 }
 
-template <typename T, Epilogue E, bool kNorm>
-cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = stream_linear<T, E, kNorm, 1, kStreamWarps, kDepth>;
-  const int shared = ring_bytes<kNorm, 1, kStreamWarps, kDepth>() + (kNorm ? resident_bytes(p) : 0);
+template <typename T, Epilogue E, int kNorms, int kTiles, int kDepth>
+cudaError_t launch_stream_of(const LinearParams& p, cudaStream_t stream) {
+  const auto kernel = stream_linear<T, E, kNorms, kTiles, kStreamWarps, kDepth>;
+  const int rings = ring_bytes<(kNorms > 0), kTiles, kStreamWarps, kDepth>();
+  const int shared = rings + (kNorms > 0 ? resident_bytes(p) : 0);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
-  const int tiles = (p.n + kTile - 1) / kTile;
+  const int tiles = (p.n + kTiles * kTile - 1) / (kTiles * kTile);
   return launch(kernel, dim3(std::min(tiles, multiprocessors())), dim3(kStreamWarps * 32), shared,
                 stream, p);
+}
+
+template <typename T, Epilogue E, bool kNorm>
+cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
+  if constexpr (E == Epilogue::kResidual) {
+    // Many rows of x are half of what a tile reads. Two tiles share them, if no block gets more to do.
+    auto turns = [](int tiles) { return (tiles + multiprocessors() - 1) / multiprocessors(); };
+    const int tiles = (p.n + kTile - 1) / kTile;
+    if (p.rows > kMaxRowsOfOneTile && 2 * turns((tiles + 1) / 2) <= turns(tiles)) {
+      return launch_stream_of<T, E, 0, 2, kDepthOfTwo>(p, stream);
+    }
+  }
+  if constexpr (kNorm && E != Epilogue::kSwiGLU) {
+    if (p.x1 != nullptr) return launch_stream_of<T, E, 2, 1, kDepth>(p, stream);
+  }
+  return launch_stream_of<T, E, kNorm, 1, kDepth>(p, stream);
 }
 
 template <typename T, bool kNorm>
@@ -98,7 +115,7 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
   const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
-  if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits) {
+  if (p.rows <= kStreamRows && values >= kLargeWeight && fits) {
     if constexpr (E == Epilogue::kPlain) {
       if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, kNorm>(p, stream);
     }

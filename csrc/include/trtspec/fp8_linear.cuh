@@ -23,8 +23,25 @@ __host__ __device__ constexpr int resting_stride(int k) {
   return kGroups ? 2 * k + 16 : k + (k % 128 == 0 ? 64 : 0);
 }
 
-template <int kWarps, int kDepth>
-constexpr int kFp8RingBytes = kDepth * 2 * kWarps * 32 * 16;
+// Steps that are on their way. Of codes, three are asked for before the previous kernel is done, and the
+// others when the rows are: they arrive while these are rounded. (All before: rows wait behind them. None
+// after: memory waits for the rounding.)
+template <bool kGroups>
+constexpr int kFp8Depth = kGroups ? 4 : 6;
+template <bool kGroups>
+constexpr int kFp8Early = kGroups ? 4 : 3;
+
+template <bool kGroups, int kWarps>
+constexpr int kFp8RingBytes = kFp8Depth<kGroups> * 2 * kWarps * 32 * 16;
+
+// The sums of two tiles. What warps know of rows has its place there before.
+template <int kWarps>
+using Fp8Sums = float[2][kWarps][kTile][kFp8Rows + 1];
+
+// What rows may take of shared memory: what a block has on Hopper, less ring, sums and scales.
+template <bool kGroups, int kWarps>
+constexpr int kMaxResting =
+    (227 << 10) - kFp8RingBytes<kGroups, kWarps> - static_cast<int>(sizeof(Fp8Sums<kWarps>)) - 64;
 
 // What is known of a row of x: of x times the norm's weights the largest magnitude, of x the sum of
 // squares.
@@ -32,21 +49,32 @@ struct RowSums {
   float largest, squares;
 };
 
-// Eight values of x, times the norm's weights.
-template <bool kNorm>
+// Eight values of x, times the norm's weights. `sums`: what `weigh` learns of them, if kSums.
+template <bool kNorm, bool kSums>
 __device__ inline void weigh(const uint4& x, const uint4& norm, float (&y)[8], RowSums& sums) {
   const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, norms[4] = {norm.x, norm.y, norm.z, norm.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float2 a = unpack(xs[i], bf16());
     if constexpr (kNorm) {
-      sums.squares = fmaf(a.x, a.x, fmaf(a.y, a.y, sums.squares));
+      if constexpr (kSums) sums.squares = fmaf(a.x, a.x, fmaf(a.y, a.y, sums.squares));
       const float2 b = unpack(norms[i], bf16());
       a.x *= b.x, a.y *= b.y;
     }
     y[2 * i] = a.x, y[2 * i + 1] = a.y;
-    sums.largest = fmaxf(sums.largest, fmaxf(fabsf(a.x), fabsf(a.y)));
+    if constexpr (kSums) sums.largest = fmaxf(sums.largest, fmaxf(fabsf(a.x), fabsf(a.y)));
   }
+}
+
+// As `weigh` without a norm, for the largest magnitude alone: of two values at once.
+__device__ inline void find_largest(const uint4& x, RowSums& sums) {
+  const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+  __nv_bfloat162 largest = __habs2(*reinterpret_cast<const __nv_bfloat162*>(xs));
+#pragma unroll
+  for (int i = 1; i < 4; ++i) {
+    largest = __hmax2(largest, __habs2(*reinterpret_cast<const __nv_bfloat162*>(xs + i)));
+  }
+  sums.largest = fmaxf(sums.largest, fmaxf(__low2float(largest), __high2float(largest)));
 }
 
 __device__ inline uint32_t four_codes(const float* y, float scale) {
@@ -56,8 +84,7 @@ __device__ inline uint32_t four_codes(const float* y, float scale) {
   return a | b << 16;
 }
 
-// What a thread reads of x at first, and of the norm's weights, which no kernel writes: they may be
-// read before the previous kernel is done.
+// Eight of the norm's weights. No kernel writes them: they may be read before the previous one is done.
 template <bool kNorm>
 __device__ inline uint4 norm_weights(const LinearParams& p, int k) {
   if (!kNorm || k >= p.k) return {};
@@ -67,84 +94,122 @@ __device__ inline uint4 norm_weights(const LinearParams& p, int k) {
 // Writes the rows of x to shared memory, as codes or in bf16, and to `scales` what each row's sums
 // are to be multiplied with. Ends with a barrier.
 //
-// of_warp: [warp][row]. first_norm: `norm_weights` of this thread's first eight columns.
-template <bool kGroups, bool kNorm, int kWarps>
-__device__ inline void rest_rows(const LinearParams& p, const uint4& first_norm, char* resting,
-                                 RowSums (*of_warp)[kFp8Rows], float* scales, int warp, int lane) {
+// A thread asks for kHeld pieces each of kRows rows at once, for each time it waits for memory. They
+// stay in registers until the rows' scales are known, if that is all. `more` is called when the first
+// are asked for: for copies of weights that would have delayed them.
+//
+// of_warp: [warp][row].
+template <bool kGroups, bool kNorm, int kWarps, int kRows, int kHeld, typename More>
+__device__ inline void rest_rows(const LinearParams& p, char* resting, RowSums (*of_warp)[kFp8Rows],
+                                 float* scales, int warp, int lane, More more) {
   constexpr int kStride = kWarps * 256;
   const bf16* const x = static_cast<const bf16*>(p.x0);
-  const int first_k = (warp * 32 + lane) * 8, bytes = resting_stride<kGroups>(p.k);
-  auto load = [&](int m, int k) {
-    return *reinterpret_cast<const uint4*>(x + m * p.x0_stride + k);
+  const int bytes = resting_stride<kGroups>(p.k);
+  const int turns = (p.k + kHeld * kStride - 1) / (kHeld * kStride);
+  uint4 norms[kHeld], held[kRows][kHeld];
+  auto column = [&](int turn, int j) { return (turn * kHeld + j) * kStride + (warp * 32 + lane) * 8; };
+  int norms_of = 0;  // the turn
+  auto load_norms = [&](int turn) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) norms[j] = norm_weights<kNorm>(p, column(turn, j));
+    norms_of = turn;
   };
-  RowSums sums[kFp8Rows] = {};
-  uint4 first[kFp8Rows];  // stays in registers until scales are known
-  for (int k = first_k; k < p.k; k += kStride) {
-    const uint4 w = k == first_k ? first_norm : norm_weights<kNorm>(p, k);
-    uint4 v[kFp8Rows];
+  auto load = [&](int first, int turn) {
+    if (kNorm && turn != norms_of) load_norms(turn);
 #pragma unroll
-    for (int m = 0; m < kFp8Rows; ++m) {
-      if (m < p.rows) v[m] = load(m, k);
-    }
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int m = 0; m < kFp8Rows; ++m) {
-      if (m >= p.rows) break;
-      if (k == first_k) first[m] = v[m];
-      float y[8];
-      weigh<kNorm>(v[m], w, y, sums[m]);
-      if constexpr (kGroups) {
-        *reinterpret_cast<uint4*>(resting + m * bytes + k * 2) =
-            kNorm ? uint4{pack(y[0], y[1], bf16()), pack(y[2], y[3], bf16()),
-                          pack(y[4], y[5], bf16()), pack(y[6], y[7], bf16())}
-                  : v[m];
+      for (int j = 0; j < kHeld; ++j) {
+        const int k = column(turn, j);
+        const bf16* const from = x + (first + i) * p.x0_stride + k;
+        held[i][j] = first + i < p.rows && k < p.k ? *reinterpret_cast<const uint4*>(from) : uint4{};
       }
     }
-  }
+  };
+  load_norms(0);
+  wait_for_previous();
+  let_next_start();
+#pragma unroll 1
+  for (int first = 0; first < p.rows; first += kRows) {
+    RowSums sums[kRows] = {};
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      load(first, turn);
+      if (first + turn == 0) more();
 #pragma unroll
-  for (int m = 0; m < kFp8Rows; ++m) {
-    if (m >= p.rows) break;
+      for (int i = 0; i < kRows; ++i) {
+        if (first + i >= p.rows) break;
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-      if constexpr (!kGroups) {
-        sums[m].largest = fmaxf(sums[m].largest, __shfl_xor_sync(~0u, sums[m].largest, mask));
+        for (int j = 0; j < kHeld; ++j) {
+          uint4 rests = held[i][j];
+          if constexpr (kNorm) {
+            float y[8];
+            weigh<kNorm, true>(held[i][j], norms[j], y, sums[i]);
+            rests = {pack(y[0], y[1], bf16()), pack(y[2], y[3], bf16()), pack(y[4], y[5], bf16()),
+                     pack(y[6], y[7], bf16())};
+          } else if constexpr (!kGroups) {
+            find_largest(held[i][j], sums[i]);
+          }
+          if constexpr (kGroups) {
+            const int k = column(turn, j);
+            if (k < p.k) *reinterpret_cast<uint4*>(resting + (first + i) * bytes + k * 2) = rests;
+          }
+        }
       }
-      if constexpr (kNorm) sums[m].squares += __shfl_xor_sync(~0u, sums[m].squares, mask);
     }
-    if (lane == 0) of_warp[warp][m] = sums[m];
-  }
-  __syncthreads();
-  // Every warp joins all warps' parts: lane % 8 is the row.
-  RowSums total = {};
 #pragma unroll
-  for (int i = 0; i < kWarps / 4; ++i) {
-    const RowSums part = of_warp[lane / 8 + i * 4][lane % 8];
-    total.largest = fmaxf(total.largest, part.largest), total.squares += part.squares;
-  }
+    for (int i = 0; i < kRows; ++i) {
+      if (first + i >= p.rows) break;
+      if constexpr (!kGroups) {  // numbers that are not negative are in the order of their bits
+        sums[i].largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(sums[i].largest)));
+      }
+      if constexpr (kNorm) {
 #pragma unroll
-  for (int mask = 8; mask < 32; mask *= 2) {
-    total.largest = fmaxf(total.largest, __shfl_xor_sync(~0u, total.largest, mask));
-    total.squares += __shfl_xor_sync(~0u, total.squares, mask);
-  }
-  if (warp == 0 && lane < p.rows) {
-    float scale = kGroups ? 1.0f : total.largest / kLargestFp8;
-    if constexpr (kNorm) scale *= rsqrtf(total.squares / static_cast<float>(p.k) + p.eps);
-    scales[lane] = scale;
-  }
-  if constexpr (!kGroups) {
-    const float to_codes = total.largest > kSmallestRow ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
-    float row_scales[kFp8Rows];
+        for (int mask = 16; mask > 0; mask /= 2) {
+          sums[i].squares += __shfl_xor_sync(~0u, sums[i].squares, mask);
+        }
+      }
+      if (lane == 0) of_warp[warp][first + i] = sums[i];
+    }
+    __syncthreads();
+    // Every warp joins all warps' parts: lane % 8 is the row.
+    RowSums total = {};
 #pragma unroll
-    for (int m = 0; m < kFp8Rows; ++m) row_scales[m] = __shfl_sync(~0u, to_codes, m);
-    for (int k = first_k; k < p.k; k += kStride) {
-      const uint4 w = k == first_k ? first_norm : norm_weights<kNorm>(p, k);
+    for (int i = 0; i < kWarps / 4; ++i) {
+      const RowSums part = of_warp[lane / 8 + i * 4][lane % 8];
+      total.largest = fmaxf(total.largest, part.largest), total.squares += part.squares;
+    }
 #pragma unroll
-      for (int m = 0; m < kFp8Rows; ++m) {
-        if (m >= p.rows) break;
-        float y[8];
-        RowSums unused;
-        weigh<kNorm>(k == first_k ? first[m] : load(m, k), w, y, unused);
-        *reinterpret_cast<uint2*>(resting + m * bytes + k) = {
-            four_codes(y, row_scales[m]), four_codes(y + 4, row_scales[m])};
+    for (int mask = 8; mask < 32; mask *= 2) {
+      total.largest = fmaxf(total.largest, __shfl_xor_sync(~0u, total.largest, mask));
+      total.squares += __shfl_xor_sync(~0u, total.squares, mask);
+    }
+    if (warp == 0 && lane >= first && lane < min(first + kRows, p.rows)) {
+      float scale = kGroups ? 1.0f : total.largest / kLargestFp8;
+      if constexpr (kNorm) scale *= rsqrtf(total.squares / static_cast<float>(p.k) + p.eps);
+      scales[lane] = scale;
+    }
+    if constexpr (!kGroups) {
+      const float to_codes =
+          total.largest > kSmallestRow ? __fdiv_rn(kLargestFp8, total.largest) : 0.0f;
+#pragma unroll 1
+      for (int turn = 0; turn < turns; ++turn) {
+        if (turns > 1) load(first, turn);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (first + i >= p.rows) break;
+          const float row_scale = __shfl_sync(~0u, to_codes, first + i);
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) {
+            const int k = column(turn, j);
+            if (k >= p.k) break;
+            float y[8];
+            RowSums unused;
+            weigh<kNorm, false>(held[i][j], norms[j], y, unused);
+            *reinterpret_cast<uint2*>(resting + (first + i) * bytes + k) = {
+                four_codes(y, row_scale), four_codes(y + 4, row_scale)};
+          }
+        }
       }
     }
   }
@@ -198,17 +263,20 @@ __device__ inline void multiply_step(float (&part)[4], const uint4& a, const uin
 
 // (Held to 64 registers, so that two kernels' blocks fit on a multiprocessor, a step of
 // Llama-3.1-8B's shape took 3.10 ms in place of 2.75.)
-template <bool kGroups, Epilogue E, bool kNorm, int kWarps, int kDepth>
+// kRows: the most rows, 4 or 8. (Code is kept small: what a layer's kernels take together must fit a
+// multiprocessor's 128 KiB of instructions, or each launch reads its own again.)
+template <bool kGroups, Epilogue E, bool kNorm, int kWarps, int kRows>
 __global__ void __launch_bounds__(kWarps * 32)
     fp8_linear(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ float sums[2][kWarps][kTile][kFp8Rows + 1];
-  __shared__ RowSums of_warp[kWarps][kFp8Rows];
+  __shared__ Fp8Sums<kWarps> sums;
   __shared__ float scales[kFp8Rows];
+  static_assert(sizeof(sums) >= sizeof(RowSums[kWarps][kFp8Rows]));
+  constexpr int kDepth = kFp8Depth<kGroups>, kEarly = kFp8Early<kGroups>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / kFp8Step;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
-  char* const resting = shared + kFp8RingBytes<kWarps, kDepth>;
+  char* const resting = shared + kFp8RingBytes<kGroups, kWarps>;
   const char* const x = resting + g * resting_stride<kGroups>(p.k) + t * 16 * (kGroups ? 2 : 1);
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * 2 + part) * kWarps * 32; };
@@ -237,11 +305,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   enter_tile();
   if (begin == end) next_tile = tiles;
 #pragma unroll
-  for (int i = 0; i < kDepth; ++i) fetch(i);
-  const uint4 first_norm = norm_weights<kNorm>(p, threadIdx.x * 8);
-  wait_for_previous();
-  let_next_start();
-  rest_rows<kGroups, kNorm, kWarps>(p, first_norm, resting, of_warp, scales, warp, lane);
+  for (int i = 0; i < kEarly; ++i) fetch(i);
+  auto more = [&] {
+#pragma unroll 1
+    for (int i = kEarly; i < kDepth; ++i) fetch(i);
+  };
+  const auto of_warp = reinterpret_cast<RowSums(*)[kFp8Rows]>(sums);
+  // down_proj's rows are the longest.
+  if (E == Epilogue::kResidual && (kRows == 4 || p.k > kWarps * 256)) {
+    rest_rows<kGroups, kNorm, kWarps, 4, 4>(p, resting, of_warp, scales, warp, lane, more);
+  } else {
+    rest_rows<kGroups, kNorm, kWarps, kRows, 1>(p, resting, of_warp, scales, warp, lane, more);
+  }
 
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
@@ -258,6 +333,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       }
     };
     fetch_scales(begin);
+#pragma unroll 1
     for (int step = begin; step < end; ++step) {
       const float lo_scale = lo_next, hi_scale = hi_next;
       fetch_scales(step + 1);

@@ -13,87 +13,110 @@ namespace trtspec {
 constexpr int kPad = 64;  // bytes between rows in shared memory, so that banks do not collide
 
 // x times the norm's weights into shared memory, and the sums of the squares of x: the norm's scale is
-// applied to the finished sums. squares_of: [input][warp][row]. kInputs: 1, or up to 2.
+// applied to the finished sums. squares_of: [input][warp][row]. As many pieces of each row as inputs are
+// asked for at once.
 template <typename T, int kRows, int kWarps, int kInputs>
 __device__ inline void make_resident(const LinearParams& p, char* x_shared,
                                      float (*squares_of)[kWarps][kRows], int warp, int lane) {
+  constexpr int kStride = kWarps * 256;
   float squares[kInputs][kRows] = {};
-  for (int k = (warp * 32 + lane) * 8; k < p.k; k += kWarps * 256) {
-    const int second = kInputs == 2 && k >= p.k_split, column = second ? k - p.k_split : k;
-    const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + column;
-    const int64_t stride = second ? p.x1_stride : p.x0_stride;
-    const uint4 w = *reinterpret_cast<const uint4*>(
-        static_cast<const T*>(second ? p.norm1 : p.norm0) + column);
-    uint4 v[kRows];
+  auto is_second = [&](int k) { return kInputs == 2 && k >= p.k_split; };
+#pragma unroll 1
+  for (int first_k = (warp * 32 + lane) * 8; first_k < p.k; first_k += kInputs * kStride) {
+    uint4 v[kInputs][kRows], norms[kInputs];
 #pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      if (m < p.rows) v[m] = *reinterpret_cast<const uint4*>(x + m * stride);
+    for (int i = 0; i < kInputs; ++i) {
+      const int k = first_k + i * kStride, column = is_second(k) ? k - p.k_split : k;
+      if (k >= p.k) break;
+      const T* const x = static_cast<const T*>(is_second(k) ? p.x1 : p.x0) + column;
+      const T* const norm = static_cast<const T*>(is_second(k) ? p.norm1 : p.norm0) + column;
+      const int64_t stride = is_second(k) ? p.x1_stride : p.x0_stride;
+      norms[i] = *reinterpret_cast<const uint4*>(norm);
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        if (m < p.rows) v[i][m] = *reinterpret_cast<const uint4*>(x + m * stride);
+      }
     }
 #pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      if (m >= p.rows) break;
-      float& sum = squares[second][m];
-      *reinterpret_cast<uint4*>(x_shared + m * (p.k * 2 + kPad) + k * 2) = {
-          scale_pair<T>(v[m].x, w.x, sum), scale_pair<T>(v[m].y, w.y, sum),
-          scale_pair<T>(v[m].z, w.z, sum), scale_pair<T>(v[m].w, w.w, sum)};
+    for (int i = 0; i < kInputs; ++i) {
+      const int k = first_k + i * kStride;
+      if (k >= p.k) break;
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        if (m >= p.rows) break;
+        const uint4 x = v[i][m], w = norms[i];
+        float sum = 0.0f;
+        *reinterpret_cast<uint4*>(x_shared + m * (p.k * 2 + kPad) + k * 2) = {
+            scale_pair<T>(x.x, w.x, sum), scale_pair<T>(x.y, w.y, sum),
+            scale_pair<T>(x.z, w.z, sum), scale_pair<T>(x.w, w.w, sum)};
+        // (An index that is only known here would put the sums into local memory.)
+        squares[0][m] += is_second(k) ? 0.0f : sum;
+        if constexpr (kInputs == 2) squares[1][m] += is_second(k) ? sum : 0.0f;
+      }
     }
   }
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
     if (m >= p.rows) break;
 #pragma unroll
-    for (int second = 0; second < kInputs; ++second) {
-      if (second && p.k_split == p.k) break;
+    for (int i = 0; i < kInputs; ++i) {
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) {
-        squares[second][m] += __shfl_xor_sync(0xffffffffu, squares[second][m], mask);
+        squares[i][m] += __shfl_xor_sync(0xffffffffu, squares[i][m], mask);
       }
-      if (lane == 0) squares_of[second][warp][m] = squares[second][m];
+      if (lane == 0) squares_of[i][warp][m] = squares[i][m];
     }
   }
 }
 
-// Steps of 32 values of k on their way, for each thread: two pieces of weights and, where x is not
-// normed, kColumns of x.
-template <bool kNorm, int kColumns, int kWarps, int kDepth>
+constexpr int kStreamRows = 8;
+
+// Steps of 32 values of k on their way, for each thread: two pieces of weights of each tile and, where x
+// is not normed, one of x.
+template <bool kNorm, int kTiles, int kWarps, int kDepth>
 __host__ __device__ constexpr int ring_bytes() {
-  return kDepth * (kNorm ? 2 : 2 + kColumns) * kWarps * 32 * 16;
+  return kDepth * (2 * kTiles + (kNorm ? 0 : 1)) * kWarps * 32 * 16;
 }
 
-template <typename T, Epilogue E, bool kNorm, int kColumns, int kWarps, int kDepth>
+// kNorms: 0, 1 of one input, or one for each of two. kTiles: tiles of 16 outputs that are made at once,
+// from the same pieces of x.
+template <typename T, Epilogue E, int kNorms, int kTiles, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     stream_linear(const __grid_constant__ LinearParams p) {
-  constexpr int kParts = kNorm ? 2 : 2 + kColumns;
+  constexpr bool kNorm = kNorms > 0;
+  constexpr int kOfWeights = 2 * kTiles, kParts = kOfWeights + (kNorm ? 0 : 1);
   extern __shared__ __align__(128) char shared[];
-  __shared__ float sums[2][kWarps][kTile][8 * kColumns + 1];
-  __shared__ float squares_of[2][kWarps][8 * kColumns], scales[2][8 * kColumns];
+  __shared__ float sums[2][kWarps][kTiles * kTile][kStreamRows + 1];
+  constexpr int kInputs = kNorms == 2 ? 2 : 1;
+  __shared__ float squares_of[kInputs][kWarps][kStreamRows], scales[kInputs][kStreamRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / 32;
+  const int tiles = (p.n + kTiles * kTile - 1) / (kTiles * kTile), steps = p.k / 32;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
   const bool second = begin * 32 >= p.k_split;
   const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * 8 - (second ? p.k_split : 0);
   const int64_t x_stride = second ? p.x1_stride : p.x0_stride;
-  char* x_shared = shared + ring_bytes<kNorm, kColumns, kWarps, kDepth>();
+  char* x_shared = shared + ring_bytes<kNorm, kTiles, kWarps, kDepth>();
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kWarps * 32; };
 
   // What is fetched next.
   int next_tile = blockIdx.x, next_step = begin;
-  const T *w_lo = nullptr, *w_hi = nullptr;
-  auto enter_tile = [&] { weight_rows<T, E>(p, next_tile, g, t, w_lo, w_hi); };
+  const T* from[kOfWeights];
+  auto enter_tile = [&] {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      weight_rows<T, E>(p, next_tile * kTiles + i, g, t, from[2 * i], from[2 * i + 1]);
+    }
+  };
   auto fetch_x = [&](int stage, int step) {
     if constexpr (!kNorm) {
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int m = c * 8 + g;
-        if (m < p.rows) copy_16(place(stage, 2 + c), x + m * x_stride + step * 32);
-      }
+      if (g < p.rows) copy_16(place(stage, kOfWeights), x + g * x_stride + step * 32);
     }
   };
   auto fetch_weights = [&](int stage) {
     if (next_tile >= tiles) return;
-    copy_16(place(stage, 0), w_lo + next_step * 32);
-    copy_16(place(stage, 1), w_hi + next_step * 32);
+#pragma unroll
+    for (int i = 0; i < kOfWeights; ++i) copy_16(place(stage, i), from[i] + next_step * 32);
     if (++next_step == end) {
       next_step = begin, next_tile += gridDim.x;
       enter_tile();
@@ -113,10 +136,10 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_commit();
   }
   if constexpr (kNorm) {
-    make_resident<T, 8 * kColumns, kWarps, 2>(p, x_shared, squares_of, warp, lane);
+    make_resident<T, kStreamRows, kWarps, kInputs>(p, x_shared, squares_of, warp, lane);
     __syncthreads();
-    if (threadIdx.x < 16 * kColumns) {  // read after a tile's barrier
-      const int input = threadIdx.x / (8 * kColumns), m = threadIdx.x % (8 * kColumns);
+    if (threadIdx.x < kInputs * kStreamRows) {  // read after a tile's barrier
+      const int input = threadIdx.x / kStreamRows, m = threadIdx.x % kStreamRows;
       float total = 0.0f;
       for (int w = 0; w < kWarps; ++w) total += squares_of[input][w][m];
       scales[input][m] = rsqrtf(total / static_cast<float>(input ? p.k - p.k_split : p.k_split) + p.eps);
@@ -125,51 +148,50 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   int stage = 0, parity = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
-    float acc[kColumns][4] = {};
+    float acc[kTiles][4] = {};
     for (int step = begin; step < end; ++step) {
       copies_wait<kDepth - 1>();
-      const uint4 a = *place(stage, 0), b = *place(stage, 1);
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        const int m = c * 8 + g;
-        uint4 v = {0, 0, 0, 0};
-        if (m < p.rows) {
-          if constexpr (kNorm) {
-            v = *reinterpret_cast<const uint4*>(x_shared + m * (p.k * 2 + kPad) + step * 64 +
-                                                t * 16);
-          } else {
-            v = *place(stage, 2 + c);
-          }
+      uint4 v = {0, 0, 0, 0};
+      if (g < p.rows) {
+        if constexpr (kNorm) {
+          v = *reinterpret_cast<const uint4*>(x_shared + g * (p.k * 2 + kPad) + step * 64 + t * 16);
+        } else {
+          v = *place(stage, kOfWeights);
         }
-        multiply_add(acc[c], a.x, b.x, a.y, b.y, v.x, v.y, T());
-        multiply_add(acc[c], a.z, b.z, a.w, b.w, v.z, v.w, T());
       }
-      // The piece is in registers: its place is free.
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        const uint4 a = *place(stage, 2 * i), b = *place(stage, 2 * i + 1);
+        multiply_add(acc[i], a.x, b.x, a.y, b.y, v.x, v.y, T());
+        multiply_add(acc[i], a.z, b.z, a.w, b.w, v.z, v.w, T());
+      }
+      // The pieces are in registers: their places are free.
       if (next_tile < tiles) fetch_x(stage, next_step);
       fetch_weights(stage);
       copies_commit();
       if (++stage == kDepth) stage = 0;
     }
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      sums[parity][warp][g][c * 8 + t * 2] = acc[c][0];
-      sums[parity][warp][g][c * 8 + t * 2 + 1] = acc[c][1];
-      sums[parity][warp][g + 8][c * 8 + t * 2] = acc[c][2];
-      sums[parity][warp][g + 8][c * 8 + t * 2 + 1] = acc[c][3];
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const to = sums[parity][warp][i * kTile + half * 8 + g] + t * 2;
+        to[0] = acc[i][half * 2], to[1] = acc[i][half * 2 + 1];
+      }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * p.rows; i += kWarps * 32) {
-      const int row = i % 8, m = i / 8;
+    for (int i = threadIdx.x; i < 8 * kTiles * p.rows; i += kWarps * 32) {
+      const int row = i % 8, of_tile = i / 8 % kTiles, m = i / (8 * kTiles);
       float lo = 0.0f, hi = 0.0f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         float scale = 1.0f;
-        if constexpr (kNorm) scale = scales[w >= kWarps / 2 && p.k_split < p.k][m];
-        lo = fmaf(scale, sums[parity][w][row][m], lo);
-        hi = fmaf(scale, sums[parity][w][row + 8][m], hi);
+        if constexpr (kNorm) scale = scales[kNorms == 2 && w >= kWarps / 2][m];
+        lo = fmaf(scale, sums[parity][w][of_tile * kTile + row][m], lo);
+        hi = fmaf(scale, sums[parity][w][of_tile * kTile + row + 8][m], hi);
       }
       int n_lo, n_hi;
-      tile_rows<E>(p, tile, row, n_lo, n_hi);
+      tile_rows<E>(p, tile * kTiles + of_tile, row, n_lo, n_hi);
       finish<T, E>(p, m, n_lo, n_hi, lo, hi);
     }
   }

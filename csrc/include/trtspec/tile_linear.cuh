@@ -155,13 +155,16 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
   };
 
   const int early = min(steps, kStages);
+#pragma unroll 1
   for (int step = 0; step < early; ++step) fetch_weights(step);
+#pragma unroll 1
   for (int i = threadIdx.x; i < kOuts * (steps - early); i += kThreads) {
     const int column = (first_step + early + i / kOuts) * kStep;
     const T* const line = weight_row(i % kOuts) + min(column, p.k - 8);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
   }
   if constexpr (kNorm) {
+#pragma unroll 1
     for (int piece = threadIdx.x; piece < steps * kPieces; piece += kThreads) {
       const T* from = static_cast<const T*>(p.norm0) + piece * 8;
       if constexpr (kTwo) {
@@ -218,6 +221,7 @@ __global__ void __launch_bounds__(kTileWarps * 32, kBlocks * kOuts > 64 || kNorm
     }
     is_second = true;
   };
+#pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (kTwo && !is_second && step * kStep + warp * 16 >= p.k_split) enter_second();
     if (step == 0) {
