@@ -23,13 +23,13 @@ __host__ __device__ constexpr int resting_stride(int k) {
   return kGroups ? 2 * k + 16 : k + (k % 128 == 0 ? 64 : 0);
 }
 
-// Steps that are on their way. Of codes, three are asked for before the previous kernel is done, and the
+// Steps that are on their way. Of codes, two are asked for before the previous kernel is done, and the
 // others when the rows are: they arrive while these are rounded. (All before: rows wait behind them. None
 // after: memory waits for the rounding.)
 template <bool kGroups>
 constexpr int kFp8Depth = kGroups ? 4 : 6;
 template <bool kGroups>
-constexpr int kFp8Early = kGroups ? 4 : 3;
+constexpr int kFp8Early = kGroups ? 4 : 2;
 
 template <bool kGroups, int kWarps>
 constexpr int kFp8RingBytes = kFp8Depth<kGroups> * 2 * kWarps * 32 * 16;
