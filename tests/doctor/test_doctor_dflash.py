@@ -32,11 +32,12 @@ from unrolled import (
 from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
-from trtspec.doctor import Diagnosis, diagnose
+from trtspec.doctor import Diagnosis, diagnose, exam
 from trtspec.doctor.blocks import block_trials
 from trtspec.models.drafters.dflash import DFlashHead
 from trtspec.train import unroll as unroll_module
 from trtspec.train.blocks import Block
+from trtspec.train.losses import score
 from trtspec.train.new_head import NewHead, create_head
 from trtspec.train.records import Sequences
 from trtspec.train.trainer import Trainer
@@ -139,6 +140,35 @@ def test_a_good_head_has_nothing(case: Case, tmp_path: Path) -> None:
     diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None)
     assert diagnosis.as_loaded is not None and diagnosis.as_loaded.acceptance_length > 3
     assert not diagnosis.changes and not diagnosis.problems
+
+
+def test_drafts_behind_a_wrong_one_are_not_computed(
+    dspark: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+
+    def count(head: Any, step: Any, *args: Any, **options: Any) -> Any:
+        computed.append(len(step.rows))
+        return score(head, step, *args, **options)
+
+    monkeypatch.setattr(exam, "score", count)
+    loaded = dspark.diagnose(tmp_path, _nested(mask_token_id=5)).as_loaded
+    assert loaded is not None and computed[:BLOCK] == loaded.judged
+    assert loaded.judged[-1] < loaded.judged[0] / 2
+
+
+WINDOWED_ALL = {
+    "layer_types": ["sliding_attention"] * 2, "sliding_window": 2, "use_sliding_window": True,
+    "is_causal": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [6, BLOCK, 10])
+def test_a_block_that_training_had_not_is_named(dspark: Case, tmp_path: Path, size: int) -> None:
+    diagnosis = dspark.diagnose(tmp_path, _top(block_size=size), keeps_notes=True)
+    said = " ".join([diagnosis.verdict, *diagnosis.remarks])
+    is_named = f"trained with 8 drafts a block, and its config.json gives it {size}:" in said
+    assert (is_named, diagnosis.is_well) == (size != BLOCK, size == BLOCK), said
 
 
 SABOTAGES: list[tuple[Change, str, str]] = [

@@ -17,7 +17,7 @@ from ..models.drafters.base import DraftHead
 from ..models.drafters.dflash import DFlashHead
 from ..models.drafters.mtp import MTPHead
 from ..train.losses import StepScore, score
-from ..train.records import Sequences
+from ..train.records import DraftStep, Sequences
 from ..train.trainer import Evaluation
 from ..train.unroll import teach, unroll
 from .diagnosis import CERTAIN, Diagnosis, Finding
@@ -214,7 +214,24 @@ class HeadExam(Exam):
         steps = unroll(
             self.head, self.sequences, teacher.hidden, self.num_steps, teacher.keys, setting
         )
-        return [score(self.head, step, teacher, with_loss=False) for step in steps]
+        found = list[StepScore]()
+        for step in steps:  # a draft behind a wrong one counts for nothing
+            kept = step.counted
+            if found:
+                kept = kept & found[-1].is_right[step.drafted_from]
+            found.append(score(self.head, _rows_of(step, kept), teacher, with_loss=False))
+        return found
+
+
+def _rows_of(step: DraftStep, kept: Tensor) -> DraftStep:
+    """Returns a step of fewer rows. kept: [R] bool."""
+    return replace(
+        step,
+        rows=step.rows[kept],
+        counted=step.counted[kept],
+        teacher_rows=step.teacher_rows[kept],
+        drafted_from=step.drafted_from[kept],
+    )
 
 
 def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> None:

@@ -164,6 +164,8 @@ def score(
 
 def _proposals(head: DraftHead, step: DraftStep, rows: Tensor) -> Tensor:
     """Returns what some of a step's rows propose, [R], in the head's vocabulary."""
+    if not len(rows):
+        return rows
     hidden = step.hidden[rows]
     logits = head.compute_logits(hidden, step.step)
     if step.features is not None:
