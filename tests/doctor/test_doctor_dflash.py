@@ -242,7 +242,19 @@ def test_a_missing_embedding_scale_is_named(tmp_path: Path, kind: str) -> None:
     case = Case(tmp_path, kind, scale=math.sqrt(48))
     assert case.target.config.hidden_size == 48
     diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None)
-    assert "the target's embedding should be scaled" in diagnosis.changes[0].name
+    change = diagnosis.changes[0]
+    assert "the target's embedding should be scaled" in change.name
+    assert '"input_embedding_scale": 6.9282 in config.json, now 1' in change.cure
+    cured = case.diagnose(tmp_path / "cured", _top(input_embedding_scale=6.9282))
+    assert not cured.changes and cured.as_loaded is not None
+    assert cured.as_loaded.right == change.result.right
+
+
+def test_a_scale_of_the_config_is_named(dspark: Case, tmp_path: Path) -> None:
+    diagnosis = dspark.diagnose(tmp_path, _nested(input_embedding_scale=7))
+    change = diagnosis.changes[0]
+    assert "the target's embedding should not be scaled" in change.name
+    assert '"input_embedding_scale": 1 in config.json, now 7' in change.cure
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def _lengths(head: DFlashHead) -> list[Trial]:
 
 
 def _scales(head: DFlashHead, target: DecoderConfig) -> list[Trial]:
-    scale = head.embedding_scale
-    other = None if scale else math.sqrt(target.hidden_size)
+    is_scaled = (head.embedding_scale or 1.0) != 1
+    other = 1.0 if is_scaled else math.sqrt(target.hidden_size)
 
     def scale_embedding(head: DFlashHead) -> None:
         head.embedding_scale = other
@@ -152,18 +152,17 @@ def _scales(head: DFlashHead, target: DecoderConfig) -> list[Trial]:
             if isinstance(module, RMSNorm):
                 module.weight.data = module.weight.data + 1
 
-    return [
-        Trial(
-            f"the target's embedding should {'not ' if scale else ''}be scaled",
-            "here, as in the target, it is read as the target's config says: train the head so",
-            scale_embedding,
-        ),
-        Trial(
-            "norms are written around 0",
-            f"add 1 to the weights of its norms: in {head.config.format} they are as they are",
-            shift_norms,
-        ),
-    ]
+    of_embedding = Trial(
+        f"the target's embedding should {'not ' if is_scaled else ''}be scaled",
+        f'"input_embedding_scale": {other:.6g} in config.json, now {head.embedding_scale or 1:.6g}',
+        scale_embedding,
+    )
+    of_norms = Trial(
+        "norms are written around 0",
+        f"add 1 to the weights of its norms: in {head.config.format} they are as they are",
+        shift_norms,
+    )
+    return [of_embedding, of_norms] if head.shares_embedding else [of_norms]
 
 
 def _positions() -> list[Trial]:
