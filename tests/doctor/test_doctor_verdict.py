@@ -21,7 +21,7 @@ from trtspec.doctor import _compare_with_training
 from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
-from trtspec.doctor.masks import special_tokens
+from trtspec.doctor.masks import special_tokens, without_twins
 from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
 from trtspec.train.losses import StepScore
 from trtspec.train.trainer import Evaluation
@@ -131,6 +131,12 @@ def test_no_special_token_is_lost_to_its_name() -> None:
     target: Any = SimpleNamespace(raw={})
     found, _ = special_tokens(raw, 97, target)
     assert {1, 2, MASK_TOKEN, 50} <= set(found) and 8 not in found
+
+
+def test_tokens_of_one_embedding_are_tried_once() -> None:
+    embedding = torch.tensor([1.0, 2.0, 1.0, 2.0, 3.0])[:, None]
+    tokens = {1: "a", 2: "as the mask", 3: "as a", 4: "b"}
+    assert without_twins(tokens, 0, embedding) == {1: "a", 4: "b"}
 
 
 # -- the search --------------------------------------------------------------------------------

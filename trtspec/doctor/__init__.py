@@ -38,7 +38,7 @@ from .diagnosis import Diagnosis, Finding
 from .draft_model import DraftModel, DraftModelExam, is_language_model
 from .exam import NUM_STEPS, HeadExam, examine
 from .heads import defect_of, notes_on, suspicion_of
-from .masks import special_tokens
+from .masks import special_tokens, without_twins
 from .texts import texts_of
 
 __all__ = [
@@ -109,12 +109,14 @@ def diagnose(
     )
     raw = read_json_object(head_dir / "config.json", "Point to the head's directory.")
     _compare_with_training(diagnosis, raw.get("training"))
-    diagnosis.reads_masks = head.config.mask_token_id is not None
-    tokens: dict[int, str] = {}
-    if diagnosis.reads_masks:
+    mask, tokens = head.config.mask_token_id, dict[int, str]()
+    diagnosis.reads_masks = mask is not None
+    if mask is not None:
+        assert head.embed_tokens is not None
         tokens, left_out = special_tokens(
             raw, head.config.decoder.vocab_size, target.config, tokenizer
         )
+        tokens = without_twins(tokens, mask, head.embed_tokens.weight)
         diagnosis.notes += left_out
     exam = HeadExam(target, head, sequences, report.mask_hidden, tokens)
     diagnosis.notes += notes_on(exam.patient)
@@ -182,6 +184,7 @@ def _diagnose_model(
             "examines drafts from one pass."
         )
     else:
+        tokens = without_twins(tokens, mask, model.embed_tokens.weight)
         diagnosis.notes += left_out
     if draft_tokenizer is None or tokenizer is None:
         diagnosis.notes.append(

@@ -114,6 +114,20 @@ def special_tokens(
     return chosen, notes
 
 
+def without_twins(tokens: Mapping[int, str], now: int, embedding: Tensor) -> dict[int, str]:
+    """Leaves out tokens that a drafter cannot tell from an earlier one, or from its mask token.
+
+    Tokens that the target's training never saw often have one embedding.
+    """
+    found, rows = dict[int, str](), [embedding[now]]
+    for token, name in tokens.items():
+        row = embedding[token]
+        if not any(torch.equal(row, other) for other in rows):
+            found[token] = name
+            rows.append(row)
+    return found
+
+
 def _named(
     raw: Mapping[str, Any], vocab_size: int, target: DecoderConfig, tokenizer: Any
 ) -> Iterator[tuple[str, int]]:
