@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_model_dir
+from tiny_dflash import dflash_dir
 from tiny_heads import MASK_TOKEN, eagle1_dir, eagle3_dir
 from tiny_trained import load_target
 from torch import nn
@@ -18,6 +19,7 @@ from trtspec.attention.torch_sdpa import TorchAttention
 from trtspec.checkpoints.heads.load import load_head
 from trtspec.checkpoints.heads.records import HeadRequest, LoadOptions
 from trtspec.doctor import _compare_with_training
+from trtspec.doctor.captures import capture_trials
 from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine
 from trtspec.doctor.heads import Patient, notes_on
@@ -224,15 +226,25 @@ def test_pairs_are_told_and_are_the_last_change() -> None:
 
 
 # -- notes -------------------------------------------------------------------------------------
+def test_two_swapped_layers_of_many_are_tried() -> None:
+    trials = capture_trials((1, 2, 3, 27, 14), 30, "target_layer_ids", None)
+    names = {trial.sets["layers"]: trial.name for trial in trials}
+    assert names[1, 2, 3, 14, 27] == "captured layers 27 and 14 are in each other's place"
+
+
 def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]}}
     notes = []
-    for directory in (eagle1_dir(tmp_path), eagle3_dir(tmp_path, captured=4, config=layers)):
+    for directory in (
+        eagle1_dir(tmp_path),
+        eagle3_dir(tmp_path, captured=4, config=layers),
+        dflash_dir(tmp_path),
+    ):
         head = load_head(
             directory,
             target,
-            HeadRequest(kind="eagle"),
+            HeadRequest(),
             LoadOptions(
                 dtype=torch.float32,
                 device=torch.device("cpu"),
@@ -241,8 +253,11 @@ def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
                 pack=False,
             ),
         )
+        if head.config.kind == "dflash":
+            head.config = replace(head.config, layers_to_capture=(0, 2, 4, 6))
         notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))
     assert "Of an EAGLE-1 head only RoPE" in notes[0] and "fc_norm" not in notes[0]
     assert "norm_before_fc and fc_norm are not tried" in notes[1]
-    assert "orders of its 4 captured layers only the reverse" in notes[1]
+    for note in notes[1:]:
+        assert "orders of its 4 captured layers only the reverse and those with two" in note
     assert _Exam({}, "a").notes() == ["Drafts after number 3 were not examined."]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import combinations, permutations
 
 from .trials import Trial
 
@@ -36,6 +36,14 @@ def capture_trials(
             (f"captured layers should be in the order {list(order)}", order)
             for order in permutations(now)
         ]
+    else:
+        candidates += [
+            (
+                f"captured layers {now[a]} and {now[b]} are in each other's place",
+                _swapped(now, a, b),
+            )
+            for a, b in combinations(range(len(now)), 2)
+        ]
     trials, tried = [], {now, ()}
     for name, layers in candidates:
         if layers not in tried and all(0 <= i < num_layers for i in layers):
@@ -44,3 +52,19 @@ def capture_trials(
             trials.append(Trial(name, cure, sets={"layers": layers}, is_usual=is_usual))
             tried.add(layers)
     return trials
+
+
+def notes_on_captures(now: tuple[int, ...]) -> list[str]:
+    """Returns which orders of the captured layers are not tried."""
+    if len(now) <= MOST_CAPTURED_TO_PERMUTE:
+        return []
+    return [
+        f"Of the orders of its {len(now)} captured layers only the reverse and those with two "
+        f"swapped are tried: up to {MOST_CAPTURED_TO_PERMUTE} are permuted."
+    ]
+
+
+def _swapped(layers: tuple[int, ...], a: int, b: int) -> tuple[int, ...]:
+    order = list(layers)
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)

@@ -18,7 +18,7 @@ from ..models.drafters.gemma_assistant import KIND as ASSISTANT
 from ..models.drafters.gemma_assistant import GemmaAssistant
 from ..models.drafters.mtp import MTPHead, MTPLayer
 from .blocks import block_trials, defect_of_bias
-from .captures import MOST_CAPTURED_TO_PERMUTE, capture_trials
+from .captures import capture_trials, notes_on_captures
 from .masks import mask_trials
 from .trials import (
     Trial,
@@ -126,12 +126,7 @@ def _eagle3_trials(patient: Patient) -> list[Trial]:
 
 def _eagle3_notes(head: DraftHead) -> list[str]:
     notes = ["norm_before_fc and fc_norm are not tried."]
-    if (count := len(head.layers_to_capture)) > MOST_CAPTURED_TO_PERMUTE:
-        notes.append(
-            f"Of the orders of its {count} captured layers only the reverse is tried: up to "
-            f"{MOST_CAPTURED_TO_PERMUTE} are permuted."
-        )
-    return notes
+    return notes + notes_on_captures(head.layers_to_capture)
 
 
 def _eagle1_notes(head: DraftHead) -> list[str]:
@@ -264,9 +259,13 @@ def _block_trials(patient: Patient) -> list[Trial]:
     return block_trials(patient.head, patient.target, patient.special_tokens)
 
 
+def _block_notes(head: DraftHead) -> list[str]:
+    return notes_on_captures(head.layers_to_capture)
+
+
 _KINDS = {
-    "dflash": _Kind(_block_trials),
-    "dspark": _Kind(_block_trials),
+    "dflash": _Kind(_block_trials, _block_notes),
+    "dspark": _Kind(_block_trials, _block_notes),
     "eagle3": _Kind(_eagle3_trials, _eagle3_notes),
     "eagle": _Kind(notes=_eagle1_notes),
     "mtp": _Kind(_mtp_trials),
