@@ -178,6 +178,7 @@ SABOTAGES: list[tuple[Change, str, str]] = [
     (_nested(causal=True), "rows of a block should see each other both ways", '"is_causal": false'),
     (_rope, "rope_theta should be the target's", "now 100"),
     (_norms, "norms are written around 0", "add 1"),
+    (_top(block_size=16), "blocks should have 8 rows", '"block_size": 8'),
     (_top(block_size=4), "blocks should have 8 rows", '"block_size": 8'),
 ]
 if full():  # as the first one's

@@ -108,10 +108,13 @@ def _widen(head: DFlashHead, by: Sequence[int]) -> None:
 
 
 def _lengths(head: DFlashHead) -> list[Trial]:
-    """How long a block is, and which of its rows propose."""
+    """How long a block is, and which of its rows propose.
+
+    Drafts that a shorter block has not are read from its last row, and so are wrong.
+    """
     now, anchor = block_rows(head.config), head.samples_from_anchor
 
-    def longer(rows: int) -> Change:
+    def resized(rows: int) -> Change:
         def change(head: DFlashHead) -> None:
             _widen(head, [rows * sees for sees in head.config.sees_ahead])
 
@@ -131,11 +134,11 @@ def _lengths(head: DFlashHead) -> list[Trial]:
             Trial(
                 f"blocks should have {length} rows",
                 f'"block_size": {length} in config.json, now {now}',
-                longer(length - now),
+                resized(length - now),
                 sets={"block": length},
             )
             for length in USUAL_BLOCKS
-            if length > now  # with fewer, later drafts could not be compared
+            if length != now
         ),
     ]
 
