@@ -180,6 +180,7 @@ SABOTAGES: list[tuple[Change, str, str]] = [
     (_norms, "norms are written around 0", "add 1"),
     (_top(block_size=16), "blocks should have 8 rows", '"block_size": 8'),
     (_top(block_size=4), "blocks should have 8 rows", '"block_size": 8'),
+    (_top(**WINDOWED_ALL), "the head's layers should have no window", "shortest window is now 10"),
 ]
 if full():  # as the first one's
     late = _nested(target_layer_ids=[2, 4, 5]), "one too late", "target_layer_ids=[1, 3, 4]"

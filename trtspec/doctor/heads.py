@@ -27,6 +27,7 @@ from .trials import (
     shift_trials,
     swap_halves,
     vocabulary_trials,
+    window_trials,
 )
 
 
@@ -46,7 +47,7 @@ def trials_of(patient: Patient) -> list[Trial]:
     """Returns everything that is tried with this head."""
     head, trials = patient.head, list[Trial]()
     if head.advances_positions:  # one that reads the target's keys must be rotated as they are
-        trials += rope_trials(head, patient.target)
+        trials += rope_trials(head, patient.target) + window_trials(head)
     if not isinstance(head, DFlashHead) or head.reads_next_tokens:
         trials += shift_trials()
     trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..models.config import DecoderConfig
+from ..models.decoder import Attention
 from ..models.drafters.base import DraftHead
+from ..models.mla import MLAttention
 from ..models.rope import RopeTables
 from ..train.unroll import Use
 
@@ -71,6 +73,31 @@ def shift_trials() -> list[Trial]:
             sets={"shift": 2},
         ),
     ]
+
+
+def window_trials(head: DraftHead) -> list[Trial]:
+    """Layers without windows, where some have one."""
+    windows = [layer.window for layer in _layers_with_windows(head)]
+    if not windows:
+        return []
+
+    def drop(head: DraftHead) -> None:
+        for layer in _layers_with_windows(head):
+            layer.window = None
+
+    return [
+        Trial(
+            "the head's layers should have no window",
+            "remove layer_types, sliding_window, swa_window_size and draft_window from "
+            f"config.json; the shortest window is now {min(windows)}",
+            drop,
+        )
+    ]
+
+
+def _layers_with_windows(head: DraftHead) -> list[Any]:
+    layers = [m for m in head.modules() if isinstance(m, Attention | MLAttention)]
+    return [layer for layer in layers if layer.window is not None]
 
 
 def vocabulary_trials(d2t: Tensor) -> list[Trial]:
