@@ -56,6 +56,7 @@ class Diagnosis:
     as_loaded: Evaluation | None = None
     tried: list[Finding] = field(default_factory=list)
     changes: list[Finding] = field(default_factory=list)
+    likely: Finding | None = None  # a change that may gain by chance alone; if no other is found
     trained: list[float] | None = None  # conditional acceptance at the end of training
     notes: list[str] = field(default_factory=list)  # what was not examined
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
@@ -103,7 +104,9 @@ class Diagnosis:
         if self._fails_at_masks():
             return self._what_fails_at_masks(), False
         if self.defect is not None:
-            return f"Something is wrong with its weights: {self.defect}", False
+            return f"Something is wrong: {self.defect}", False
+        if self.likely is not None:
+            return self._what_is_likely(self.likely), False
         return self._nothing_found()
 
     def _what_changes(self) -> str:
@@ -120,6 +123,16 @@ class Diagnosis:
             f"draft is {old.conditional[index]:.2f} as it is and {new.conditional[index]:.2f} with "
             f"the change (length {old.acceptance_length:.2f} and {new.acceptance_length:.2f})."
             f"{self._what_is_left(new)}"
+        )
+
+    def _what_is_likely(self, found: Finding) -> str:
+        assert self.as_loaded is not None
+        return (
+            f"No mistake is certain, but one is likely: {found.name} (length "
+            f"{self.as_loaded.acceptance_length:.2f} as it is and "
+            f"{found.result.acceptance_length:.2f} with the change). On so few texts that may be "
+            f"chance: give more prompts, or try the change: {found.cure}."
+            f"{self._what_is_left(found.result)}"
         )
 
     def _what_is_left(self, result: Evaluation) -> str:

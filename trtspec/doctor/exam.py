@@ -253,12 +253,15 @@ def examine(exam: Exam, diagnosis: Diagnosis, tell: Callable[[str], None]) -> No
 
     while len(made) < 2:  # a second mistake may hide behind the first
         trials = [trial for trial in exam.trials() if trial.name not in made]
-        choice, is_pair = best_explanation(evaluate(trials), best), False
+        found = evaluate(trials)
+        choice, is_pair = best_explanation(found, best), False
         is_poor = best.result.conditional[0] <= MAP_MAY_BE_WRONG
         if choice is None and not made and is_poor and exam.d2t is not None:
             # A wrong map hides every other mistake, and every other mistake hides it.
             choice, is_pair = best_explanation(evaluate(pairs(trials, exam.d2t)), best), True
         if choice is None:
+            if not made:
+                diagnosis.likely = likely_explanation(found, best)
             return
         trial, best = choice
         made.add(trial.name)
@@ -286,6 +289,16 @@ def best_explanation(
         return outcome is best or gain <= UNCERTAIN * error
 
     return next((trial, outcome) for trial, outcome in telling if is_as_good(outcome))
+
+
+def likely_explanation(found: Sequence[tuple[Trial, Outcome]], old: Outcome) -> Finding | None:
+    """Returns the best of the changes that would explain the lost acceptance, but for chance."""
+    likely = []
+    for trial, outcome in found:
+        gain, error = outcome.gain_over(old)
+        if gain >= LEAST_GAIN and gain > UNCERTAIN * error:
+            likely.append((gain, Finding(trial.name, trial.cure, outcome.result)))
+    return max(likely, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def _explains(trial: Trial, new: Outcome, old: Outcome) -> bool:
