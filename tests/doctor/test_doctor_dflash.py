@@ -90,13 +90,14 @@ class Case:
                 patch.setattr(unroll_module, "Block", lambda a, p, _, n: wrong(a, p, num_rows=n))
             trainer.train()
 
-    def diagnose(self, tmp_path: Path, change: Change) -> Diagnosis:
+    def diagnose(self, tmp_path: Path, change: Change, keeps_notes: bool = False) -> Diagnosis:
         out = tmp_path / "sabotaged"
         shutil.copytree(self.head_dir, out, ignore=shutil.ignore_patterns("*.pt", "*.jsonl"))
         raw = json.loads((out / "config.json").read_text())
         tensors = load_file(out / "model.safetensors")
         change(raw, tensors)
-        raw.pop("training", None)
+        if not keeps_notes:
+            raw.pop("training", None)
         (out / "config.json").write_text(json.dumps(raw))
         save_file({n: t.contiguous() for n, t in tensors.items()}, out / "model.safetensors")
         return diagnose(self.target, out, None, self.texts)

@@ -124,7 +124,8 @@ def diagnose(
         diagnosis.notes.append(
             f"Of its {report.num_mtp_layers} MTP layers the first {NUM_STEPS} were examined."
         )
-    diagnosis.suspicion, diagnosis.defect = suspicion_of(exam.patient), defect_of(exam.patient)
+    diagnosis.suspicion = suspicion_of(exam.patient)
+    diagnosis.defect = defect_of(exam.patient, diagnosis.trained)
     examine(exam, diagnosis, tell)
     diagnosis.notes += exam.notes()
     return diagnosis

@@ -49,6 +49,21 @@ def block_trials(
     ]
 
 
+def defect_of_block(head: DFlashHead, trained: Sequence[float] | None) -> str | None:
+    """Whether a block is not the one of training.
+
+    Args:
+        trained: acceptance of each of its drafts at the end of training, if it says so.
+    """
+    now = head.config.trained_draft_len
+    if trained is None or len(trained) == now:
+        return None
+    return (
+        f"the head was trained with {len(trained)} drafts a block, and its config.json gives it "
+        f"{now}: block_size or sample_from_anchor is wrong there."
+    )
+
+
 def defect_of_bias(head: DFlashHead) -> str | None:
     """What is certainly wrong with DSpark's bias, though no trial can undo it."""
     markov = head.markov_head

@@ -60,7 +60,7 @@ class Diagnosis:
     trained: list[float] | None = None  # conditional acceptance at the end of training
     notes: list[str] = field(default_factory=list)  # what was not examined
     suspicion: str | None = None  # what is seen to be wrong and cannot be undone
-    defect: str | None = None  # what is certainly wrong with weights, and cannot be undone
+    defect: str | None = None  # what is certainly wrong, and cannot be undone
     drafter: str = "head"  # or "draft model"
     reads_masks: bool = False
     num_texts: int = FEWEST_TEXTS

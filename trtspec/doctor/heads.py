@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ..models.drafters.eagle import Eagle3Head, Eagle3Layer
 from ..models.drafters.gemma_assistant import KIND as ASSISTANT
 from ..models.drafters.gemma_assistant import GemmaAssistant
 from ..models.drafters.mtp import MTPHead, MTPLayer
-from .blocks import block_trials, defect_of_bias
+from .blocks import block_trials, defect_of_bias, defect_of_block
 from .captures import capture_trials, notes_on_captures
 from .masks import mask_trials
 from .trials import (
@@ -77,9 +77,15 @@ def suspicion_of(patient: Patient) -> str | None:
     return None
 
 
-def defect_of(patient: Patient) -> str | None:
-    """What is certainly wrong, though no trial can undo it."""
-    return defect_of_bias(patient.head) if isinstance(patient.head, DFlashHead) else None
+def defect_of(patient: Patient, trained: Sequence[float] | None) -> str | None:
+    """What is certainly wrong, though no trial can undo it.
+
+    Args:
+        trained: acceptance of each draft at the end of training, if the head says so.
+    """
+    if not isinstance(patient.head, DFlashHead):
+        return None
+    return defect_of_bias(patient.head) or defect_of_block(patient.head, trained)
 
 
 # -- EAGLE-3 and P-EAGLE -----------------------------------------------------------------------
