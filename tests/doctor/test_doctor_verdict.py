@@ -74,6 +74,22 @@ def test_a_change_that_brings_back_a_part_is_not_the_whole() -> None:
     assert "hardly ever with the change, too" in with_change(15, 0, 0)
 
 
+def test_a_change_that_regains_little_is_not_the_whole() -> None:
+    """Of the 0.20 that the first draft lost, 0.04; by 256 places that is short of certain."""
+    found = _diagnosis(143, 74, 30, judged=256, trained=[0.76, 0.7, 0.6])
+    change = Finding("another base", "", Evaluation([154, 80, 30], [256, 154, 80]))
+    found.changes = [change]
+    assert "That is not all of it: when it was trained the first draft was" in found.verdict
+    found.changes = [replace(change, result=Evaluation([174, 120, 80], [256, 174, 120]))]
+    assert "That is not all of it" not in found.verdict
+
+
+def test_acceptance_below_trainings_is_told_where_it_may_be_chance() -> None:
+    found = _diagnosis(210, 147, 103, judged=384, trained=[0.67, 0.7, 0.7])
+    assert found.is_well and "Nothing is wrong" not in found.verdict
+    assert found.verdict.startswith("No known mistake was found, but the first draft is accepted")
+
+
 @pytest.mark.parametrize("rates", [[None, "x"], [0.5, float("nan")], [1.5], "0.5", {"a": 1}])
 def test_odd_notes_of_training_are_left_alone(rates: Any) -> None:
     diagnosis = Diagnosis()

@@ -139,6 +139,8 @@ class Diagnosis:
         """Says so where acceptance is poor with the changes too: they are not the cause, or not the
         only one."""
         short = self._short_of_training(result)
+        if short is None:
+            short = self._hardly_regained(result)
         if short is not None:
             assert self.trained is not None
             what = (
@@ -155,12 +157,25 @@ class Diagnosis:
             f"covers in part. Copy the {self.drafter} again from its source."
         )
 
-    def _short_of_training(self, result: Evaluation) -> int | None:
+    def _hardly_regained(self, result: Evaluation) -> int | None:
+        """Returns the first draft far below training's that regains less than half of its loss."""
+        assert self.as_loaded is not None
+        old, new = self.as_loaded, result
+        for index, rate in enumerate((self.trained or [])[: len(new.judged)]):
+            if min(old.judged[index], new.judged[index]) < FEWEST_JUDGED:
+                break
+            left, lost = rate - new.conditional[index], rate - old.conditional[index]
+            if left > SHORT_OF_TRAINING and left > lost / 2:
+                return index
+        return None
+
+    def _short_of_training(self, result: Evaluation, with_certainty: bool = True) -> int | None:
         """Returns the first draft that is accepted far less often than at the end of training."""
         for index, rate in enumerate((self.trained or [])[: len(result.judged)]):
             if result.judged[index] < FEWEST_JUDGED:
                 break
-            if self._upper_bound(index, result) < rate - SHORT_OF_TRAINING:
+            most = self._upper_bound(index, result) if with_certainty else result.conditional[index]
+            if most < rate - SHORT_OF_TRAINING:
                 return index
         return None
 
@@ -217,6 +232,13 @@ class Diagnosis:
                 f"was {trained[index]:.2f}. Is this the target that it was trained for, and text "
                 "of that kind?"
             ), False
+        index = self._short_of_training(result, with_certainty=False)
+        if index is not None:
+            return (
+                f"No known mistake was found, but the {_ordinal(index)} draft is accepted "
+                f"{result.conditional[index]:.2f} of the time, when it was trained it was "
+                f"{trained[index]:.2f}. On so few texts that may be chance: give more prompts."
+            ), True
         if trained:
             return (
                 f"Nothing is wrong: {first}, when it was trained it was {trained[0]:.2f}. If that "
