@@ -44,6 +44,7 @@ def test_a_dead_drafter_is_not_well() -> None:
         assert (
             "hardly ever" in dead.verdict and f"the target that the {kind} is for" in dead.verdict
         )
+        assert dead.verdict.endswith(f"If so, copy the {kind} again from its source.")
     assert _diagnosis(21, 0, 0).is_well, "above the engine's own floor"
 
 
@@ -52,6 +53,7 @@ def test_later_drafts_are_compared_with_training_too() -> None:
     assert not short.is_well
     assert "the second draft is accepted 0.30 of the time, after right ones, when it was trained " \
         "it was 0.70" in short.verdict  # fmt: skip
+    assert short.verdict.endswith("of that kind? If so, copy the head again from its source.")
     assert _diagnosis(800, 560, 390, trained=[0.8, 0.7, 0.6]).is_well
     few = _diagnosis(400, 190, 0, judged=500, trained=[0.8, 0.5, 0.6])
     assert few.is_well, "the third draft was judged 190 times"

@@ -221,7 +221,7 @@ class Diagnosis:
         if is_dead(result.judged[0], result.right[0]):
             return (
                 f"No known mistake explains it: {first}, hardly ever. Is this the target that the "
-                f"{self.drafter} is for?"
+                f"{self.drafter} is for? If so, copy the {self.drafter} again from its source."
             ), False
         index = self._short_of_training(result)
         if index is not None:
@@ -230,7 +230,7 @@ class Diagnosis:
                 f"No known mistake explains it: the {_ordinal(index)} draft is accepted "
                 f"{result.conditional[index]:.2f} of the time{after}, when it was trained it "
                 f"was {trained[index]:.2f}. Is this the target that it was trained for, and text "
-                "of that kind?"
+                f"of that kind? If so, copy the {self.drafter} again from its source."
             ), False
         index = self._short_of_training(result, with_certainty=False)
         if index is not None:
