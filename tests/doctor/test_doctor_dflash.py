@@ -158,6 +158,14 @@ def test_drafts_behind_a_wrong_one_are_not_computed(
     assert loaded.judged[-1] < loaded.judged[0] / 2
 
 
+@pytest.mark.parametrize("field", [{"num_hidden_layers": 1}, {"markov_rank": 0}])
+def test_a_field_that_leaves_tensors_over_is_named(
+    dspark: Case, tmp_path: Path, field: dict[str, int]
+) -> None:
+    verdict = dspark.diagnose(tmp_path, _top(**field)).verdict
+    assert "have no place" in verdict and next(iter(field)) in verdict
+
+
 WINDOWED_ALL = {
     "layer_types": ["sliding_attention"] * 2, "sliding_window": 2, "use_sliding_window": True,
     "is_causal": False,

@@ -465,6 +465,10 @@ def _attach(head: DraftHead, report: HeadReport, device: torch.device, dtype: to
     head.prepare_context()
 
 
+def _surplus_hint(config: HeadConfig) -> str:
+    return "num_hidden_layers in config.json (DSpark: markov_rank), or "
+
+
 DFLASH = HeadKind(
     asked_as="dflash",
     description="is a DFlash head",
@@ -475,6 +479,7 @@ DFLASH = HeadKind(
     read=_read,
     network=_network,
     attach=_attach,
+    surplus_hint=_surplus_hint,
 )
 DSPARK = replace(
     DFLASH,
