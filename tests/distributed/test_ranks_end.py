@@ -98,6 +98,23 @@ def test_an_error_before_serving_leaves_the_ranks(
         assert text_of(llm) == expected
 
 
+def test_a_failed_build_gives_back_what_others_may_want(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a cluster. Ranks of this machine, and those of another engine, are kept."""
+    with two_ranks(model) as llm:
+        world, closed = world_of(llm), []
+        monkeypatch.setattr(world, "_release", lambda: None)
+        monkeypatch.setattr(world, "close", lambda: closed.append(world))
+        with pytest.raises(ConfigError, match="max_num_tokens"):
+            two_ranks(model, max_num_tokens=0)
+        assert not closed
+    assert closed == [world]  # with its last engine
+    with pytest.raises(ConfigError, match="max_num_tokens"):
+        two_ranks(model, max_num_tokens=0)
+    assert closed == [world, world]
+
+
 def test_engines_share_the_ranks(model: Path, expected: list[int]) -> None:
     first, second = two_ranks(model), two_ranks(model, overlap=False)
     ranks = world_of(first)

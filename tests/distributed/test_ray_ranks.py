@@ -104,6 +104,12 @@ def test_shutdown_leaves_no_actors(model: Path, expected: list[int]) -> None:
         assert text_of(again) == expected
 
 
+def test_an_engine_that_cannot_be_built_leaves_no_actors(model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be cut"):
+        ray_engine(model, size=3)
+    assert_all_is_free()
+
+
 def test_a_killed_actor_ends_the_engine(model: Path, expected: list[int]) -> None:
     llm = ray_engine(model, size=4)
     pids = pids_of(llm)

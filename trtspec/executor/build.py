@@ -90,9 +90,13 @@ def build_executor(
 
             follow(world)
         link = EngineLink.new(world)
-        with world.alone(), building(world):
-            link.tell("build", _without_host_code(engine), engine_variables())
-            return _executor(*_build(engine, world.device, link))
+        try:
+            with world.alone(), building(world):
+                link.tell("build", _without_host_code(engine), engine_variables())
+                return _executor(*_build(engine, world.device, link))
+        except BaseException:
+            world.close_if_idle()
+            raise
 
 
 def _ranks(engine: EngineConfig) -> tuple[int, str]:

@@ -70,9 +70,9 @@ class LeadingRunner(StepRunner):
         self.link, self.world = link, link.world
         self._sent: dict[int, tuple[int, int]] = {}  # slot -> request and version of its tables
         self._checks = os.environ.get(CHECK_ENV_VAR) == "1"
-        self.world.num_engines += 1
         with self.world.together():
             super().__init__(parts, config)
+        self.world.num_engines += 1
         self.world.runners.add(self)
         self._finalizer = weakref.finalize(self, _drop, link)
         self._finalizer.atexit = False
