@@ -23,7 +23,13 @@ from matrix import cpu_engine, full
 from tiny import tiny_model_dir
 from worlds import LONG, SHORT, SOON, close_all_worlds, is_alive, text_of, wait_until, world_of
 
-from trtspec import LLM, DraftTargetDecodingConfig, NGramDecodingConfig, SamplingParams
+from trtspec import (
+    LLM,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SaveHiddenStatesDecodingConfig,
+)
 from trtspec.config import EngineConfig
 from trtspec.distributed import start
 from trtspec.distributed.peer import ALL_REDUCE_ENV_VAR
@@ -95,6 +101,20 @@ def test_an_error_before_serving_leaves_the_ranks(
         two_ranks(odd)
     with two_ranks(model) as llm:
         assert world_of(llm) is ranks
+        assert text_of(llm) == expected
+
+
+def test_a_refused_directory_leaves_the_ranks(
+    model: Path, expected: list[int], tmp_path: Path
+) -> None:
+    """Rank 0 alone writes hidden states; an engine beside it goes on."""
+    (tmp_path / "index.json").write_text("{}")
+    config = SaveHiddenStatesDecodingConfig(
+        output_directory=tmp_path, eagle3_layers_to_capture=[0, 1]
+    )
+    with two_ranks(model) as llm:
+        with pytest.raises(CheckpointError, match="not an index of hidden states"):
+            cpu_engine(model, config, tensor_parallel_size=2)
         assert text_of(llm) == expected
 
 

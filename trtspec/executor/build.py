@@ -187,6 +187,9 @@ def _build(
         )
         if parallel.size > 1 and config.cuda_graph is not None and _is_on_every_rank(drafter):
             config = replace(config, cuda_graph=replace(config.cuda_graph, enable_autotuner=False))
+        saver = None
+        if link is None or link.world.is_leader:  # before a runner: what it refuses ends no rank
+            saver = loader.saver(target)
     parts = EngineParts(
         target=target.model,
         worker=loaded.worker,
@@ -198,11 +201,9 @@ def _build(
         layers_to_capture=drafter.layers_to_capture,
         chooses_by_default=drafter.chooses_by_default,
     )
-    if link is None:
-        return StepRunner(parts, config), config, loader.saver(target)
-    if not link.world.is_leader:
-        return StepRunner(parts, config), config, None
-    return LeadingRunner(parts, config, link), config, loader.saver(target)
+    if link is None or not link.world.is_leader:
+        return StepRunner(parts, config), config, saver
+    return LeadingRunner(parts, config, link), config, saver
 
 
 def _is_on_every_rank(drafter: LoadedDrafter) -> bool:
