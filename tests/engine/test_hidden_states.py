@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import Oracle
+from safetensors import SafetensorError
 from tiny import tiny_model_dir
 
 from trtspec import LLM, KvCacheConfig, SamplingParams, SaveHiddenStatesDecodingConfig
+from trtspec.data import hidden_states
 from trtspec.data.hidden_states import HiddenStatesWriter, SavedHiddenStates
 from trtspec.errors import CheckpointError, ConfigError
 
@@ -188,6 +190,23 @@ def test_a_stop_check_that_raises_or_cancels_drops_its_sample_only(
     executor.run_until_done()
     assert [r.finish_reason for r in requests] == ["error", "cancelled", "length"]
     _check(target_dir, tmp_path, [requests[2].token_ids])
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("disk full")])
+def test_what_could_not_be_written_is_written_by_the_shutdown(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    llm = _llm(target_dir, tmp_path, rows=1000)
+    monkeypatch.setattr(hidden_states, "save_file", failing)
+    with pytest.raises(OSError, match=rf"written to {tmp_path} \(disk full\). Make room"):
+        llm.generate(PROMPTS[:2], PARAMS)
+    monkeypatch.undo()
+    llm.shutdown()
+    oracle = Oracle(target_dir)
+    _check(target_dir, tmp_path, [p + oracle.extend(p, 12) for p in PROMPTS[:2]])
 
 
 def test_two_runs_may_share_a_directory(target_dir: Path, tmp_path: Path) -> None:

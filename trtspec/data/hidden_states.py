@@ -175,9 +175,22 @@ class HiddenStatesWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes everything held, and the index."""
+        """Writes everything held, and the index.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk. The next call tries again.
+        """
         if not self._num_rows and not self._done:
             return
+        try:
+            self._write()
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"Hidden states cannot be written to {self.directory} ({error}). Make room there: "
+                "finished samples are held, and written with the next ones or by shutdown()."
+            ) from error
+
+    def _write(self) -> None:
         if self._num_rows:
             tensors = {column: torch.cat(parts) for column, parts in self._columns.items()}
             beside = self.directory / f".{self._shard}.part"
