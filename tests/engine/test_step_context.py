@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from trtspec import MTPDecodingConfig, NGramDecodingConfig, SpecMetadata
 from trtspec.errors import ConfigError
 from trtspec.metadata.accepted_path import AcceptedPath
 from trtspec.metadata.sampling import SamplingMetadata
-from trtspec.metadata.step import StepContext, StepNeeds, StepSizes
+from trtspec.metadata.step import StepContext, StepNeeds, StepSizes, batch_shape
 from trtspec.ops.step.rows import shift_for_drafting
 from trtspec.workers import MTPEagleWorker, NGramWorker
 
@@ -31,6 +33,26 @@ def test_what_a_loop_leaves_out_is_neutral() -> None:
     lens = torch.tensor([1, 3, 2], dtype=torch.int32)
     assert step.output_lens(lens).tolist() == [1, 3, 2]
     assert _step(_spec(runtime_draft_len=1), SIZES).draft_len == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("slot_ids", torch.tensor([0]), r"\[1\], but the step has 3 requests: .*\[3\]"),
+        ("slot_ids", torch.arange(4), r"\[4\], but the step has 3 requests"),
+        ("slot_ids", [0, 1, 2], "list, but the step has 3 requests"),
+        ("next_prompt_tokens", torch.arange(3), r"\[3\], but the step has 1 contexts"),
+    ],
+)
+def test_entries_for_another_batch_are_refused(name: str, given: Any, said: str) -> None:
+    """One slot for all, or a buffer of the largest batch."""
+    with pytest.raises(ConfigError, match=f"{name} is {said}"):
+        _step(_spec(**{name: given}), SIZES)
+
+
+def test_more_generations_than_requests_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_generations=3 is above .* request_ids, 2"):
+        batch_shape(None, _spec(num_generations=3, request_ids=[0, 1]))
 
 
 def test_a_sample_inside_the_prompt_is_no_text() -> None:

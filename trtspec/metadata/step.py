@@ -76,9 +76,12 @@ class StepContext:
             max_draft_len: K, proposed unless `runtime_draft_len` is less.
 
         Raises:
-            ConfigError: fewer rows of sampling parameters than of logits.
+            ConfigError: fewer rows of sampling parameters than of logits, or slots or next tokens
+                of another number of requests.
         """
         wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
+        _require_length("slot_ids", slots, sizes.num_requests, "requests")
+        _require_length("next_prompt_tokens", following, sizes.num_contexts, "contexts")
         if slots is None:
             slots = torch.empty(0, dtype=torch.int64, device=device)
         if following is None:
@@ -137,6 +140,16 @@ class StepContext:
         return torch.cat([of_contexts, lens[contexts:]])
 
 
+def _require_length(name: str, given: Tensor | None, count: int, of_what: str) -> None:
+    if given is None or (isinstance(given, Tensor) and given.shape == (count,)):
+        return
+    form = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    raise ConfigError(
+        f"SpecMetadata.{name} is {form}, but the step has {count} {of_what}: give a tensor "
+        f"[{count}]."
+    )
+
+
 def no_sampling(device: torch.device) -> SamplingMetadata:
     """Returns parameters of no rows: every request is greedy."""
     return SamplingMetadata(
@@ -151,13 +164,19 @@ def batch_shape(meta: AttentionMetadata | None, spec: SpecMetadata) -> tuple[int
     """Returns (C, B) of a pass.
 
     Raises:
-        ConfigError: neither the attention metadata nor the request ids are set.
+        ConfigError: neither the attention metadata nor the request ids are set, or there are more
+            generations than requests.
     """
     if meta is not None:
         return meta.num_contexts, meta.num_seqs
     if spec.request_ids is None:
         raise ConfigError(
             "Without attn_metadata a worker needs spec_metadata.request_ids and num_generations."
+        )
+    if spec.num_generations > len(spec.request_ids):
+        raise ConfigError(
+            f"SpecMetadata.num_generations={spec.num_generations} is above the number of "
+            f"request_ids, {len(spec.request_ids)}: set both for each step."
         )
     return len(spec.request_ids) - spec.num_generations, len(spec.request_ids)
 
