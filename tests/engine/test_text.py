@@ -125,3 +125,17 @@ def test_stop_strings_and_what_is_held_back(tokenizer: Any) -> None:
     unfinished = TextStream(tokenizer, ("END",))
     unfinished.extend(ids("the EN"))
     assert unfinished.safe_text() == "the " and unfinished.final() == "the EN"
+
+
+def test_a_stop_string_before_a_part_of_a_character_ends_at_once() -> None:
+    """GPT-2's kind has tokens such as a space and the first byte of a character."""
+    table = _byte_alphabet()
+    tokens = [b" \xe2", b"\x80", b"a"]
+    names = ["".join(table[byte] for byte in token) for token in tokens]
+    inner = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    for given in (_Wrapped(inner), PreTrainedTokenizerFast(tokenizer_object=inner)):
+        stream = TextStream(given, ("a ",))
+        assert not stream.extend_with([2])
+        assert stream.extend_with([0])
+        assert stream.safe_text() == stream.final() == ""

@@ -56,10 +56,11 @@ class TextStream:
         """Adds ids. Returns whether they end with a whole character."""
         self._ids += new
         piece = self._new_text()
-        if piece and not piece.endswith(_INCOMPLETE):
-            self._take(piece)
-            return True
-        return False
+        whole = piece.rstrip(_INCOMPLETE)
+        is_whole = bool(piece) and whole == piece
+        if is_whole or self._first_stop(self._text + whole) >= 0:
+            self._take(whole)
+        return is_whole
 
     def _new_text(self) -> str:
         assert self._decode is not None
@@ -68,19 +69,23 @@ class TextStream:
         before = self._decode(self._ids[self._prefix : self._read])
         return self._decode(self._ids[self._prefix :])[len(before) :]
 
+    def _first_stop(self, text: str) -> int:
+        """Returns where the first stop string begins in the text with a new end; -1: nowhere."""
+        if not self._stops:
+            return -1
+        start = max(0, len(self._text) - max(map(len, self._stops)))
+        found = (text.find(stop, start) for stop in self._stops)
+        return min((i for i in found if i >= 0), default=-1)
+
     def _take(self, piece: str) -> None:
-        text, found = self._text + piece, []
-        if self._stops:
-            start = max(0, len(self._text) - max(map(len, self._stops)))
-            found = [i for i in (text.find(s, start) for s in self._stops) if i >= 0]
-        if found:
-            text = text[: min(found)]
+        text = self._text + piece
+        stop = self._first_stop(text)
         # At once: an interrupt leaves all of it or nothing.
         self._prefix, self._read, self._text, self._stopped = (
             self._read,
             len(self._ids),
-            text,
-            bool(found),
+            text if stop < 0 else text[:stop],
+            stop >= 0,
         )
 
     def safe_text(self) -> str:
