@@ -85,6 +85,24 @@ def test_a_step_at_once_is_its_tokens_one_by_one(tokenizer: Any, is_fast: bool) 
             assert steps.final() == given.decode(steps._ids)
 
 
+def test_bytes_that_are_no_character_leave_the_text_before_them(tokenizer: Any) -> None:
+    """A byte-fallback decoder spoils the whole run of bytes, so a step would change the text."""
+    table, end = _byte_alphabet(), tokenizer.inner.token_to_id("a")  # which is no byte
+    is_fallback = tokenizer.inner.token_to_id("<unk>") is not None
+    run = [*"é\n".encode(), 0xFF]
+    ids = run if is_fallback else [tokenizer.inner.token_to_id(table[byte]) for byte in run]
+    ids = [*ids, end, *ids, end]
+    single, pairs, whole = (TextStream(tokenizer) for _ in range(3))
+    for token in ids:
+        single.extend_with([token])
+    for start in range(0, len(ids), 2):
+        pairs.extend_with(ids[start : start + 2])
+    whole.extend_with(ids)
+    assert single.final().startswith("é\n")
+    assert single.final().endswith("a")
+    assert pairs.final() == whole.final() == single.final()
+
+
 def test_only_tokenizers_that_decode_plainly_are_called_directly(tokenizer: Any) -> None:
     class Own(PreTrainedTokenizerFast):
         def _decode(self, *_: Any, **__: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ class TextStream:
     def __init__(self, tokenizer: Any | None, stop_strings: tuple[str, ...] = ()):
         self._decode = None if tokenizer is None else decoder_of(tokenizer)
         self._stops, self._is_local = stop_strings, is_local(tokenizer)
+        self._is_single = bool(stop_strings)  # whether tokens are added one by one
         self._ids: list[int] = []
         self._text, self._stopped = "", False
         self._prefix, self._read = 0, 0  # tokens before _read are in the text
@@ -38,7 +40,7 @@ class TextStream:
         """Does the same for output ids that follow those it knows."""
         if self._decode is None or not new:
             return self._stopped
-        if self._stops:
+        if self._is_single:
             self._add_each(new)
         elif not self._add(new) and len(new) > 1:
             # The last character is not complete. What comes before it is sure.
@@ -56,11 +58,26 @@ class TextStream:
         """Adds ids. Returns whether they end with a whole character."""
         self._ids += new
         piece = self._new_text()
+        if _INCOMPLETE in piece and not (self._is_local or self._is_single):
+            self._start_over()
+            return True
         whole = piece.rstrip(_INCOMPLETE)
         is_whole = bool(piece) and whole == piece
         if is_whole or self._first_stop(self._text + whole) >= 0:
             self._take(whole)
         return is_whole
+
+    def _start_over(self) -> None:
+        """Adds all ids anew, one by one, as it does from now on.
+
+        Bytes that are no character also spoil whole ones that come in the same step. So the text
+        would depend on the steps.
+        """
+        single = copy.copy(self)
+        single._ids, single._text, single._is_single = [], "", True
+        single._prefix = single._read = 0
+        single._add_each(self._ids)
+        vars(self).update(vars(single))  # at once
 
     def _new_text(self) -> str:
         assert self._decode is not None
