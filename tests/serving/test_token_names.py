@@ -11,7 +11,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from trtspec.api.outputs import Logprob
-from trtspec.serving.answers import logprobs_by_text
+from trtspec.frontend.outputs import NOTHING_NEW
+from trtspec.serving.answers import TokenTexts, logprobs_by_text
 from trtspec.serving.token_names import TokenNames
 
 
@@ -90,3 +91,13 @@ def test_two_tokens_of_one_text_are_two_entries() -> None:
     known = {byte: Logprob(-0.5, 1), a: Logprob(-1.0, 2), 1: Logprob(-2.0, 3)}
     assert logprobs_by_text(names, known, 3) == {"a": -0.5, f"token_id:{a}": -1.0, " the": -2.0}
     assert logprobs_by_text(names, known, 1) == {"a": -0.5}
+
+
+def test_texts_of_tokens_have_what_an_end_inside_a_character_leaves() -> None:
+    ids = LEVEL.encode("aé漢")[:-1]
+    texts = TokenTexts(LEVEL)
+    first = NOTHING_NEW._replace(token_ids=ids[:2], sources=[0, 0])
+    last = NOTHING_NEW._replace(token_ids=ids[2:], sources=[0, 1], finish_reason="length")
+    said = [token["text"] for piece in (first, last) for token in texts.of(piece)]
+    assert said == ["a", "é", "", "\ufffd"]
+    assert "".join(said) == LEVEL.decode(ids)

@@ -122,7 +122,7 @@ class TokenTexts:
     """The text of each token of one output, for a page that colours them.
 
     Together they are the output's text, and a stop string that ended it. A character of several
-    tokens is the last one's.
+    tokens is the last one's, also where the output ends inside it.
     """
 
     def __init__(self, tokenizer: Any):
@@ -131,10 +131,13 @@ class TokenTexts:
 
     def of(self, piece: Piece) -> list[Json]:
         """Returns the tokens of a piece: text, and 0 or the number of the accepted draft."""
-        return [
+        tokens: list[Json] = [
             {"text": self.add(token), "source": source}
             for token, source in zip(piece.token_ids, piece.sources or [], strict=False)
         ]
+        if tokens and piece.finish_reason is not None:
+            tokens[-1]["text"] += self._stream.final()[self._length :]
+        return tokens
 
     def add(self, token: int) -> str:
         """Returns the text that a token adds."""
