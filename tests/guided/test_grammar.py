@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from guided import EOS, LANGUAGES, VOCAB, Language, allowed, save_tokenizer, token_texts
+from tokenizers import AddedToken
 
 from trtspec import GuidedDecodingParams
 from trtspec.guided.compiler import GrammarCompiler
@@ -128,6 +129,19 @@ def test_special_tokens_stand_for_no_text(compiler: GrammarCompiler) -> None:
     grammar, masks = make(compiler, GuidedDecodingParams(regex="[^b]*")), new_masks(1)
     grammar.fill(masks, 0, [])
     assert {0, 1}.isdisjoint(tokens_of(masks)[0]) and len(tokens_of(masks)[0]) > 50
+
+
+def test_special_tokens_that_a_tokenizer_flags_and_does_not_name(tmp_path: Path) -> None:
+    """Llama 3's has such. No text is theirs either, and they may end a text."""
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("zz", special=True)])
+    flagged = token_texts().index("zz")
+    assert flagged not in tokenizer.all_special_ids
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    grammar, masks = make(compiler, GuidedDecodingParams(regex="[^b]*")), new_masks(1)
+    grammar.fill(masks, 0, [])
+    assert flagged not in tokens_of(masks)[0] and len(tokens_of(masks)[0]) > 50
+    assert compiler.ends_of([flagged, 40]) == [EOS, flagged]
 
 
 @pytest.mark.parametrize("tokens", [[], [31], [5, 63, 64], [1, 40, 41, 95, 130], [0, 70, 20_000]])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model_dir
 
 from trtspec import LLM, NGramDecodingConfig, SamplingParams
+from trtspec.api.text_stream import special_token_ids
 from trtspec.checkpoints.zoo import resolve_model
 from trtspec.data.acceptance_prompts import load_prompts
 from trtspec.errors import ConfigError
@@ -45,7 +46,6 @@ from trtspec.train.data import (
     is_measured,
     pack,
     render_conversation,
-    special_token_ids,
     split,
     tokenizer_fingerprint,
 )

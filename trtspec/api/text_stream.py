@@ -135,6 +135,16 @@ def decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def special_token_ids(tokenizer: Any) -> list[int]:
+    """Returns the ids of tokens that are no text (end of turn, padding …), ascending.
+
+    A tokenizer may flag more of them than it names, as Llama 3's does.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    flagged = {index for index, token in added.items() if getattr(token, "special", False)}
+    return sorted(flagged | set(tokenizer.all_special_ids))
+
+
 def is_local(tokenizer: Any) -> bool:
     """Returns whether a token's bytes are the same behind any other, as in GPT-2's kind."""
     return (

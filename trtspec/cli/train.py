@@ -356,7 +356,8 @@ def _read_rows(
     """
     import torch
 
-    from ..train.data import TrainingText, draft_vocabulary, pack, special_token_ids, split
+    from ..api.text_stream import special_token_ids
+    from ..train.data import TrainingText, draft_vocabulary, pack, split
 
     text = TrainingText(
         path, tokenizer, config.vocab_size, max_len=options.length, skip_bad=options.skip_bad

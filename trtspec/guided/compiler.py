@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..api.guided_decoding import MAX_MARKER_TOKENS, GuidedDecodingParams
+from ..api.text_stream import special_token_ids
 from ..errors import ConfigError, RequestError, TrtspecError, shown
 from .grammar import Grammar, WhiteSpace, Without
 from .schema import find_in_tag, find_unenforced, find_unread
@@ -64,7 +65,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]):
         self.xgrammar = _import_xgrammar()
         self.tokenizer, self.vocab_size, self.end_ids = tokenizer, vocab_size, tuple(end_ids)
-        self._special = [i for i in tokenizer.all_special_ids if i < vocab_size]
+        self._special = [i for i in special_token_ids(tokenizer) if i < vocab_size]
         self._build = threading.Lock()
         self._tasks: _Tasks = queue.SimpleQueue()
         self._num_threads = 0

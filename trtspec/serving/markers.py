@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..api.text_stream import special_token_ids
+
 
 def held_length(text: str, markers: Sequence[str]) -> int:
     """Returns how many last characters of `text` may begin a marker that is not complete."""
@@ -31,17 +33,14 @@ def keep_markers(tokenizer: Any, markers: Iterable[str]) -> Any:
     Text is decoded without special tokens, and some families mark tool calls or reasoning with
     such. Where none of the markers is one, the tokenizer itself is returned.
     """
-    special = set(tokenizer.all_special_ids)
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special |= {number for number, token in added.items() if getattr(token, "special", False)}
-    markers, numbers = list(markers), sorted(special)
+    markers, numbers = list(markers), special_token_ids(tokenizer)
     texts = tokenizer.convert_ids_to_tokens(numbers)
     kept = {  # a marker may be such a token and more
         number
         for number, text in zip(numbers, texts, strict=True)
         if text and any(text in marker for marker in markers)
     }
-    return MarkedTokenizer(tokenizer, kept, special - kept) if kept else tokenizer
+    return MarkedTokenizer(tokenizer, kept, set(numbers) - kept) if kept else tokenizer
 
 
 class MarkedTokenizer:

@@ -14,11 +14,12 @@ from random import Random
 from typing import Any
 
 from ..api.sampling_params import MAX_TEMPERATURE, SamplingParams
+from ..api.text_stream import special_token_ids
 from ..checks import is_int
 from ..config import require_int
 from ..errors import ConfigError
 from ..llm import LLM
-from .data import FORMAT, is_measured, render_chat, special_token_ids, tokenizer_fingerprint
+from .data import FORMAT, is_measured, render_chat, tokenizer_fingerprint
 from .seeds import LONG, PASSAGE, draw_follow_up, draw_seed
 
 Messages = list[dict[str, str]]

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..api.text_stream import special_token_ids
 from ..checks import is_number
 from ..data.acceptance_prompts import prompt_fingerprints, text_fingerprints
 from ..data.jsonl import LineError, check_messages, parse_line, short
@@ -88,13 +89,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     content = json.dumps([vocabulary, sorted(tokenizer.all_special_ids)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def special_token_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids of tokens that are no text (end of turn, padding …), ascending."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    flagged = {index for index, token in added.items() if token.special}
-    return sorted(flagged | set(tokenizer.all_special_ids))
 
 
 def render_chat(
