@@ -15,6 +15,7 @@ from served import Served, greedy, make_llm, raw_post, read_all, served_model_di
 
 from trtspec import LLM, AsyncLLM
 from trtspec.frontend.engine_thread import Bell
+from trtspec.serving import answers
 from trtspec.serving.app import build_app
 from trtspec.serving.config import ServerConfig
 from trtspec.serving.streams import CONNECTION, EventStream
@@ -74,6 +75,15 @@ async def begin(source: Source, connection: Connection | None) -> tuple[asyncio.
     for _ in range(5):
         await asyncio.sleep(0)
     return task, sent
+
+
+def test_an_event_is_one_line() -> None:
+    """Also to clients that read lines of text, as httpx's `iter_lines` does."""
+    text = "é" + "".join(map(chr, [*range(32), 0x85, 0x2028, 0x2029]))
+    said = answers.text_of(text)
+    assert said.splitlines() == [said] and json.loads(said) == text
+    line, end = answers.event_of({"text": text}).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text} and not end
 
 
 def test_events_are_sent_in_the_call_that_brings_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,15 +25,24 @@ from .token_names import TokenName, TokenNames
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Json = dict[str, Any]
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+"""Ends of lines to Python's `splitlines`, and so to clients, that JSON does not escape."""
 
 
 def dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _one_line(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def text_of(value: str) -> str:
     """Returns a text as `dumped` writes it, at a tenth of the cost."""
-    return encode_basestring(value)
+    return _one_line(encode_basestring(value))
+
+
+def _one_line(text: str) -> str:
+    """Returns JSON that no client takes for two lines."""
+    if text.isascii():
+        return text
+    return _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def event_of(value: Any) -> bytes:
