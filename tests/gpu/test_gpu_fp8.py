@@ -115,13 +115,30 @@ def test_rope_and_cache(
 
 
 @pytest.mark.parametrize("group", [None, 128])
-@pytest.mark.parametrize("size", [(576, 960), (4096, 2048)])
+@pytest.mark.parametrize("size", [(576, 960), (4096, 2048), (8192, 512)])
 def test_a_row_does_not_depend_on_the_others(group: int | None, size: tuple[int, int]) -> None:
     layer, norm = _linear(*size, group), _norm(size[0], torch.bfloat16)
-    x = _random(8, size[0])
-    together = fused.linear((x,), layer, (norm,))
+    x, residual = _random(8, size[0]), _random(8, size[1], seed=4)
+    normed = fused.linear((x,), layer, (norm,))
+    added = fused.linear((x,), layer, residual=residual)
     for rows in range(1, 8):
-        assert torch.equal(fused.linear((x[:rows],), layer, (norm,)), together[:rows])
+        part = (x[:rows],)
+        assert torch.equal(fused.linear(part, layer, (norm,)), normed[:rows])
+        assert torch.equal(fused.linear(part, layer, residual=residual[:rows]), added[:rows])
+
+
+@pytest.mark.parametrize("size", [(14336, 4096), (20480, 144)])
+def test_long_rows(size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
+    """More columns than a thread holds at once. One row is nearly zero, one has a late largest."""
+    layer = _linear(*size, None)
+    for rows in (1, 4, 5):
+        x, residual = _random(rows, size[0]), _random(rows, size[1], seed=4)
+        x[-1] = 0
+        x[-1, -1] = 2.0**-20
+        x[0, size[0] - 8 :] *= 64  # the largest are the last
+        expected = _product(_taken(x, layer), layer) + residual
+        _close(fused.linear((x,), layer, residual=residual), expected)
+    assert served == ["linear"] * 3
 
 
 @pytest.mark.parametrize("group", [256, 64])

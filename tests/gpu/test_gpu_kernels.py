@@ -261,6 +261,17 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
                 assert torch.equal(fused.linear((x[:rows],), layer, norms), together[:rows])
 
 
+@pytest.mark.parametrize("size", [(4096, 4096), (1536, 4098), (14336, 4096)])
+def test_a_row_of_a_large_weight_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
+    """With a residual some rows share the kernel's tiles otherwise than few do."""
+    layer = _linear(*size, torch.bfloat16)
+    x, residual = _random(8, size[0]), _random(8, size[1], seed=4)
+    together = fused.linear((x,), layer, residual=residual)
+    for rows in range(1, 8):
+        alone = fused.linear((x[:rows],), layer, residual=residual[:rows])
+        assert torch.equal(alone, together[:rows])
+
+
 def test_queries_and_keys_of_two_inputs(served: list[str]) -> None:
     """As an EAGLE-3 head has them: embeddings and hidden states side by side, rotated, cached."""
     layer, dim = _linear(1152, 15 * 64, torch.bfloat16), 64
