@@ -12,10 +12,11 @@
 namespace trtspec {
 
 constexpr int kWarps = 8;                    // of skinny_linear
-constexpr int kStreamWarps = 16, kDepth = 6, kDepthOfTwo = 3;  // of stream_linear
-constexpr int kMaxRowsOfOneTile = 4;
+constexpr int kStreamWarps = 16, kDepth = 6, kDepthOfTwo = 3, kDepthOfMany = 4;  // of stream_linear
+constexpr int kMaxStreamRows = 16, kMaxRowsOfOneTile = 4;
 constexpr int64_t kLargeWeight = 4 << 20;    // values; from here on bandwidth counts, not latency
-constexpr int kMaxResident = 104 << 10;      // bytes of normed x in shared memory
+// Bytes of normed x in shared memory, and of more than 8 rows.
+constexpr int kMaxResident = 104 << 10, kMaxResidentOfMany = 140 << 10;
 constexpr int kMaxSkinnyRows = 32;
 constexpr int kMaxTileColumns = 16 << 10;  // a norm's weights rest in shared memory
 // Sizes of tiles go by these (decision 029): rows, columns of a deep weight, outputs of a wide one.
@@ -33,10 +34,10 @@ inline int multiprocessors() {
   return count;
 }
 
-template <typename T, Epilogue E, int kNorms, int kTiles, int kDepth>
+template <typename T, Epilogue E, int kNorms, int kTiles, int kColumns, int kDepth>
 cudaError_t launch_stream_of(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = stream_linear<T, E, kNorms, kTiles, kStreamWarps, kDepth>;
-  const int rings = ring_bytes<(kNorms > 0), kTiles, kStreamWarps, kDepth>();
+  const auto kernel = stream_linear<T, E, kNorms, kTiles, kColumns, kStreamWarps, kDepth>;
+  const int rings = ring_bytes<(kNorms > 0), kTiles, kColumns, kStreamWarps, kDepth>();
   const int shared = rings + (kNorms > 0 ? resident_bytes(p) : 0);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -53,19 +54,21 @@ cudaError_t launch_stream(const LinearParams& p, cudaStream_t stream) {
     auto turns = [](int tiles) { return (tiles + multiprocessors() - 1) / multiprocessors(); };
     const int tiles = (p.n + kTile - 1) / kTile;
     if (p.rows > kMaxRowsOfOneTile && 2 * turns((tiles + 1) / 2) <= turns(tiles)) {
-      return launch_stream_of<T, E, 0, 2, kDepthOfTwo>(p, stream);
+      if (p.rows > 8) return launch_stream_of<T, E, 0, 2, 2, kDepthOfTwo>(p, stream);
+      return launch_stream_of<T, E, 0, 2, 1, kDepthOfTwo>(p, stream);
     }
   }
+  if (p.rows > 8) return launch_stream_of<T, E, kNorm, 1, 2, kDepthOfMany>(p, stream);
   if constexpr (kNorm && E != Epilogue::kSwiGLU) {
-    if (p.x1 != nullptr) return launch_stream_of<T, E, 2, 1, kDepth>(p, stream);
+    if (p.x1 != nullptr) return launch_stream_of<T, E, 2, 1, 1, kDepth>(p, stream);
   }
-  return launch_stream_of<T, E, kNorm, 1, kDepth>(p, stream);
+  return launch_stream_of<T, E, kNorm, 1, 1, kDepth>(p, stream);
 }
 
 template <typename T, bool kNorm>
 cudaError_t launch_narrow(const LinearParams& p, cudaStream_t stream) {
   const auto kernel = narrow_linear<T, kNorm, kNarrowWarps, kNarrowDepth>;
-  const int shared = ring_bytes<true, 1, kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
+  const int shared = ring_bytes<true, 1, 1, kNarrowWarps, kNarrowDepth>() + resident_bytes(p);
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -114,10 +117,11 @@ cudaError_t launch_columns(const LinearParams& p, cudaStream_t stream) {
   const bool is_tiled = takes_inputs && p.n % kTile == 0 && values < kLargeWeight;
   if (is_tiled && p.k <= kMaxTileColumns) return launch_tiles<T, E, kNorm>(p, stream);
   if (p.rows > kMaxSkinnyRows) return cudaErrorInvalidValue;
-  const bool fits = !kNorm || resident_bytes(p) <= kMaxResident;
-  if (p.rows <= kStreamRows && values >= kLargeWeight && fits) {
+  const bool fits = !kNorm || resident_bytes(p) <= (p.rows > 8 ? kMaxResidentOfMany : kMaxResident);
+  const bool is_alone = p.x1 == nullptr || p.rows <= 8;
+  if (p.rows <= kMaxStreamRows && values >= kLargeWeight && fits && is_alone) {
     if constexpr (E == Epilogue::kPlain) {
-      if (p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, kNorm>(p, stream);
+      if (p.rows <= 8 && p.k <= kMaxNarrow && p.k_split == p.k) return launch_narrow<T, kNorm>(p, stream);
     }
     return launch_stream<T, E, kNorm>(p, stream);
   }

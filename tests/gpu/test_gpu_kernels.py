@@ -148,11 +148,13 @@ def test_a_sum_is_written_twice(size: tuple[int, int], rows: int, served: list[s
     assert served == ["linear"]
 
 
-def _most_rows(size: tuple[int, int], normed: bool) -> int:
+def _most_rows(size: tuple[int, int], normed: bool, inputs: int = 1) -> int:
     """As far as the kernels are used for weights of (in, out)."""
     values = size[0] * size[1]
     if values >= fused.LARGE:
-        return min(8, (104 << 10) // (2 * size[0] + 64)) if normed else 8
+        is_deep = size[0] >= 2048 and inputs == 1
+        few, many = ((n << 10) // (2 * size[0] + 64) if normed else 16 for n in (104, 140))
+        return min(16, many) if is_deep and many > 8 else min(8, few)
     most = fused.MAX_TILED_NORMED_PRODUCTS if normed else fused.MAX_TILED_PRODUCTS
     return max(32, min(256, most // values)) if size[1] % 16 == 0 else 32
 
@@ -171,8 +173,8 @@ def test_two_inputs_with_their_own_norms(
         for chosen in ((), norms):
             parts = [_exact(t, n) for t, n in zip(x, chosen or (None, None), strict=True)]
             _close(fused.linear((x[0], x[1]), layer, chosen), _product(torch.cat(parts, -1), layer))
-        most += rows <= min(32, _most_rows(size, False))  # without norms
-        most += dtype == torch.bfloat16 and rows <= _most_rows(size, True)
+        most += rows <= min(32, _most_rows(size, False, 2))  # without norms
+        most += dtype == torch.bfloat16 and rows <= _most_rows(size, True, 2)
     assert served == ["linear"] * most
 
 
@@ -264,10 +266,10 @@ def test_a_row_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", [(4096, 4096), (1536, 4098), (14336, 4096)])
 def test_a_row_of_a_large_weight_does_not_depend_on_the_others(size: tuple[int, int]) -> None:
     """With a residual some rows share the kernel's tiles otherwise than few do."""
-    layer = _linear(*size, torch.bfloat16)
-    x, residual = _random(8, size[0]), _random(8, size[1], seed=4)
+    layer, most = _linear(*size, torch.bfloat16), _most_rows(size, False)
+    x, residual = _random(most, size[0]), _random(most, size[1], seed=4)
     together = fused.linear((x,), layer, residual=residual)
-    for rows in range(1, 8):
+    for rows in range(1, most):
         alone = fused.linear((x[:rows],), layer, residual=residual[:rows])
         assert torch.equal(alone, together[:rows])
 

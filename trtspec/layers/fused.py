@@ -45,6 +45,8 @@ Norms = tuple[RMSNorm, ...]
 
 LARGE, MAX_ROWS_OF_LARGE = 4 << 20, 8
 """Weights of this many values are read by other kernels than smaller ones, for fewer rows."""
+MAX_ROWS_OF_DEEP, DEEP = 16, 2048
+"""More rows of such a weight with this many columns, of one input."""
 MAX_ROWS, MAX_TILED_ROWS = 32, 256
 """The most rows for small weights. It is `MAX_TILED_ROWS` where outputs are a multiple of `TILE`.
 Two inputs then need norms."""
@@ -52,8 +54,8 @@ TILE, MAX_TILED_COLUMNS = 16, 16 << 10
 MAX_TILED_PRODUCTS, MAX_TILED_NORMED_PRODUCTS = 115_000_000, 250_000_000
 """Above `MAX_ROWS`: rows times values of a weight, without and with a norm, where cuBLAS becomes
 faster (decision 029). A norm, and what follows it, are further kernels around cuBLAS."""
-MAX_NORMED_BYTES = 104 << 10
-"""Of normed rows of a large weight (kMaxResident in csrc/linear_impl.cuh)."""
+MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
+"""Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
 MAX_RESTING_BYTES, MAX_RESTING_OF_GROUPS = 115_648, 140 << 10
 """What the kernels for FP8 weights hold of all rows (kMaxResting in csrc/include/trtspec)."""
@@ -297,8 +299,11 @@ def _reads_floats(weight: Tensor, inputs: Inputs, has_norms: bool) -> bool:
     """Whether a kernel for weights in 16 bits takes these rows, and is the fastest."""
     rows, (outs, columns) = inputs[0].shape[0], weight.shape
     if weight.numel() >= LARGE:
-        fits = not has_norms or rows * (2 * columns + 64) <= MAX_NORMED_BYTES
-        return rows <= MAX_ROWS_OF_LARGE and fits
+        is_few = rows <= MAX_ROWS_OF_LARGE
+        is_deep = rows <= MAX_ROWS_OF_DEEP and columns >= DEEP and len(inputs) == 1
+        most_bytes = MAX_NORMED_BYTES if is_few else MAX_NORMED_BYTES_OF_DEEP
+        fits = not has_norms or rows * (2 * columns + 64) <= most_bytes
+        return (is_few or is_deep) and fits
     most = MAX_TILED_NORMED_PRODUCTS if has_norms else MAX_TILED_PRODUCTS
     takes_inputs = len(inputs) == 1 or has_norms
     is_tiled = takes_inputs and outs % TILE == 0 and columns <= MAX_TILED_COLUMNS

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / 32, pitch = p.k * 2 + kPad;
   const int stride = gridDim.x * kWarps, first_tile = blockIdx.x + gridDim.x * warp;
-  char* const x_shared = shared + ring_bytes<true, 1, kWarps, kDepth>();  // of weights alone
+  char* const x_shared = shared + ring_bytes<true, 1, 1, kWarps, kDepth>();  // of weights alone
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * 2 + part) * kWarps * 32; };
 

@@ -69,33 +69,32 @@ __device__ inline void make_resident(const LinearParams& p, char* x_shared,
   }
 }
 
-constexpr int kStreamRows = 8;
-
 // Steps of 32 values of k on their way, for each thread: two pieces of weights of each tile and, where x
-// is not normed, one of x.
-template <bool kNorm, int kTiles, int kWarps, int kDepth>
+// is not normed, kColumns of x.
+template <bool kNorm, int kTiles, int kColumns, int kWarps, int kDepth>
 __host__ __device__ constexpr int ring_bytes() {
-  return kDepth * (2 * kTiles + (kNorm ? 0 : 1)) * kWarps * 32 * 16;
+  return kDepth * (2 * kTiles + (kNorm ? 0 : kColumns)) * kWarps * 32 * 16;
 }
 
 // kNorms: 0, 1 of one input, or one for each of two. kTiles: tiles of 16 outputs that are made at once,
-// from the same pieces of x.
-template <typename T, Epilogue E, int kNorms, int kTiles, int kWarps, int kDepth>
+// from the same pieces of x. kColumns: tiles of 8 rows of x; of two a block has room for one tile's sums.
+template <typename T, Epilogue E, int kNorms, int kTiles, int kColumns, int kWarps, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     stream_linear(const __grid_constant__ LinearParams p) {
   constexpr bool kNorm = kNorms > 0;
-  constexpr int kOfWeights = 2 * kTiles, kParts = kOfWeights + (kNorm ? 0 : 1);
+  constexpr int kOfWeights = 2 * kTiles, kParts = kOfWeights + (kNorm ? 0 : kColumns);
+  constexpr int kRows = 8 * kColumns, kSums = kColumns == 1 ? 2 : 1;
   extern __shared__ __align__(128) char shared[];
-  __shared__ float sums[2][kWarps][kTiles * kTile][kStreamRows + 1];
+  __shared__ float sums[kSums][kWarps][kTiles * kTile][kRows + 1];
   constexpr int kInputs = kNorms == 2 ? 2 : 1;
-  __shared__ float squares_of[kInputs][kWarps][kStreamRows], scales[kInputs][kStreamRows];
+  __shared__ float squares_of[kInputs][kWarps][kRows], scales[kInputs][kRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTiles * kTile - 1) / (kTiles * kTile), steps = p.k / 32;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
   const bool second = begin * 32 >= p.k_split;
   const T* x = static_cast<const T*>(second ? p.x1 : p.x0) + t * 8 - (second ? p.k_split : 0);
   const int64_t x_stride = second ? p.x1_stride : p.x0_stride;
-  char* x_shared = shared + ring_bytes<kNorm, kTiles, kWarps, kDepth>();
+  char* x_shared = shared + ring_bytes<kNorm, kTiles, kColumns, kWarps, kDepth>();
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * kParts + part) * kWarps * 32; };
 
@@ -110,7 +109,11 @@ __global__ void __launch_bounds__(kWarps * 32)
   };
   auto fetch_x = [&](int stage, int step) {
     if constexpr (!kNorm) {
-      if (g < p.rows) copy_16(place(stage, kOfWeights), x + g * x_stride + step * 32);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int m = c * 8 + g;
+        if (m < p.rows) copy_16(place(stage, kOfWeights + c), x + m * x_stride + step * 32);
+      }
     }
   };
   auto fetch_weights = [&](int stage) {
@@ -136,10 +139,10 @@ __global__ void __launch_bounds__(kWarps * 32)
     copies_commit();
   }
   if constexpr (kNorm) {
-    make_resident<T, kStreamRows, kWarps, kInputs>(p, x_shared, squares_of, warp, lane);
+    make_resident<T, kRows, kWarps, kInputs>(p, x_shared, squares_of, warp, lane);
     __syncthreads();
-    if (threadIdx.x < kInputs * kStreamRows) {  // read after a tile's barrier
-      const int input = threadIdx.x / kStreamRows, m = threadIdx.x % kStreamRows;
+    if (threadIdx.x < kInputs * kRows) {  // read after a tile's barrier
+      const int input = threadIdx.x / kRows, m = threadIdx.x % kRows;
       float total = 0.0f;
       for (int w = 0; w < kWarps; ++w) total += squares_of[input][w][m];
       scales[input][m] = rsqrtf(total / static_cast<float>(input ? p.k - p.k_split : p.k_split) + p.eps);
@@ -147,23 +150,29 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 
   int stage = 0, parity = 0;
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= 1) {
-    float acc[kTiles][4] = {};
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, parity ^= kSums - 1) {
+    float acc[kTiles][kColumns][4] = {};
     for (int step = begin; step < end; ++step) {
       copies_wait<kDepth - 1>();
-      uint4 v = {0, 0, 0, 0};
-      if (g < p.rows) {
+      uint4 v[kColumns] = {};
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const int m = c * 8 + g;
+        if (m >= p.rows) continue;
         if constexpr (kNorm) {
-          v = *reinterpret_cast<const uint4*>(x_shared + g * (p.k * 2 + kPad) + step * 64 + t * 16);
+          v[c] = *reinterpret_cast<const uint4*>(x_shared + m * (p.k * 2 + kPad) + step * 64 + t * 16);
         } else {
-          v = *place(stage, kOfWeights);
+          v[c] = *place(stage, kOfWeights + c);
         }
       }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const uint4 a = *place(stage, 2 * i), b = *place(stage, 2 * i + 1);
-        multiply_add(acc[i], a.x, b.x, a.y, b.y, v.x, v.y, T());
-        multiply_add(acc[i], a.z, b.z, a.w, b.w, v.z, v.w, T());
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          multiply_add(acc[i][c], a.x, b.x, a.y, b.y, v[c].x, v[c].y, T());
+          multiply_add(acc[i][c], a.z, b.z, a.w, b.w, v[c].z, v[c].w, T());
+        }
       }
       // The pieces are in registers: their places are free.
       if (next_tile < tiles) fetch_x(stage, next_step);
@@ -171,12 +180,16 @@ __global__ void __launch_bounds__(kWarps * 32)
       copies_commit();
       if (++stage == kDepth) stage = 0;
     }
+    if (kSums == 1 && tile != blockIdx.x) __syncthreads();  // the sums before have been read
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float* const to = sums[parity][warp][i * kTile + half * 8 + g] + t * 2;
-        to[0] = acc[i][half * 2], to[1] = acc[i][half * 2 + 1];
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          float* const to = sums[parity][warp][i * kTile + half * 8 + g] + c * 8 + t * 2;
+          to[0] = acc[i][c][half * 2], to[1] = acc[i][c][half * 2 + 1];
+        }
       }
     }
     __syncthreads();
