@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -278,3 +279,17 @@ def test_many_rows_are_the_librarys() -> None:
     torch.testing.assert_close(
         multiply_floats(x, weight).double(), x.double() @ _exact(weight).T, atol=1e-3, rtol=1e-3
     )
+
+
+def test_rows_that_a_kernel_takes_have_room_in_a_block() -> None:
+    """A block of Hopper has 227 KiB, of which the kernel's own variables take 18,560 (ptxas)."""
+    free, ring = (227 << 10) - 18_560, 6 * 2 * 16 * 32 * 16
+    weight = torch.empty(16, 64)
+    layer = cast(Linear, SimpleNamespace(weight=weight, scales=torch.empty(16, 1)))
+    rooms = []
+    for size in range(64, 120_000, 64):
+        for rows in range(1, 9):
+            x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
+            if fused._reads_fp8(layer, (x,)):
+                rooms.append(rows * (size + (64 if size % 128 == 0 else 0)))
+    assert max(rooms) == fused.MAX_RESTING_BYTES <= free - ring

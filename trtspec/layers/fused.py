@@ -57,7 +57,7 @@ faster (decision 029). A norm, and what follows it, are further kernels around c
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
-MAX_RESTING_BYTES, MAX_RESTING_OF_GROUPS = 115_648, 140 << 10
+MAX_RESTING_BYTES, MAX_RESTING_OF_GROUPS = 115_584, 140 << 10
 """What the kernels for FP8 weights hold of all rows (kMaxResting in csrc/include/trtspec)."""
 
 

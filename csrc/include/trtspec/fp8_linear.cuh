@@ -38,10 +38,11 @@ constexpr int kFp8RingBytes = kFp8Depth<kGroups> * 2 * kWarps * 32 * 16;
 template <int kWarps>
 using Fp8Sums = float[2][kWarps][kTile][kFp8Rows + 1];
 
-// What rows may take of shared memory: what a block has on Hopper, less ring, sums and scales.
+// What rows may take of shared memory: what a block has on Hopper, less ring, sums and scales. The
+// compiler gives the scales 128 bytes: the ring behind them begins at a multiple of that.
 template <bool kGroups, int kWarps>
 constexpr int kMaxResting =
-    (227 << 10) - kFp8RingBytes<kGroups, kWarps> - static_cast<int>(sizeof(Fp8Sums<kWarps>)) - 64;
+    (227 << 10) - kFp8RingBytes<kGroups, kWarps> - static_cast<int>(sizeof(Fp8Sums<kWarps>)) - 128;
 
 // What is known of a row of x: of x times the norm's weights the largest magnitude, of x the sum of
 // squares.
