@@ -57,7 +57,8 @@ class LLM:
     def shutdown(self) -> None:
         """Cancels all requests and frees the memory at once, the GPU's too.
 
-        Outputs can be read afterwards. New requests raise RequestError. A second call does nothing.
+        Outputs can be read afterwards. New requests raise RequestError. A second call does nothing,
+        but for hidden states that the first one could not write.
         """
         with self.lock:
             self.executor.shutdown()

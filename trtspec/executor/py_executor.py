@@ -227,18 +227,18 @@ class PyExecutor:
     def shutdown(self) -> None:
         """Cancels all requests and frees models, cache and graphs at once.
 
-        New requests raise RequestError. A second call does nothing.
+        New requests raise RequestError. A second call does nothing more.
 
         Raises:
-            OSError: finished samples of hidden states cannot be written.
+            OSError: finished samples of hidden states cannot be written. The next call tries again.
         """
         self._check_not_in_step()
         try:
             if not self._is_shut_down:
                 for request_id in list(self.book.live):
                     self.cancel(request_id)
-                if not self._is_half_done:
-                    self.book.flush_when_idle()  # what could not be written before
+            if not self._is_half_done:
+                self.book.flush_when_idle()  # what could not be written before
         finally:  # also where samples cannot be written
             self._is_shut_down = True
             vars(self).pop("_admission", None)  # it holds the target
