@@ -99,7 +99,7 @@ def test_odd_notes_of_training_are_left_alone(rates: Any) -> None:
     assert diagnosis.trained is None and "is no list of numbers" in diagnosis.notes[0]
     _compare_with_training(diagnosis, {"held_out_conditional": [0, 0.5]})
     assert diagnosis.trained == [0.0, 0.5]
-    for notes in (None, {}, [], "x"):
+    for notes in (None, {}, [], "x", {"held_out_conditional": []}):
         _compare_with_training(other := Diagnosis(), notes)
         assert other.trained is None and not other.notes
 

@@ -203,7 +203,7 @@ def _diagnose_model(
 def _compare_with_training(diagnosis: Diagnosis, notes: Any) -> None:
     """Takes acceptance at the end of training from what the trainer wrote, if it makes sense."""
     rates = notes.get("held_out_conditional") if isinstance(notes, dict) else None
-    if rates is None:
+    if rates is None or rates == []:  # nothing was held out
         return
     if isinstance(rates, list) and all(is_number(rate) and 0 <= rate <= 1 for rate in rates):
         diagnosis.trained = [float(rate) for rate in rates]
