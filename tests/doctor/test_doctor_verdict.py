@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,9 @@ from trtspec.doctor.diagnosis import Diagnosis, Finding, _ordinal
 from trtspec.doctor.exam import Exam, Outcome, best_explanation, examine, likely_explanation
 from trtspec.doctor.heads import Patient, notes_on
 from trtspec.doctor.masks import special_tokens, without_twins
-from trtspec.doctor.trials import Setting, Trial, vocabulary_trials
+from trtspec.doctor.trials import Setting, Trial, vocabulary_trials, window_trials
+from trtspec.models.decoder import Decoder
+from trtspec.models.drafters.base import DraftHead
 from trtspec.train.losses import StepScore
 from trtspec.train.trainer import Evaluation
 
@@ -270,6 +273,43 @@ def test_two_swapped_layers_of_many_are_tried() -> None:
     assert names[1, 2, 3, 14, 27] == "captured layers 27 and 14 are in each other's place"
 
 
+def _load(directory: Path, target: Decoder) -> DraftHead:
+    return load_head(
+        directory,
+        target,
+        HeadRequest(),
+        LoadOptions(
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            backend=TorchAttention(),
+            kv_group=1,
+            pack=False,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_swa": True, "swa_window_size": 20},
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20},
+        {"draft_window": 70},
+    ],
+    ids=lambda fields: min(fields),
+)
+def test_the_cure_of_windows_leaves_none(tmp_path: Path, fields: dict[str, Any]) -> None:
+    target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
+    directory = dflash_dir(tmp_path)
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"use_sliding_window": True} | fields))
+    (trial,) = window_trials(_load(directory, target))
+    said = trial.cure.replace(",", "").split()
+    left = {name: value for name, value in fields.items() if name not in said}
+    path.write_text(json.dumps(raw | {"use_sliding_window": True} | left))
+    assert not window_trials(_load(directory, target))
+
+
 def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
     target = load_target(tiny_model_dir(tmp_path, num_hidden_layers=8))
     layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4, 6]}}
@@ -279,18 +319,7 @@ def test_what_is_not_tried_is_noted(tmp_path: Path) -> None:
         eagle3_dir(tmp_path, captured=4, config=layers),
         dflash_dir(tmp_path),
     ):
-        head = load_head(
-            directory,
-            target,
-            HeadRequest(),
-            LoadOptions(
-                dtype=torch.float32,
-                device=torch.device("cpu"),
-                backend=TorchAttention(),
-                kv_group=1,
-                pack=False,
-            ),
-        )
+        head = _load(directory, target)
         if head.config.kind == "dflash":
             head.config = replace(head.config, layers_to_capture=(0, 2, 4, 6))
         notes.append(" ".join(notes_on(Patient(head, target.config, None, 1.0, {}, head))))

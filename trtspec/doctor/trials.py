@@ -88,7 +88,7 @@ def window_trials(head: DraftHead) -> list[Trial]:
     return [
         Trial(
             "the head's layers should have no window",
-            "remove layer_types, sliding_window, swa_window_size and draft_window from "
+            "remove layer_types, sliding_window, use_swa, swa_window_size and draft_window from "
             f"config.json; the shortest window is now {min(windows)}",
             drop,
         )
