@@ -50,6 +50,11 @@ def test_entries_for_another_batch_are_refused(name: str, given: Any, said: str)
         _step(_spec(**{name: given}), SIZES)
 
 
+def test_next_tokens_of_an_earlier_prompt_may_be_left_there() -> None:
+    step = _step(_spec(next_prompt_tokens=torch.tensor([-1])), StepSizes(0, 2, 3))
+    assert step.next_prompt_tokens.shape == (0,)
+
+
 def test_more_generations_than_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_generations=3 is above .* request_ids, 2"):
         batch_shape(None, _spec(num_generations=3, request_ids=[0, 1]))

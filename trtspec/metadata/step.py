@@ -81,6 +81,8 @@ class StepContext:
         """
         wanted, slots, following = spec.runtime_draft_len, spec.slot_ids, spec.next_prompt_tokens
         _require_length("slot_ids", slots, sizes.num_requests, "requests")
+        if not sizes.num_contexts:
+            following = None  # a loop may have left an earlier step's, which nothing reads
         _require_length("next_prompt_tokens", following, sizes.num_contexts, "contexts")
         if slots is None:
             slots = torch.empty(0, dtype=torch.int64, device=device)
