@@ -11,12 +11,12 @@ namespace trtspec {
 
 constexpr int kFp8Warps = 16;
 
-template <bool kGroups, Epilogue E, bool kNorm, int kRows>
+template <bool kGroups, Epilogue E, bool kNorm, int kRows, int kDepth>
 cudaError_t launch_fp8_rows(const LinearParams& p, cudaStream_t stream) {
-  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kRows>;
+  const auto kernel = fp8_linear<kGroups, E, kNorm, kFp8Warps, kRows, kDepth>;
   const int resting = p.rows * resting_stride<kGroups>(p.k);
-  if (resting > kMaxResting<kGroups, kFp8Warps>) return cudaErrorInvalidValue;
-  const int shared = kFp8RingBytes<kGroups, kFp8Warps> + resting;
+  if (resting > kMaxResting<kFp8Warps, kDepth>) return cudaErrorInvalidValue;
+  const int shared = kFp8RingBytes<kFp8Warps, kDepth> + resting;
   const cudaError_t raised =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return raised;
@@ -31,9 +31,12 @@ cudaError_t launch_fp8_rows(const LinearParams& p, cudaStream_t stream) {
 template <bool kGroups, Epilogue E, bool kNorm>
 cudaError_t launch_fp8(const LinearParams& p, cudaStream_t stream) {
   if constexpr (!kGroups) {
-    if (p.rows <= 4) return launch_fp8_rows<kGroups, E, kNorm, 4>(p, stream);
+    if (p.rows * resting_stride<kGroups>(p.k) <= kMaxResting<kFp8Warps, kFp8Long>) {
+      return p.rows <= 4 ? launch_fp8_rows<kGroups, E, kNorm, 4, kFp8Long>(p, stream)
+                         : launch_fp8_rows<kGroups, E, kNorm, kFp8Rows, kFp8Long>(p, stream);
+    }
   }
-  return launch_fp8_rows<kGroups, E, kNorm, kFp8Rows>(p, stream);
+  return launch_fp8_rows<kGroups, E, kNorm, kFp8Rows, kFp8Short>(p, stream);
 }
 
 template <bool kGroups>

@@ -240,6 +240,7 @@ def test_a_likely_mistake_is_told_as_such() -> None:
     found = _diagnosis(600, 300, 100, trained=[0.7, 0.6, 0.5], likely=likely)
     assert found.verdict.startswith("No mistake is certain, but one is likely: norms (length ")
     assert found.verdict.endswith("or try the change: other norms.") and not found.is_well
+    assert _diagnosis(690, 400, 200, trained=[0.7, 0.6, 0.5], likely=likely).is_well
 
 
 def test_too_little_text() -> None:

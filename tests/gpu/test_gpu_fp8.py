@@ -131,14 +131,14 @@ def test_a_row_does_not_depend_on_the_others(group: int | None, size: tuple[int,
 def test_long_rows(size: tuple[int, int], served: list[str]) -> None:  # noqa: F811
     """More columns than a thread holds at once. One row is nearly zero, one has a late largest."""
     layer = _linear(*size, None)
-    for rows in (1, 4, 5):
+    for rows in (1, 4, 5, 6):  # 6 of 20,480 leave less room for weights on their way
         x, residual = _random(rows, size[0]), _random(rows, size[1], seed=4)
         x[-1] = 0
         x[-1, -1] = 2.0**-20
         x[0, size[0] - 8 :] *= 64  # the largest are the last
         expected = _product(_taken(x, layer), layer) + residual
         _close(fused.linear((x,), layer, residual=residual), expected)
-    assert served == ["linear"] * 3
+    assert served == ["linear"] * 4
 
 
 @pytest.mark.parametrize("group", [256, 64])

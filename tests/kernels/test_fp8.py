@@ -283,7 +283,7 @@ def test_many_rows_are_the_librarys() -> None:
 
 def test_rows_that_a_kernel_takes_have_room_in_a_block() -> None:
     """A block of Hopper has 227 KiB, of which the kernel's own variables take 18,560 (ptxas)."""
-    free, ring = (227 << 10) - 18_560, 6 * 2 * 16 * 32 * 16
+    free, ring = (227 << 10) - 18_560, 4 * 2 * 16 * 32 * 16
     weight = torch.empty(16, 64)
     layer = cast(Linear, SimpleNamespace(weight=weight, scales=torch.empty(16, 1)))
     rooms = []
@@ -292,4 +292,4 @@ def test_rows_that_a_kernel_takes_have_room_in_a_block() -> None:
             x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
             if fused._reads_fp8(layer, (x,)):
                 rooms.append(rows * (size + (64 if size % 128 == 0 else 0)))
-    assert max(rooms) == fused.MAX_RESTING_BYTES <= free - ring
+    assert max(rooms) <= fused.MAX_RESTING_BYTES <= free - ring

@@ -102,12 +102,13 @@ def _write(target_dir: Path, options: DoctorOptions, num_positions: int) -> tupl
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, object]:
-    loaded = diagnosis.as_loaded
+    loaded, likely = diagnosis.as_loaded, diagnosis.likely
     return {
         "verdict": diagnosis.verdict,
         "is_well": diagnosis.is_well,
         "problems": diagnosis.problems,
         "changes": [{"name": f.name, "change": f.cure} for f in diagnosis.changes],
+        "likely": {"name": likely.name, "change": likely.cure} if likely else None,
         "conditional_acceptance": loaded.conditional if loaded else None,
         "judged": loaded.judged if loaded else None,
         "tried": {f.name: f.result.conditional for f in diagnosis.tried},

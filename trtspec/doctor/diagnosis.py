@@ -105,7 +105,7 @@ class Diagnosis:
             return self._what_fails_at_masks(), False
         if self.defect is not None:
             return f"Something is wrong: {self.defect}", False
-        if self.likely is not None:
+        if self.likely is not None and not self._is_as_trained():
             return self._what_is_likely(self.likely), False
         return self._nothing_found()
 
@@ -168,6 +168,13 @@ class Diagnosis:
             if left > SHORT_OF_TRAINING and left > lost / 2:
                 return index
         return None
+
+    def _is_as_trained(self) -> bool:
+        """Whether the head says how it was trained, and is accepted about as often."""
+        result = self.as_loaded
+        if result is None or not self.trained or result.judged[0] < FEWEST_JUDGED:
+            return False
+        return self._short_of_training(result, with_certainty=False) is None
 
     def _short_of_training(self, result: Evaluation, with_certainty: bool = True) -> int | None:
         """Returns the first draft that is accepted far less often than at the end of training."""

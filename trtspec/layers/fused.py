@@ -57,8 +57,8 @@ faster (decision 029). A norm, and what follows it, are further kernels around c
 MAX_NORMED_BYTES, MAX_NORMED_BYTES_OF_DEEP = 104 << 10, 140 << 10
 """Of normed rows of a large weight (kMaxResident… in csrc/linear_impl.cuh)."""
 MAX_ROWS_OF_FP8 = 8
-MAX_RESTING_BYTES, MAX_RESTING_OF_GROUPS = 115_584, 140 << 10
-"""What the kernels for FP8 weights hold of all rows (kMaxResting in csrc/include/trtspec)."""
+MAX_RESTING_BYTES = 140 << 10
+"""What the kernel for FP8 weights holds of all rows, at most kMaxResting in csrc."""
 
 
 def linear(
@@ -318,8 +318,7 @@ def _reads_fp8(layer: Linear, inputs: Inputs) -> bool:
     if len(inputs) > 1 or inputs[0].dtype != torch.bfloat16 or size % 64:
         return False
     resting = rows * (size + 64 if by_rows else 2 * size + 16)
-    most = MAX_RESTING_BYTES if by_rows else MAX_RESTING_OF_GROUPS
-    if not 0 < rows <= MAX_ROWS_OF_FP8 or resting > most:
+    if not 0 < rows <= MAX_ROWS_OF_FP8 or resting > MAX_RESTING_BYTES:
         return False
     if not (by_rows or layer.group % 64 == 0):
         return False

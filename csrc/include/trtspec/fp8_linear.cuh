@@ -23,16 +23,13 @@ __host__ __device__ constexpr int resting_stride(int k) {
   return kGroups ? 2 * k + 16 : k + (k % 128 == 0 ? 64 : 0);
 }
 
-// Steps that are on their way. Of codes, two are asked for before the previous kernel is done, and the
-// others when the rows are: they arrive while these are rounded. (All before: rows wait behind them. None
-// after: memory waits for the rounding.)
-template <bool kGroups>
-constexpr int kFp8Depth = kGroups ? 4 : 6;
-template <bool kGroups>
-constexpr int kFp8Early = kGroups ? 4 : 2;
+// Steps that are on their way. Of six, two are asked for before the previous kernel is done, and the others
+// when the rows are: they arrive while these are rounded. (All before: rows wait behind them. None after:
+// memory waits for the rounding.) Of four, as for groups and for rows that leave no room, all are before.
+constexpr int kFp8Long = 6, kFp8Short = 4, kFp8Early = 2;
 
-template <bool kGroups, int kWarps>
-constexpr int kFp8RingBytes = kFp8Depth<kGroups> * 2 * kWarps * 32 * 16;
+template <int kWarps, int kDepth>
+constexpr int kFp8RingBytes = kDepth * 2 * kWarps * 32 * 16;
 
 // The sums of two tiles. What warps know of rows has its place there before.
 template <int kWarps>
@@ -40,9 +37,9 @@ using Fp8Sums = float[2][kWarps][kTile][kFp8Rows + 1];
 
 // What rows may take of shared memory: what a block has on Hopper, less ring, sums and scales. The
 // compiler gives the scales 128 bytes: the ring behind them begins at a multiple of that.
-template <bool kGroups, int kWarps>
+template <int kWarps, int kDepth>
 constexpr int kMaxResting =
-    (227 << 10) - kFp8RingBytes<kGroups, kWarps> - static_cast<int>(sizeof(Fp8Sums<kWarps>)) - 128;
+    (227 << 10) - kFp8RingBytes<kWarps, kDepth> - static_cast<int>(sizeof(Fp8Sums<kWarps>)) - 128;
 
 // What is known of a row of x: of x times the norm's weights the largest magnitude, of x the sum of
 // squares.
@@ -266,18 +263,18 @@ __device__ inline void multiply_step(float (&part)[4], const uint4& a, const uin
 // Llama-3.1-8B's shape took 3.10 ms in place of 2.75.)
 // kRows: the most rows, 4 or 8. (Code is kept small: what a layer's kernels take together must fit a
 // multiprocessor's 128 KiB of instructions, or each launch reads its own again.)
-template <bool kGroups, Epilogue E, bool kNorm, int kWarps, int kRows>
+template <bool kGroups, Epilogue E, bool kNorm, int kWarps, int kRows, int kDepth>
 __global__ void __launch_bounds__(kWarps * 32)
     fp8_linear(const __grid_constant__ LinearParams p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Fp8Sums<kWarps> sums;
   __shared__ float scales[kFp8Rows];
   static_assert(sizeof(sums) >= sizeof(RowSums[kWarps][kFp8Rows]));
-  constexpr int kDepth = kFp8Depth<kGroups>, kEarly = kFp8Early<kGroups>;
+  constexpr int kEarly = kDepth == kFp8Long ? kFp8Early : kDepth;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + kTile - 1) / kTile, steps = p.k / kFp8Step;
   const int begin = steps * warp / kWarps, end = steps * (warp + 1) / kWarps;
-  char* const resting = shared + kFp8RingBytes<kGroups, kWarps>;
+  char* const resting = shared + kFp8RingBytes<kWarps, kDepth>;
   const char* const x = resting + g * resting_stride<kGroups>(p.k) + t * 16 * (kGroups ? 2 : 1);
   uint4* const mine = reinterpret_cast<uint4*>(shared) + threadIdx.x;
   auto place = [&](int stage, int part) { return mine + (stage * 2 + part) * kWarps * 32; };
