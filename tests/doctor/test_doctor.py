@@ -1,4 +1,4 @@
-"""A trained head, sabotaged in ten ways: the doctor names each, and is silent on the good one."""
+"""A trained head, sabotaged in twelve ways: the doctor names each, and is silent on a good one."""
 
 from __future__ import annotations
 
@@ -111,6 +111,22 @@ def _norms_around_0(raw: dict[str, Any], tensors: Tensors) -> None:
             tensors[name] = weight - 1
 
 
+def _rows_of_neighbours(raw: dict[str, Any], tensors: Tensors) -> None:
+    """As Meta's checkpoints and GGUF files have them."""
+    for name, weight in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            halves = weight.unflatten(0, (-1, 2, raw["head_dim"] // 2))
+            tensors[name] = halves.transpose(1, 2).flatten(0, 2)
+
+
+def _rows_of_halves_twice(raw: dict[str, Any], tensors: Tensors) -> None:
+    """A conversion of a head that needed none."""
+    for name, weight in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            pairs = weight.unflatten(0, (-1, raw["head_dim"] // 2, 2))
+            tensors[name] = pairs.transpose(1, 2).flatten(0, 2)
+
+
 EAGLE3 = {
     "captured one too early": _layers(0, 2, 3),
     "captured one too late": _layers(2, 4, 5),
@@ -122,6 +138,8 @@ EAGLE3 = {
     "ids in place of offsets": _d2t_ids,
     "one token too high": _d2t(1),
     "one token too low": _d2t(-1),
+    "for a RoPE that rotates neighbours": _rows_of_neighbours,
+    "for a RoPE of halves twice": _rows_of_halves_twice,
 }
 
 
@@ -140,6 +158,7 @@ def test_a_sabotaged_eagle3_head(eagle3: Case, tmp_path: Path, name: str) -> Non
         ("other order", _swap("eh_proj")),
         ("rope_theta", _theta),
         ("norms are written around 0", _norms_around_0),
+        ("for a RoPE that rotates neighbours", _rows_of_neighbours),
     ],
 )
 def test_a_sabotaged_mtp_layer(mtp: Case, tmp_path: Path, name: str, change: Change) -> None:

@@ -50,10 +50,19 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 class Case:
     """A head trained on the texts by which it is judged. Its target may scale embeddings.
 
-    With `shift` context row t reads token t + shift: 1 is right.
+    With `shift` context row t reads token t + shift: 1 is right. `qk_norms` fixes the weights of
+    the norms of queries and keys.
     """
 
-    def __init__(self, path: Path, kind: str, scale: float | None = None, shift: int | None = None):
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        scale: float | None = None,
+        shift: int | None = None,
+        qk_norms: float | None = None,
+        steps: int = 100,
+    ):
         target_dir = tiny_model_dir(path, seed=1, num_hidden_layers=8)
         self.target, self.head_dir, self.scale = load_target(target_dir), path / "head", scale
         data = GreedyTexts(target_dir, count=12, length=20)
@@ -71,16 +80,22 @@ class Case:
         head = create_head(spec, self.target, None, F32, seed=5)
         assert isinstance(head, DFlashHead)
         head.embedding_scale = scale
+        fixed = {}
+        if qk_norms is not None:
+            for name, weight in head.named_parameters():
+                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                    fixed[name] = weight.data.fill_(qk_norms)
+                    weight.requires_grad_(False)
         config = replace(
             TRAIN_CONFIG,
-            max_steps=100,
+            max_steps=steps,
             num_steps=BLOCK if kind == "dspark" else BLOCK - 1,
             step_decay=1.0,
             variation=0.0,
             num_anchors=10,
-            evaluate_every=100,
-            log_every=100,
-            checkpoint_every=100,
+            evaluate_every=steps,
+            log_every=steps,
+            checkpoint_every=steps,
         )
         self.texts: Sequences = data.take(torch.arange(12))
         trainer = Trainer(self.target, head, data, [self.texts], config, self.head_dir)
@@ -89,6 +104,9 @@ class Case:
             if shift is not None:
                 patch.setattr(unroll_module, "Block", lambda a, p, _, n: wrong(a, p, num_rows=n))
             trainer.train()
+        if fixed:  # what is not trained is not written
+            file = self.head_dir / "model.safetensors"
+            save_file({**load_file(file), **fixed}, file)
 
     def diagnose(self, tmp_path: Path, change: Change, keeps_notes: bool = False) -> Diagnosis:
         out = tmp_path / "sabotaged"
@@ -135,6 +153,23 @@ def _norms(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     for name in tensors:
         if "norm" in name:
             tensors[name] = tensors[name] - 1
+
+
+def _rows_of_neighbours(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """As Meta's checkpoints and GGUF files have them."""
+    for name in [n for n in tensors if n.endswith(("q_proj.weight", "k_proj.weight"))]:
+        halves = tensors[name].unflatten(0, (-1, 2, raw["head_dim"] // 2))
+        tensors[name] = halves.transpose(1, 2).flatten(0, 2)
+
+
+def _lost_norms(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in [n for n in tensors if "q_norm" in n or "k_norm" in n]:
+        tensors[name] = torch.ones_like(tensors[name])
+
+
+def _no_norms(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for name in [n for n in tensors if "q_norm" in n or "k_norm" in n]:
+        del tensors[name]
 
 
 def test_a_good_head_has_nothing(case: Case, tmp_path: Path) -> None:
@@ -187,6 +222,7 @@ SABOTAGES: list[tuple[Change, str, str]] = [
     (_nested(causal=True), "rows of a block should see each other both ways", '"is_causal": false'),
     (_rope, "rope_theta should be the target's", "now 100"),
     (_norms, "norms are written around 0", "add 1"),
+    (_rows_of_neighbours, "a RoPE that rotates neighbours", "write the even rows, then the odd"),
     (_top(block_size=16), "blocks should have 8 rows", '"block_size": 8'),
     (_top(block_size=4), "blocks should have 8 rows", '"block_size": 8'),
     (_top(**WINDOWED_ALL), "the head's layers should have no window", "shortest window is now 10"),
@@ -204,6 +240,27 @@ def test_every_sabotage_is_named(
     assert diagnosis.changes, [f"{f.name}: {f.result.conditional}" for f in diagnosis.tried]
     first = diagnosis.changes[0]
     assert name in first.name and cure in first.cure
+
+
+def test_lost_norms_of_queries_and_keys_are_named(tmp_path: Path) -> None:
+    case = Case(tmp_path, "dspark", qk_norms=2.5, steps=60)
+    for number, lose in enumerate((_lost_norms, _no_norms)):
+        diagnosis = case.diagnose(tmp_path / str(number), lose)
+        assert diagnosis.changes, [f"{f.name}: {f.result.conditional}" for f in diagnosis.tried]
+        first = diagnosis.changes[0]
+        assert first.name.startswith("q_norm and k_norm are lost"), diagnosis.verdict
+        assert "copy q_norm.weight and k_norm.weight of every layer again" in first.cure
+        assert any(note.startswith("q_norm and k_norm may be lost") for note in diagnosis.remarks)
+    good = case.diagnose(tmp_path / "good", lambda raw, tensors: None)
+    assert good.is_well and not any("norm" in text for text in (good.verdict, *good.remarks))
+    assert not any("q_norm" in finding.name for finding in good.tried)
+
+
+def test_norms_that_training_left_at_1_are_no_mistake(tmp_path: Path) -> None:
+    case = Case(tmp_path, "dspark", qk_norms=1.0, steps=60)
+    diagnosis = case.diagnose(tmp_path, lambda raw, tensors: None, keeps_notes=True)
+    assert diagnosis.is_well and not diagnosis.changes, diagnosis.verdict
+    assert any("If the head was trained with such norms" in note for note in diagnosis.remarks)
 
 
 def _noise(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ when it was trained, it is simply weak.
     diagnosis.py   findings, and the verdict in words
     trials.py      a setting to try; those of every head
     heads.py       those of each kind of head; masks.py of masked heads, blocks.py of block heads
+    queries.py     those of what makes queries and keys
     exam.py        the target's states and a head along them; the search
     draft_model.py draft models
 """

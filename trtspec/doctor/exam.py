@@ -42,6 +42,8 @@ _CHANGEABLE = (
     "mask_token_id",
     "layers",
     "window",
+    "q_norm",
+    "k_norm",
 )
 """Attributes that a trial may change, of any module of a drafter, besides its weights."""
 

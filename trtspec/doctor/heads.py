@@ -20,6 +20,7 @@ from ..models.drafters.mtp import MTPHead, MTPLayer
 from .blocks import block_trials, defect_of_bias, defect_of_block
 from .captures import capture_trials, notes_on_captures
 from .masks import mask_trials
+from .queries import layout_trials, lost_norms, norm_trials
 from .trials import (
     Trial,
     flip_norm_output,
@@ -48,6 +49,7 @@ def trials_of(patient: Patient) -> list[Trial]:
     head, trials = patient.head, list[Trial]()
     if head.advances_positions:  # one that reads the target's keys must be rotated as they are
         trials += rope_trials(head, patient.target) + window_trials(head)
+        trials += layout_trials(patient.parts) + norm_trials(head, patient.parts)
     if not isinstance(head, DFlashHead) or head.reads_next_tokens:
         trials += shift_trials()
     trials += _KINDS.get(head.config.kind, _Kind()).trials(patient)
@@ -73,6 +75,12 @@ def suspicion_of(patient: Patient) -> str | None:
         return (
             "mask_hidden is zero everywhere, which a trained one is not: copy the head again from "
             "its source."
+        )
+    lost = lost_norms(patient.head, patient.parts) if patient.head.advances_positions else None
+    if lost is not None:
+        return (
+            f"q_norm and k_norm may be lost: {lost}. If the head was trained with such norms, copy "
+            "it again from its source."
         )
     return None
 
